@@ -161,9 +161,6 @@ class GatewayConfig(Section, frozen=True):
     """Seconds between two reports to the log."""
     drain_s: Seconds = 10.0
     """Seconds that running requests get at a stop."""
-    strict: bool = False
-    """Whether requests are refused for fields that are unknown, cannot be served, or change the policy's distribution. By
-    default such fields are ignored or served, and named in response headers."""
 
     def __post_init__(self) -> None:
         split_address(self.listen)

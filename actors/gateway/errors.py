@@ -5,23 +5,6 @@ from collections.abc import Mapping
 import msgspec
 
 
-class ErrorFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a request was refused. message: what to change. type: OpenAI's name for it. param: the field at fault. code:
-    a word for programs, null where OpenAI has none.
-    """
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The error object of the OpenAI API. error: what went wrong."""
-
-    error: ErrorFields
-
-
 class ApiError(Exception):
     """An answer that is an error. param: the field at fault. retry_after_s: when to come back, 0 for not saying."""
 
@@ -54,8 +37,8 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """The error object."""
-        error = ErrorFields(message=str(self), type=self.kind, param=self.param, code=self.code)
-        return msgspec.json.encode(ErrorReply(error=error))
+        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -22,11 +22,9 @@ from actors.gateway.access.concurrency import (
     to_its_end,
 )
 from actors.gateway.access.keys import ApiKey, Train
-from actors.gateway.answering.conversation import ConversationCache
+from actors.gateway.answering.conversation import ConversationCache, decoded_pictures
 from actors.gateway.answering.in_flight import InFlight, Watch, sample_choices
-from actors.gateway.answering.parsers import answer_parser
-from actors.gateway.answering.parsing import ready, render
-from actors.gateway.answering.pictures import decoded_pictures
+from actors.gateway.answering.parsing import answer_parser, ready, render
 from actors.gateway.answering.requests import ParsedRequest
 from actors.gateway.answering.sample import SampledAnswer
 from actors.gateway.answering.sessions import Continuation, Sessions, held
@@ -112,7 +110,7 @@ class Gateway:
 
         drawn: the canary's lot sent the request here, not its silence, so its answers may be compared with the canary's.
         """
-        request = ready(request, self.parser, takes_tools=self.tokenizer.takes_tools, strict=self.config.strict)
+        request = ready(request, self.parser, takes_tools=self.tokenizer.takes_tools)
         if request.prompt.pictures and not self.tokenizer.takes_images:
             raise bad("messages: got an image, and this model reads text alone", "messages")
         name = self.request_name(request, key, session)
@@ -217,7 +215,6 @@ class Gateway:
                 self.sessions.forget(session)
 
     async def _decoded(self, request: ParsedRequest, key: ApiKey) -> tuple[Pixels, ...]:
-        """Decode the pictures of a request; one request at a time. Raises ApiError."""
         prompt = request.prompt
         if not prompt.pictures:
             return ()

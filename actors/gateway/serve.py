@@ -299,7 +299,6 @@ async def _end(
 
 
 async def _connect(log: Log, connected: asyncio.Event) -> None:
-    """Connect, as often as it takes; afterwards the bus reconnects by itself."""
     while not connected.is_set():
         try:
             await log.bus.start()
@@ -356,7 +355,6 @@ def _remember(path: Path, event: PolicyEvent, metrics: Metrics) -> None:
 
 
 async def _bring_last(follower: PolicyFollower, path: Path, engine: Engine) -> None:
-    """Serve the version that was served last, if it is known and can be had."""
     try:
         event = msgspec.json.decode(await asyncio.to_thread(path.read_bytes), type=PolicyEvent)
         await _bounded(follower.bring(event))

@@ -199,7 +199,6 @@ async def _prune(log: Log, metrics: Metrics, keep_ms: int) -> None:
 
 
 async def _report(role: Role, plan: Plan, every_s: float) -> None:
-    """Publish a status report every `every_s`; reports also keep the log's clock moving."""
     metrics = role.metrics
     while True:
         if plan.look_for_canary():
@@ -212,7 +211,6 @@ async def _report(role: Role, plan: Plan, every_s: float) -> None:
 
 
 async def _tell(role: Role, plan: Plan, state: str) -> None:
-    """Publish a report. state: the plan's own, or "stopped" in the last report of a master that is stopped before its end."""
     metrics, admission = role.metrics, plan.admission
     phase = MasterState(state=plan.state, outstanding=len(admission.outstanding), drained_to=plan.drain_offset)
     metrics.gauge("outstanding_groups").set(phase.outstanding)

@@ -16,10 +16,9 @@ import msgspec
 from actors.engines.engine import Completion, ContextFull, EngineStopped, Sampling
 from actors.gateway.access.concurrency import ConcurrencyLimiter
 from actors.gateway.access.keys import ApiKey
-from actors.gateway.answering.conversation import ConversationCache
+from actors.gateway.answering.conversation import ConversationCache, decoded_pictures
 from actors.gateway.answering.in_flight import InFlight, Watch, sample_choices
-from actors.gateway.answering.parsing import AnswerParser, ChatTokenizer, ready, render
-from actors.gateway.answering.pictures import decoded_pictures
+from actors.gateway.answering.parsing import AnswerParser, ready, render
 from actors.gateway.answering.requests import ParsedRequest
 from actors.gateway.answering.sample import SampledAnswer
 from actors.gateway.answering.sessions import behind_answer
@@ -27,6 +26,7 @@ from actors.gateway.errors import ApiError, bad, no_room, unavailable
 from actors.rollout.continuation import SampledTurn
 from actors.rollout.parts import AT_ONCE, Follow, GrowingPart
 from actors.rollout.session import LONG_CHARS, Session
+from infra.model.model import Tokenizer
 from infra.newest import Newest
 from infra.store.images import Pixels, images_of
 from schemas import Score
@@ -50,7 +50,7 @@ class ProgramEpisode:
     def __init__(
         self,
         session: Session,
-        tokenizer: ChatTokenizer,
+        tokenizer: Tokenizer,
         parser: AnswerParser,
         limits: EpisodeLimits,
         *,
@@ -228,7 +228,6 @@ class ProgramEpisode:
         return follow
 
     def _sampling(self, request: ParsedRequest, num_prompt: int) -> Sampling:
-        """The task's sampling within the program's request and the room in the context. Raises ApiError."""
         own = self._session.sampling
         room = self._session.engine.max_model_len - num_prompt
         if room < 1:

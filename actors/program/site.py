@@ -23,10 +23,9 @@ from actors.gateway.apis.messages import read_messages
 from actors.gateway.apis.responses import after
 from actors.gateway.config import GatewayLimits
 from actors.gateway.errors import ApiError
-from actors.gateway.http.app import APIS, Handler, api_at
+from actors.gateway.http.app import APIS, Handler, api_at, model_list
 from actors.gateway.http.body import BodyBudget, json_response, presented, read_body, replied, unless_gone
 from actors.gateway.http.openapi import COUNT_PATH, MODELS_PATH, ROUTES
-from actors.gateway.http.replies import ServedModel, ServedModels, TokenCount
 from actors.gateway.http.stream import EventStream
 from actors.program.episode import ProgramEpisode
 from infra.local.http_server import HttpBounds, bound, make_server, serve_on
@@ -120,7 +119,7 @@ class ProgramSite:
         before = episode.again(body) if request.headers.get(RETRY_HEADER, "0") != "0" else None
         if before is not None:
             return _once_more(api, _reply(before, episode))
-        parsed = api.read(body, LIMITS, lambda answer: episode.conversations.find(answer, ""), False)
+        parsed = api.read(body, LIMITS, lambda answer: episode.conversations.find(answer, ""))
         in_flight = await episode.begin(parsed)
         reply = _reply(in_flight, episode)
 
@@ -147,7 +146,6 @@ class ProgramSite:
         return body
 
     def _require(self, key: str) -> ProgramEpisode:
-        """The episode that a key opens. Raises ApiError."""
         episode = self._episodes.get(key)
         if episode is None:
             raise ApiError(401, "no running episode has this key", code="invalid_api_key")
@@ -156,10 +154,10 @@ class ProgramSite:
     async def _count(self, request: Request, episode: ProgramEpisode) -> Response:
         parsed = read_messages(await self._body(request, episode), LIMITS)
         async with self._counting.turn(episode.key):
-            return json_response(TokenCount(input_tokens=await to_its_end(asyncio.to_thread(episode.count, parsed))))
+            return json_response({"input_tokens": await to_its_end(asyncio.to_thread(episode.count, parsed))})
 
     async def _models(self, request: Request, episode: ProgramEpisode) -> Response:
-        return json_response(ServedModels(data=[ServedModel(id=MODEL, version=episode.version)]))
+        return json_response(model_list([MODEL], episode.version))
 
 
 def _reply(in_flight: InFlight, episode: ProgramEpisode) -> Reply:

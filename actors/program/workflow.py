@@ -12,14 +12,14 @@ import base64
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
-from actors.gateway.answering.parsers import answer_parser
-from actors.gateway.answering.parsing import AnswerParser, ChatTokenizer
+from actors.gateway.answering.parsing import AnswerParser, answer_parser
 from actors.program.confine import Confined, Confinement
 from actors.program.episode import EpisodeLimits, ProgramEpisode
 from actors.program.launch import AgentLoop, ProgramInput, Result, ask_service, call, finite, parse_result, run_command
 from actors.program.site import MODEL, ProgramSite
 from actors.rollout.session import CachedTokenizer, Session
 from actors.rollout.workflow import EpisodeFailed
+from infra.model.model import Tokenizer
 from infra.settings.config import Positive, Section, decode
 from infra.settings.outside import checked_url, shared_tls
 from infra.settings.plugin import load
@@ -83,7 +83,7 @@ class Program:
     async def __call__(self, task: Task, session: Session) -> tuple[Score, ...]:
         """Play one episode."""
         own = session.tokenizer
-        tokenizer = cast(ChatTokenizer, own.wrapped if isinstance(own, CachedTokenizer) else own)
+        tokenizer = cast(Tokenizer, own.wrapped if isinstance(own, CachedTokenizer) else own)
         options = self._options
         limits = EpisodeLimits(options.at_once, options.requests)
         parser = await self._prepared(tokenizer)
@@ -109,8 +109,7 @@ class Program:
             raise EpisodeFailed("agent", "it ended without an answer of the policy")
         return _scored(result, episode, session)
 
-    async def _prepared(self, tokenizer: ChatTokenizer) -> AnswerParser:
-        """The parser of the policy's answers. Raises ConfigError."""
+    async def _prepared(self, tokenizer: Tokenizer) -> AnswerParser:
         async with self._preparing:
             if self._parser is None:
                 parser = answer_parser(tokenizer)

@@ -126,7 +126,6 @@ def expert_group(row: str) -> str:
 
 
 async def _known(log: Log, topic: Topic) -> set[str]:
-    """Keys in the topic: task ids, or groups."""
     return {message.key.decode() async for message in log.read_all(topic)}
 
 

@@ -140,7 +140,6 @@ def _read(pen: "ImageDraw", random: Random, size: int) -> str:
 
 
 def _box(pen: "ImageDraw", random: Random, size: int) -> str:
-    """One filled rectangle, as the box score reads it: left, top, right, bottom."""
     width, height = random.randint(6, size // 2), random.randint(6, size // 2)
     left, top = random.randint(0, size - width), random.randint(0, size - height)
     pen.rectangle((left, top, left + width - 1, top + height - 1), fill=random.choice(COLOURS))

@@ -274,7 +274,7 @@ MEASURES = (
     _counter("recorded", "serve", "answers recorded"),
     _counter("not_recorded", "serve", "answers not recorded", "reason"),
     _counter("redacted", "serve", "answers from which secrets or personal data were taken"),
-    _counter("fields_ignored", "serve", "fields of requests that changed nothing", "route", "field"),
+    _counter("fields_ignored", "serve", "fields of requests that changed nothing", "route"),
     _counter("recorded_without_ratio", "serve", "answers recorded that losses with a ratio leave out", "reason"),
     _counter("calls_unread", "serve", "calls of tools that could not be read", "parser"),
     _counter("sessions_split", "serve", "turns that do not go on from the one before", "reason"),

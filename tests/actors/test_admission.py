@@ -4,7 +4,6 @@ from collections import deque
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from actors.master.admission import MAX_EARLY, Admission, AdmissionLimits, OutstandingGroup
 from schemas import Closure, Drawn, Issued
@@ -55,12 +54,6 @@ def test_a_buffered_group_stays_outstanding_until_it_is_drawn() -> None:
     assert not state.outstanding
 
 
-def test_a_group_the_trainer_gave_up_is_no_longer_outstanding() -> None:
-    state = admission()
-    state.issued(issued(0), 0.0)
-    assert state.drawn(drawn(0, 0, dropped=(0,))) == 1
-
-
 def test_a_dropped_old_attempt_does_not_end_a_group_that_was_issued_again() -> None:
     state = admission()
     state.issued(issued(0), 0.0)
@@ -69,15 +62,6 @@ def test_a_dropped_old_attempt_does_not_end_a_group_that_was_issued_again() -> N
     assert state.room == 5
     assert state.closed(closure(0, "dropped", attempt=1))
     assert state.room == 6 and not state.outstanding, "another may be issued in its place"
-
-
-def test_a_superseded_attempt_leaves_the_buffered_one_outstanding() -> None:
-    state = admission()
-    state.issued(issued(0), 0.0)
-    state.issued(issued(0, attempt=1), 5.0)
-    state.closed(closure(0, "buffered", attempt=0))
-    assert not state.closed(closure(0, "superseded", attempt=1))
-    assert len(state.outstanding) == 1
 
 
 def test_a_fenced_trainers_draws_count_for_nothing() -> None:
@@ -111,37 +95,6 @@ def test_min_version_is_that_of_the_step_that_will_draw_less_the_bound() -> None
     assert state.min_version(ahead=0) == 0
 
 
-def test_overdue_groups_come_in_issue_order_and_leave_out_the_buffered() -> None:
-    state = admission()
-    for sequence, at in ((0, 0.0), (1, 1.0), (2, 9.0), (3, 0.0)):
-        state.issued(issued(sequence), at)
-    state.closed(closure(3, "buffered"))
-    assert state.overdue(10.0, 5.0) == ["task.0", "task.1"]
-    state.issued(issued(0, attempt=1), 10.0)
-    assert state.overdue(10.0, 5.0) == ["task.1"]
-
-
-def test_a_step_beyond_those_of_a_version_does_not_make_the_next_version_come_later() -> None:
-    """A trainer that takes more steps at a version than agreed is expected to publish now, not further ahead."""
-    state = admission(groups=1, staleness=0, steps=2)
-    for step in range(2):
-        state.drawn(drawn(step, 0, step))
-    assert state.min_version() == 1
-    for step in range(2, 5):
-        state.drawn(drawn(step, 0, step))
-    assert state.steps_at_version == 5 and state.min_version() == 1
-    state.drawn(drawn(5, 1, 5))
-    assert (state.version, state.steps_at_version) == (1, 1)
-
-
-def test_how_many_are_ahead_of_a_group_follows_from_the_order_of_issue() -> None:
-    state = admission()
-    for sequence in (4, 2, 7):
-        state.issued(issued(sequence), 0.0)
-    assert [state.ahead(f"task.{sequence}") for sequence in (2, 4, 7)] == [0, 1, 2]
-    assert state.next_sequence == 8, "a group is never given a number that was given"
-
-
 def test_the_same_issue_read_twice_changes_nothing_and_a_newer_attempt_waits_anew() -> None:
     state = admission()
     state.issued(issued(0, attempt=1), 1.0)
@@ -151,25 +104,6 @@ def test_the_same_issue_read_twice_changes_nothing_and_a_newer_attempt_waits_ane
     assert state.outstanding["task.0"] == OutstandingGroup(0, 1, 1.0)
     state.issued(issued(0, attempt=2), 7.0)
     assert state.outstanding["task.0"] == OutstandingGroup(0, 2, 7.0)
-
-
-def test_a_later_verdict_on_a_closed_group_ends_nothing() -> None:
-    state = admission()
-    state.issued(issued(0), 0.0)
-    assert state.closed(replace(closure(0, "dropped"), revision=1)) is False
-    assert state.closed(closure(0, "buffered")) is False
-    assert state.closed(closure(1, "dropped")) is False
-    assert state.closed(closure(0, "dropped", attempt=-1)) is False
-    assert "task.0" in state.outstanding
-
-
-def test_a_record_that_only_drops_groups_is_no_step() -> None:
-    state = admission()
-    state.drawn(drawn(0, 0, 0))
-    state.drawn(drawn(1, 1, dropped=(1,)))
-    assert (state.version, state.steps_at_version) == (0, 1)
-    state.drawn(drawn(1, 1, 2))
-    assert (state.version, state.steps_at_version) == (1, 1)
 
 
 def test_waiting_counts_anew_from_when_it_is_told_to_and_is_overdue_at_the_limit() -> None:

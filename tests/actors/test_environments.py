@@ -26,13 +26,11 @@ from actors.rollout.environments.guess import Guess
 from actors.rollout.environments.gymnasium import Gymnasium
 from actors.rollout.environments.http import HttpEnvironment
 from actors.rollout.environments.openenv import OpenEnv
-from actors.rollout.workflows.interact import Interact
 from infra.local.address import choose_address
-from infra.settings.config import Use
 from schemas import Task
 from schemas.errors import ConfigError
 from tests.actors.rig import serving_child
-from tests.actors.turns import RecordingEngine, issued, play
+from tests.actors.turns import issued
 
 
 def played(environment: Any, actions: Sequence[str], task: Task, seed: int = 0) -> list[Outcome]:
@@ -68,13 +66,6 @@ def test_bisection_finds_every_number_within_its_turns_and_no_fewer_suffice(turn
     assert turns == 1 or not all(found(secret, turns - 1) for secret in range(1, high + 1))
 
 
-def test_what_is_no_guess_costs_a_turn_and_earns_nothing() -> None:
-    said = played(Guess(high=15, turns=3, shaped=0.5), ["eight", "16", "-1"], issued("8"))
-    assert [outcome.reward for outcome in said[1:]] == [0.0, 0.0, 0.0]
-    assert {outcome.observation for outcome in said[1:]} == {"that is not a number in the range"}
-    assert said[-1].end == "terminal"
-
-
 def test_a_shaped_guess_is_worth_what_it_rules_out_and_all_of_them_together_the_same() -> None:
     """Of 15 numbers 8 leaves 7, then 12 leaves 3 (9 to 11), 12 again nothing more, 10 leaves one, and 11 is it."""
     said = played(Guess(high=15, turns=9, shaped=0.5), ["8", "12", "12", "10", "11"], issued("11"))
@@ -84,12 +75,6 @@ def test_a_shaped_guess_is_worth_what_it_rules_out_and_all_of_them_together_the_
     assert sum(rewards) == pytest.approx(1.5)
     assert rewards[-1] >= 1.0, "a sure last guess is a whole hit, to the last bit"
     assert sum(outcome.reward or 0.0 for outcome in played(Guess(high=15, shaped=0.5), ["11"], issued("11"))) == 1.5
-
-
-def test_a_number_outside_the_range_is_the_tasks_fault() -> None:
-    for answer in ("16", "eight", ""):
-        with pytest.raises(ValueError, match="answer"):
-            played(Guess(high=15), [], issued(answer))
 
 
 MAP = "S.#/..#/.G."
@@ -105,16 +90,6 @@ def test_walls_and_edges_leave_you_where_you_are() -> None:
         ".@#/..#/.G.",
         "expected one of up, down, left, right/.@#/..#/.G.",
     ]
-
-
-def test_the_goal_is_worth_its_reward_less_the_steps() -> None:
-    said = played(Grid(step_cost=0.1), ["right", "Down ", "down"], issued(meta={"map": MAP}))
-    assert [outcome.reward for outcome in said] == [None, -0.1, -0.1, 0.9]
-    assert said[-1].end == "terminal"
-
-
-def test_moves_run_out_as_a_truncation() -> None:
-    assert played(Grid(steps=2), ["up", "up"], issued(meta={"map": MAP}))[-1].end == "truncated"
 
 
 @given(st.integers(1, 8), st.integers(2, 8), st.floats(0, 0.95), st.integers(0, 2**32))
@@ -202,23 +177,6 @@ def test_an_answer_that_is_none_is_named(response: httpx.Response, says: str) ->
         played(environment, [], issued())
 
 
-def test_a_reward_that_is_no_number_fails_the_episode() -> None:
-    async def run() -> None:
-        async with GuardedEnvironment(f"{__name__}:Unbounded", {}, timeout_s=5) as world:
-            await world.reset(issued(), seed=0)
-
-    with pytest.raises(EnvironmentFailed, match="reward inf"):
-        asyncio.run(run())
-
-
-class Unbounded:
-    async def reset(self, task: Task, *, seed: int) -> Outcome:
-        return Outcome(reward=float("inf"))
-
-    async def step(self, action: str) -> Outcome:
-        return Outcome()
-
-
 @pytest.mark.slow
 def test_reasoning_gym_judges_answers_by_its_own_verifier() -> None:
     from actors.rollout.environments.reasoning_gym import ReasoningGym
@@ -302,12 +260,6 @@ def test_a_lake_is_crossed_by_the_names_of_its_moves() -> None:
     assert [outcome.end for outcome in said] == [None] * 5 + ["terminal"]
 
 
-def test_an_episode_over_the_limit_of_the_environment_is_truncated() -> None:
-    world = Gymnasium(id="FrozenLake-v1", options={"max_episode_steps": 2}, actions=NAMES)
-    assert world.reset(issued(), seed=3).observation == "0"
-    assert [world.step("left").end, world.step("left").end] == [None, "truncated"]
-
-
 def test_what_is_no_action_is_told_so_and_not_stepped() -> None:
     named, numbered = Gymnasium(**LAKE, actions=NAMES), Gymnasium(**LAKE)  # type: ignore[arg-type]
     for world, expected in ((named, "one of left, down, right, up"), (numbered, "a number from 0 to 3")):
@@ -342,14 +294,6 @@ def test_whatever_the_agent_says_is_stepped_or_answered(said: str) -> None:
     assert pole.step(said).observation
 
 
-def test_the_seed_of_a_group_or_of_its_task_decides_the_world() -> None:
-    def first(task: Task, seed: int) -> str:
-        return Gymnasium(id="headrace/Oven-v0", digits=9).reset(task, seed=seed).observation
-
-    assert first(issued(), 3) == first(issued(), 3) != first(issued(), 4)
-    assert first(issued(meta={"seed": 9}), 3) == first(issued(meta={"seed": 9}), 4) == first(issued(), 9)
-
-
 def test_functions_of_ones_own_write_observations_and_read_actions() -> None:
     world = Gymnasium(id="FrozenLake-v1", options={"is_slippery": False}, write=f"{HERE}:seen", read=f"{HERE}:moved")
     assert world.reset(issued(), seed=3).observation == "you stand on 0, options None"
@@ -375,16 +319,6 @@ def test_a_wrong_setting_is_named_before_the_first_episode_or_in_it() -> None:
 
     with pytest.raises(EnvironmentFailed, match="nowhere"):
         asyncio.run(unknown())
-
-
-def test_an_episode_of_interact_is_played_in_a_lake() -> None:
-    """The map is what the policy reads, turn by turn; the reward is that of the turn that earned it."""
-    moves = iter(["down", "down", "right", "right", "hop", "down", "right"])
-    world = Use(use="actors.rollout.environments.gymnasium:Gymnasium", options={**LAKE, "actions": NAMES})
-    workflow = Interact(environment=world, max_turns=9)
-    (one,) = play(workflow, RecordingEngine(lambda prompt: next(moves)), issued())
-    assert one.end == "terminal"
-    assert [score.value for score in one.scores] == [0.0] * 5 + [1.0]
 
 
 USE = "actors.rollout.environments.openenv:OpenEnv"
@@ -479,15 +413,6 @@ def test_a_world_that_breaks_hangs_or_floods_fails_its_episode(url: str, how: st
                 await world.step(how)
 
     asyncio.run(run())
-
-
-@pytest.mark.slow
-@needs_openenv
-def test_an_episode_of_interact_is_played_on_a_server(url: str) -> None:
-    moves = iter(['{"floors": 1}', "up", '{"floors": 2}'])
-    world = Use(use=USE, options={"url": url, "shown": "text"})
-    (one,) = play(Interact(environment=world, max_turns=5), RecordingEngine(lambda prompt: next(moves)), issued())
-    assert one.end == "terminal" and [score.value for score in one.scores] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(

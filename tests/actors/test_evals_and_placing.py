@@ -1,8 +1,5 @@
 """Evals pinned to a version, and the placing of groups on the explorer with the least to do."""
 
-import heapq
-import itertools
-import math
 from collections import Counter
 from itertools import combinations
 from random import Random
@@ -15,15 +12,13 @@ from msgspec.structs import replace
 from actors.config import EvalSuite, MasterConfig
 from actors.master.evaluation import VERSION_PASSED, EvalBook, eval_group, interval, parse_eval_group, pass_at, verdict
 from actors.master.placing import SILENT_MS, Placing
-from actors.master.plan import NOTHING, Plan
-from actors.rollout.scheduler import Scheduler, require_issued
-from infra.log.placing import key_of, partition_for
+from actors.master.plan import Plan
+from actors.rollout.scheduler import require_issued
 from infra.roles.process import MISSING_S
 from infra.settings.config import Pacing
 from schemas import (
     Closure,
     Drawn,
-    EvalResult,
     Experience,
     Issued,
     Message,
@@ -75,11 +70,6 @@ def test_group_ids_of_evals_are_parsed_back(suite: str) -> None:
     group = eval_group(suite, 40, 7)
     assert parse_eval_group(group) == (suite, 40, 7)
     assert group_of(experience_id(group, 1, 0)) == group
-
-
-@pytest.mark.parametrize("group", ["add-3745.2", "eval-.1", "eval-x.1", "eval-x-y.1", "eval-x-1.z", "eval--1.0", ""])
-def test_other_groups_are_no_evals(group: str) -> None:
-    assert parse_eval_group(group) is None
 
 
 def test_an_episode_whose_environment_gave_rewards_turn_by_turn_is_right_by_their_sum() -> None:
@@ -148,14 +138,6 @@ def test_a_dropped_answer_counts_as_wrong_and_a_passed_version_as_missed() -> No
     assert evals.requests["held-out", 20].missed
 
 
-def test_an_old_attempt_that_is_dropped_waits_for_the_newer_one() -> None:
-    evals = book()
-    issue(evals, 10, 1)
-    issue(evals, 10, 1, attempt=1)
-    evals.closed(Closure(group=eval_group("held-out", 10, 0), outcome="dropped", reason="too long"))
-    assert not evals.ready()
-
-
 def test_versions_are_asked_for_ahead_and_never_twice() -> None:
     evals = book()
     assert evals.due(newest=0, first_version=1, lead=2) == [("held-out", 0), ("held-out", 1)]
@@ -168,15 +150,6 @@ def test_versions_are_asked_for_ahead_and_never_twice() -> None:
     assert evals.due(newest=10, first_version=1, lead=2) == []
 
 
-def test_a_missed_request_is_made_again_for_a_later_version() -> None:
-    evals = book()
-    issue(evals, 10)
-    evals.scored(answer(10, 1, sampled_by=11))
-    assert evals.due(newest=11, first_version=1, lead=2) == [("held-out", 13)]
-    issue(evals, 13)
-    assert evals.due(newest=11, first_version=1, lead=2) == []
-
-
 def test_only_tasks_nobody_answered_are_overdue_and_only_once_their_version_is_there() -> None:
     evals = book()
     issue(evals, 10, at=1.0)
@@ -184,12 +157,6 @@ def test_only_tasks_nobody_answered_are_overdue_and_only_once_their_version_is_t
     assert evals.overdue(100.0, 5.0, newest=9) == []
     ((request, indexes),) = evals.overdue(100.0, 5.0, newest=10)
     assert (request.version, indexes) == (10, [0, 2])
-
-
-def test_results_of_another_policy_are_not_ours() -> None:
-    evals = book()
-    evals.published(EvalResult(policy="other", version=10, suite="held-out", num_tasks=3, num_correct=3))
-    assert ("held-out", 10) not in evals.requests
 
 
 def test_several_samples_of_a_task_give_pass_at_k_once_all_are_there() -> None:
@@ -247,11 +214,6 @@ def test_the_interval_covers_at_small_numbers_and_rates_near_one(
     assert covered / 600 >= 0.93
 
 
-def test_several_greedy_samples_are_refused() -> None:
-    with pytest.raises(ValueError, match="temperature"):
-        EvalSuite(suite="held-out", samples=4)
-
-
 EXPLORERS, GROUPS = 64, 96
 
 
@@ -263,80 +225,6 @@ def placing(*partitions: tuple[int, ...]) -> Placing:
     for at, held in enumerate(partitions):
         made.heard(f"e{at}", held, 0)
     return made
-
-
-class Fleet:
-    """A master and as many explorers as partitions, each with one; a group that ends is drawn at once. by_load: as the master
-    places groups, else by the hash of their key."""
-
-    def __init__(self, *, by_load: bool, seed: int = 1) -> None:
-        self.by_load = by_load
-        self.random = Random(seed)
-        self.now_s, self.idle_s = 0.0, 0.0
-        self.events: list[tuple[float, int, int, Task | None]] = []
-        self.order = itertools.count()
-        self.schedulers = [Scheduler(max_episodes=10**6) for _ in range(EXPLORERS)]
-        self.plan = Plan(
-            MasterConfig(num_episodes=1), Pacing(groups_per_step=1, groups_in_flight=GROUPS), policy="main"
-        )  # fmt: skip
-        self.plan.task(Task(id="task", messages=(Message(role="user", content="?"),)))
-        self.draws = 0
-
-    def at(self, time_s: float, explorer: int, ended: Task | None) -> None:
-        heapq.heappush(self.events, (time_s, next(self.order), explorer, ended))
-
-    def run(self, until_s: float) -> float:
-        """Share of the explorers' time in which they had nothing to do."""
-        for explorer in range(EXPLORERS):
-            self.report(explorer)
-        self.issue()
-        while True:
-            time_s, _, explorer, ended = heapq.heappop(self.events)
-            if time_s > until_s:
-                return self.idle_s / (until_s * EXPLORERS)
-            self.idle_s += (time_s - self.now_s) * sum(scheduler.num_groups == 0 for scheduler in self.schedulers)
-            self.now_s = time_s
-            if ended is None:
-                self.report(explorer)
-            else:
-                self.end(explorer, ended)
-            self.issue()
-
-    def report(self, explorer: int) -> None:
-        now_ms = 1 + int(1000 * self.now_s)
-        self.plan.tick(now_ms)
-        self.plan.progress(
-            Progress(
-                role="explore", instance=f"explore-{explorer}", life="working", partitions={TASKS.name: (explorer,)},
-                holds=self.schedulers[explorer].holds(1000),
-            ),
-            now_ms,
-        )  # fmt: skip
-        self.at(self.now_s + REPORT_S, explorer, None)
-
-    def issue(self) -> None:
-        while (decisions := self.plan.decide()) != NOTHING:
-            self.plan.apply(decisions)
-            for task in decisions.rollouts:
-                placed = self.plan.place(task) if self.by_load else None
-                at = partition_for(key_of(TASKS, task), EXPLORERS) if placed is None else placed
-                self.schedulers[at].waiting.add(task)
-                while (begun := self.schedulers[at].take(0)) is not None:
-                    self.at(self.now_s + 1800 * math.exp(self.random.gauss(0.0, 0.5)), at, begun)
-
-    def end(self, explorer: int, task: Task) -> None:
-        issued = require_issued(task)
-        self.schedulers[explorer].end(task)
-        self.plan.tick(1 + int(1000 * self.now_s))
-        self.plan.closure(Closure(group=issued.group, outcome="buffered", sequence=issued.sequence))
-        self.plan.drawn(Drawn(token=1, step=self.draws, version=0, groups=(issued.group,)))
-        self.draws += 1
-
-
-@pytest.mark.full
-def test_of_64_explorers_with_96_groups_none_is_idle_for_more_than_3_percent_of_the_time() -> None:
-    assert Fleet(by_load=True).run(3 * 3600) <= 0.03
-    assert Fleet(by_load=False).run(3 * 3600) == pytest.approx(0.22, abs=0.03), "by the hash of the key"
 
 
 @given(st.lists(st.one_of(st.just(-1), st.integers(1, 9)), max_size=60), st.integers(1, 6))
@@ -359,12 +247,6 @@ def test_loads_differ_by_no_more_than_one_group_and_none_is_forgotten(actions: l
     assert all(made.loads().values())
 
 
-def test_an_explorer_of_two_partitions_has_no_more_to_do_than_one_of_one() -> None:
-    made = placing((0, 2), (1,))
-    sent = Counter(made.place(f"g{at}", 4, 0, counts=True) for at in range(10))
-    assert sent == {0: 5, 1: 5}
-
-
 def test_evals_go_to_one_explorer_after_the_other_and_count_for_nobody() -> None:
     made = placing((0,), (1,), (2,))
     assert Counter(made.place(f"eval-{at}", 1, 0, counts=False) for at in range(9)) == {0: 3, 1: 3, 2: 3}
@@ -378,14 +260,6 @@ def test_who_is_silent_or_has_ended_or_reads_nothing_gets_nothing() -> None:
     assert {made.place(f"g{at}", 1, SILENT_MS, counts=True) for at in range(4)} == {1}
     made.left("e1")
     assert made.place("g9", 1, SILENT_MS, counts=True) is None, "by its key"
-
-
-def test_while_one_explorer_does_not_say_what_it_reads_groups_go_by_their_key() -> None:
-    made = placing((0,), (1,))
-    made.heard("older", None, 0)
-    assert made.place("g0", 1, 0, counts=True) is None
-    made.left("older")
-    assert made.place("g0", 1, 0, counts=True) in (0, 1)
 
 
 def test_a_group_counts_where_it_is_said_to_run_and_once() -> None:

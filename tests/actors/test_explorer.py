@@ -19,9 +19,9 @@ from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import from_numpy
 from infra.settings.config import Use
 from infra.store.store import Store
-from schemas import Closure, DeadLetter, DropMarker, Experience, PolicyEvent, Progress, Score, Task
+from schemas import Closure, DeadLetter, DropMarker, Experience, PolicyEvent, Score, Task
 from schemas.ids import group_of
-from schemas.topics import DEAD_LETTERS, EXPERIENCES, POLICIES, PROGRESS, REPORTS, TASKS, VERIFIED, Topic
+from schemas.topics import DEAD_LETTERS, EXPERIENCES, POLICIES, PROGRESS, TASKS, VERIFIED, Topic
 from tests.actors.rig import EXPLORE, MASTER, TopicArrivals, explorer, folder_store, memory_log, running, task, until
 
 
@@ -88,11 +88,6 @@ async def nothing_happens(task: Task, session: Session) -> tuple[Score, ...]:
     raise RuntimeError("no environment")
 
 
-async def rewarded(task: Task, session: Session) -> tuple[Score, ...]:
-    await session.reply(task.messages)
-    return (Score(name="environment", value=0.5),)
-
-
 def test_a_group_becomes_experiences_with_all_that_later_stages_need(tmp_path: Path) -> None:
     heard = explored(tmp_path, issue("add", 7, attempt=2, meta={"hidden": 1}))
     assert len(heard.records) == 1, "one block: they finished together"
@@ -105,23 +100,6 @@ def test_a_group_becomes_experiences_with_all_that_later_stages_need(tmp_path: P
         assert 1 <= item.num_sampled <= 4
         assert item.spans[0].start == len("add?")
         assert item.min_version == item.max_version == 0
-
-
-def test_a_group_waits_for_the_version_it_needs(tmp_path: Path) -> None:
-    async def run() -> list[Experience]:
-        store = folder_store(tmp_path)
-        log = await memory_log()
-        heard = TopicArrivals(log, EXPERIENCES)
-        async with running(explorer(log, store, ScriptedEngine()), *listening(heard)):
-            await log.publish(TASKS, issue("later", 0, min_version=1))
-            await log.publish(TASKS, issue("now", 1))
-            await until(lambda: len(heard.experiences) == 3)
-            assert {experience.group for experience in heard.experiences} == {"now.0"}
-            await announce(log, store, 1)
-            await until(lambda: len(heard.experiences) == 6)
-        return heard.experiences[3:]
-
-    assert {item.min_version for item in asyncio.run(run())} == {1}
 
 
 def test_a_failed_episode_is_recorded_with_what_it_sampled(tmp_path: Path) -> None:
@@ -175,11 +153,6 @@ def test_a_task_imports_nothing_and_is_closed_with_its_reason(tmp_path: Path) ->
     assert {stub.group for stub in stubs} == {"t0.0", "t1.0", "t2.0", "t3.0"}
     assert {stub.reason for stub in (*stubs, *closures)} == {"unknown workflow"}
     assert {answer.group for answer in answers} == {"t4.0", "t5.0"}, "what ships and what is configured runs"
-
-
-def test_rewards_of_an_environment_arrive_as_scores(tmp_path: Path) -> None:
-    heard = explored(tmp_path, issue("add"), config=replace(EXPLORE, workflow=f"{__name__}:rewarded"))
-    assert {experience.score("environment") for experience in heard.experiences} == {0.5}
 
 
 def test_evals_of_the_model_folder_are_answered_before_newer_policies_are_followed(tmp_path: Path) -> None:
@@ -314,32 +287,6 @@ def test_a_stop_lets_running_groups_finish(tmp_path: Path) -> None:
         return heard.experiences
 
     assert {item.end for item in asyncio.run(run())} == {"terminal"}
-
-
-def test_progress_tells_what_the_explorer_did(tmp_path: Path) -> None:
-    async def run() -> Progress:
-        store = folder_store(tmp_path)
-        log = await memory_log()
-        progress = TopicArrivals(log, REPORTS)
-        async with running(explorer(log, store, ScriptedEngine()), *listening(progress)):
-            await until(lambda: bool(progress.records))
-            await log.publish(TASKS, issue("add"))
-            await until(lambda: progress.of(Progress)[-1].state == "serving")
-            await announce(log, store, 1)
-            await until(
-                lambda: (
-                    progress.of(Progress)[-1].version == 1 and progress.of(Progress)[-1].counters.get("episodes") == 3
-                )
-            )
-            return progress.of(Progress)[-1]
-
-    report = asyncio.run(run())
-    assert (report.role, report.instance) == ("explore", "explore/test")
-    assert report.counters["tokens"] > 0
-    assert report.counters["groups"] == 1
-    assert {"idle_share", "reload_pause_ms_p50", "reload_pause_ms_p95", "publish_to_serving_ms_p95"} <= set(
-        report.gauges
-    )
 
 
 async def engine_is_gone(task: Task, session: Session) -> tuple[Score, ...]:

@@ -13,14 +13,13 @@ from actors.engines.scripted import ScriptedEngine
 from actors.master.plan import rollout
 from actors.rollout.agent import COMPLAINT
 from actors.rollout.environment import EnvironmentFailed, Outcome
-from actors.rollout.workflow import Workflow, Workflows
-from infra.settings.config import Use
+from actors.rollout.workflow import Workflow
 from infra.settings.plugin import load
 from schemas import Experience, Message, Task
 from schemas.errors import ConfigError
 from schemas.topics import EXPERIENCES, TASKS
 from tests.actors.rig import EOS, EXPLORE, MASTER, TopicArrivals, explorer, folder_store, memory_log, running, until
-from tests.actors.turns import RecordingEngine, TurnTokenizer, issued, logprob, play
+from tests.actors.turns import RecordingEngine, TurnTokenizer, issued, play
 
 HERE = __name__
 GUESS = {"use": "actors.rollout.environments.guess:Guess", "options": {"high": 15, "turns": 4}}
@@ -69,11 +68,6 @@ class Endless(Crashes):
         Endless.closed += 1
 
 
-class Limit(Crashes):
-    def step(self, action: str) -> Outcome:
-        return Outcome(reward=0.25, end="truncated")
-
-
 def interact(environment: object, **options: object) -> Workflow:
     use = environment if isinstance(environment, dict) else {"use": f"{HERE}:{environment}"}
     workflow: Workflow = load("actors.rollout.workflows.interact:Interact", {"environment": use, **options}, "test")
@@ -115,17 +109,6 @@ def test_the_tokens_of_an_episode_are_those_sampled_across_turns_and_reloads(sec
     assert experience.score("environment") == 1.0
 
 
-def test_every_logprob_is_of_the_version_its_span_names() -> None:
-    engine = RecordingEngine(bisect, reloads=True)
-    (experience,) = play(interact(GUESS), engine, issued("11"))
-    tokens, recorded = experience.tokens.tolist(), iter(experience.logprobs.tolist())
-    for span in experience.spans:
-        for index in range(span.start, span.stop):
-            value = next(recorded)
-            if span.version > 0:  # version 0 is the engine's own table
-                assert value == pytest.approx(logprob(span.version, tokens[index - 1], tokens[index]), abs=1e-5)
-
-
 def test_rewards_lie_at_the_last_token_of_the_turn_that_earned_them() -> None:
     engine = RecordingEngine(bisect)
     (experience,) = play(interact(GUESS), engine, issued("11"))
@@ -161,12 +144,6 @@ def test_a_full_context_truncates_the_episode_and_keeps_what_was_sampled() -> No
     assert 0 < experience.num_tokens <= 230
     with pytest.raises(ContextFull):
         play(interact("Endless"), RecordingEngine(lambda heard: "abc", max_model_len=200), issued())
-
-
-def test_a_limit_of_the_environment_truncates_with_its_reward() -> None:
-    (experience,) = play(interact("Limit"), RecordingEngine(lambda heard: "a"), issued())
-    assert (experience.end, experience.truncated) == ("truncated", "environment")
-    assert experience.score("environment") == 0.25
 
 
 @pytest.mark.parametrize(
@@ -236,15 +213,3 @@ def test_one_failed_episode_leaves_the_others_of_its_group_alone(tmp_path: Path)
     failure = "EnvironmentFailed: environment Crashes: step failed: KeyError: 'cell'"
     assert {end for name, end in ends.items() if name.startswith("t.")} == {("failed", failure)}
     assert {end[1] for name, end in ends.items() if name.startswith("u.")} == {""}
-
-
-def test_a_task_names_its_workflow_by_the_name_the_settings_give_it() -> None:
-    named = {
-        "game": Use(use="actors.rollout.workflows.interact:Interact", options={"environment": GUESS, "max_turns": 2})
-    }
-    workflows = Workflows("actors.rollout.workflow:converse", {}, named)
-    (experience,) = play(workflows.get("game"), RecordingEngine(lambda heard: "1"), issued("15"))
-    assert experience.truncated == "max_turns"
-    assert workflows.get("") is workflows.get("actors.rollout.workflow:converse")
-    with pytest.raises(ConfigError, match=r"explore\.workflows\.game"):
-        Workflows("actors.rollout.workflow:converse", {}, {"game": Use(use="nowhere:at_all")})

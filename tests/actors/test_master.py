@@ -2,25 +2,20 @@
 
 import asyncio
 from pathlib import Path
-from random import Random
 
 import numpy as np
 from msgspec.structs import replace
 
 from actors.config import EvalSuite, StopRule
 from actors.engines.scripted import TENSOR, ScriptedEngine
-from actors.master.master import PRUNE_EVERY_S, run_master
 from actors.rollout.scheduler import require_issued
-from infra.log.blobs import deposit, read_claim
 from infra.log.log import Log
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import from_numpy
-from infra.store.memory import MemoryStore
-from infra.store.store import BLOBS, Store
+from infra.store.store import Store
 from schemas import Closure, Drawn, EvalResult, Experience, Issued, Progress, Task
 from schemas.topics import EVALS, EXPERIENCES, POLICIES, PROGRESS, REPORTS, TASKS
 from tests.actors.rig import (
-    FLOOR,
     MASTER,
     PACING,
     TopicArrivals,
@@ -33,8 +28,7 @@ from tests.actors.rig import (
     streams,
     until,
 )
-from tests.role import role_of
-from tests.simulator.virtual_loop import VirtualLoop, run_virtual
+from tests.simulator.virtual_loop import run_virtual
 
 SUITE = EvalSuite(suite="dev", every=2, tasks=3)
 
@@ -185,50 +179,3 @@ def test_accuracy_is_measured_at_the_pinned_versions_and_at_the_end(tmp_path: Pa
         (5, 3),
     ]
     assert all(answer.group.startswith(f"eval-dev-{answer.max_version}.") for answer in answers)
-
-
-def test_a_master_that_stops_says_so_last_of_all() -> None:
-    async def run() -> list[tuple[str, str | None]]:
-        log, stop = await memory_log(), asyncio.Event()
-        reports = TopicArrivals(log, REPORTS)
-        role = role_of("master", FLOOR, log, MemoryStore(), stop=stop)
-        async with running(*listening(reports)):
-            master_running = asyncio.create_task(run_master(role, MASTER))
-            await until(lambda: len(reports.of(Progress)) > 1)
-            stop.set()
-            await master_running
-            await until(lambda: reports.of(Progress)[-1].state == "stopped")
-        return [(report.state, report.life) for report in reports.of(Progress)]
-
-    said = run_virtual(run())
-    assert said[-1] == ("stopped", "ended") and ("stopped", "ended") not in said[:-1]
-
-
-def test_a_bad_frame_in_the_taskset_stops_nobody() -> None:
-    async def run() -> list[Issued]:
-        log = await memory_log()
-        await log.bus.send("test.taskset", b"nonsense", key=b"task")
-        await load(log)
-        tasks = TopicArrivals(log, TASKS)
-        async with running(master(log), *listening(tasks)):
-            await until(lambda: len(tasks.records) == 4)
-        return issued_in(tasks)
-
-    assert len(run_virtual(run())) == 4
-
-
-def test_large_frames_that_nothing_claims_are_removed_while_the_master_runs() -> None:
-    loop = VirtualLoop(Random(0))
-
-    async def run() -> list[str]:
-        store = MemoryStore()
-        log = await memory_log(store=store)
-        claimed = deposit(store, b"claimed", day=0)
-        await log.bus.send("test.experiences", claimed, key=b"group")
-        deposit(store, b"forgotten", day=0)
-        async with running(master(log, replace(MASTER, report_s=1e6))):
-            await asyncio.sleep(PRUNE_EVERY_S + 60)
-        assert read_claim(claimed).key in store.keys(BLOBS)
-        return list(store.keys(BLOBS))
-
-    assert len(loop.run_until_complete(run())) == 1

@@ -28,7 +28,6 @@ from actors.rollout.scheduler import require_issued
 from infra.log.bus import Partition, Reader
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from infra.log.reports import lately
 from infra.store.memory import MemoryStore
 from infra.store.snapshots import FOLDER, SnapshotManifest, save
 from infra.store.store import Store
@@ -126,16 +125,6 @@ def test_a_snapshot_that_is_not_whole_or_of_others_is_refused_in_a_line_that_say
     store.put(snapshot.parts[STATE].key, b"other")
     with pytest.raises(Unfit, match="not read"):
         restore(store, snapshot, new_plan(), "main", "9f")
-
-
-def test_other_gates_suites_and_stop_rules_count_the_log_otherwise_and_sampling_does_not() -> None:
-    same = [replace(CONFIG, temperature=0.5), replace(CONFIG, report_s=9.0, snapshot_s=1.0, eval_lead=7)]
-    others = [
-        replace(CONFIG, evals=CONFIG.evals[:1], gate=replace(CONFIG.gate, replies=None)),
-        replace(CONFIG, first_version=3),
-    ]
-    assert {shaping(item, "main") for item in same} == {shaping(CONFIG, "main")}
-    assert len({shaping(other, "main") for other in (CONFIG, *others)} | {shaping(CONFIG, "other")}) == 4
 
 
 @pytest.mark.parametrize(
@@ -267,23 +256,3 @@ def test_a_state_that_was_taken_while_a_later_master_may_have_issued_is_thrown_a
         return len(snapshots_in(store))
 
     assert asyncio.run(run()) == 1
-
-
-def test_reports_are_read_from_the_last_hour_on_however_many_there_are() -> None:
-    async def run() -> list[dict[int, int]]:
-        now_ms = [0]
-        log = Log(MemoryBus(lambda: now_ms[0]), "t")
-        await log.create_topics(partitions=2, keep_ms=-1)
-        found = [await lately(log)]
-        for minute in range(180):
-            now_ms[0] = 60_000 * minute
-            await log.publish(REPORTS, Progress(role="explore", instance="e"))
-        found.append(await lately(log))
-        now_ms[0] += 10**9
-        found.append(await lately(log))
-        await log.bus.delete_records(Partition(log.name(REPORTS), 0), 150)
-        found.append(await lately(log))
-        await log.bus.delete_records(Partition(log.name(REPORTS), 0), 180)
-        return [*found, await lately(log)]
-
-    assert asyncio.run(run()) == [{0: 0}, {0: 119}, {0: 119}, {0: 150}, {0: 180}]

@@ -10,15 +10,13 @@ from msgspec.structs import replace
 
 from actors.config import CurriculumKind, EvalSuite, MasterConfig, StopRule
 from actors.master.curriculum import choose, easy_pool, in_pass, running_sum, smoothed
-from actors.master.evaluation import VERSION_PASSED, parse_eval_group
+from actors.master.evaluation import parse_eval_group
 from actors.master.plan import NOTHING, Plan
 from actors.master.taskbook import TaskBook
 from actors.rollout.scheduler import require_issued
-from infra.settings.config import Floor, Pacing
+from infra.settings.config import Pacing
 from schemas import Closure, Directive, Drawn, EvalResult, Message, PolicyEvent, Progress, Task
 from tests.actors.rig import eval_tasks, reissues, rollouts
-from trainer.config import TrainerConfig
-from trainer.journal.origin import config_hash
 
 PACING = Pacing(groups_per_step=2, max_staleness=1, steps_per_version=1, reissue_s=10.0)
 
@@ -46,15 +44,6 @@ def publish(made: Plan, version: int) -> None:
 def explorer_reports(made: Plan, start_ms: int, seconds: int) -> None:
     for second in range(seconds + 1):
         made.progress(Progress(role="explore", instance="e", life="working"), start_ms + second * 1000)
-
-
-def test_nothing_is_issued_before_the_first_version() -> None:
-    made = plan(MasterConfig(first_version=1))
-    assert rollouts(made) == []
-    assert made.state == "warming up"
-    publish(made, 1)
-    assert {require_issued(rollout).min_version for rollout in rollouts(made)} == {1}
-    assert made.state == "issuing"
 
 
 def test_groups_are_issued_up_to_the_bound_with_rising_sequences_and_new_rounds() -> None:
@@ -141,13 +130,6 @@ def test_evals_are_issued_whole_and_once() -> None:
     assert eval_tasks(made) == []
 
 
-def test_a_suite_that_is_still_being_loaded_is_not_asked_for() -> None:
-    made = plan(dev_config(), dev=2)
-    assert eval_tasks(made) == []
-    made.tick(1_010_000)
-    assert len(eval_tasks(made)) == 2
-
-
 def test_a_request_cut_short_by_a_restart_is_completed() -> None:
     made = plan(dev_config())
     first, *rest = eval_tasks(made)
@@ -189,17 +171,6 @@ def test_a_paused_master_issues_nothing_and_the_newest_word_holds() -> None:
     assert rollouts(made) and made.state == "issuing"
 
 
-def test_a_final_that_is_missed_does_not_hold_up_the_end() -> None:
-    made = plan(dev_config(stop=StopRule(groups=1)))
-    assert len(rollouts(made)) == 1
-    made.tick(1_010_000)
-    assert made.state == "evaluating"  # one group is too few for a step
-    (final, *_) = eval_tasks(made)
-    made.closure(Closure(group=require_issued(final).group, outcome="dropped", reason=VERSION_PASSED))
-    made.tick(1_020_000)
-    assert made.state == "done"
-
-
 def test_issuing_stops_after_its_groups_versions_or_time() -> None:
     assert len(rollouts(plan(MasterConfig(stop=StopRule(groups=3))))) == 3
     by_version = plan(MasterConfig(stop=StopRule(versions=2)))
@@ -212,32 +183,6 @@ def test_issuing_stops_after_its_groups_versions_or_time() -> None:
     assert not by_time.stopped
     by_time.tick(1_005_000)
     assert by_time.stopped
-
-
-def test_production_alone_starts_the_clock_of_the_stop_rule_and_the_trainer_hears_of_the_end() -> None:
-    made = plan(MasterConfig(split="none", stop=StopRule(after="5s")))
-    assert rollouts(made) == []
-    made.tick(1_010_000)
-    assert not made.stopped, "nothing was issued, nobody asked"
-    made.closure(Closure(group="g", outcome="buffered", lane="live", mean_reward=1.0))
-    made.tick(1_015_000)
-    assert made.stopped and made.state == "draining", "less than a step may wait at the trainer, which has to be told"
-    made.tick(1_018_000)
-    assert made.state == "done"
-
-
-def test_time_during_which_nothing_ran_does_not_count_for_the_stop_rule() -> None:
-    made = plan(MasterConfig(stop=StopRule(after="8s")))
-    rollouts(made)
-    made.tick(1_000_000 + 3_600_000)
-    assert not made.stopped
-
-
-def test_success_rates_come_from_closures() -> None:
-    made = plan()
-    group = require_issued(rollouts(made)[0]).group
-    made.closure(Closure(group=group, outcome="buffered", mean_reward=0.5))
-    assert made.book.success(group.rpartition(".")[0]) == 0.5
 
 
 def test_an_eval_on_request_is_issued_once_pinned_to_its_version_and_a_restart_asks_no_more() -> None:
@@ -259,13 +204,6 @@ def test_an_eval_on_request_is_issued_once_pinned_to_its_version_and_a_restart_a
         later.result(EvalResult(policy="main", version=version, suite="dev", num_tasks=3, num_correct=1, request=""))
     later.directive(asked, 50)
     assert eval_tasks(later) == []
-
-
-def test_a_request_for_a_suite_nobody_knows_stops_nothing() -> None:
-    made = plan()
-    made.directive(Directive(order="eval", suite="gone", version=3), 50)
-    publish(made, 0)
-    assert eval_tasks(made) == [] and rollouts(made) and made.drained_by == ""
 
 
 def test_what_is_applied_is_not_decided_again_and_read_back_from_the_log_it_changes_nothing() -> None:
@@ -297,12 +235,6 @@ def test_fewer_groups_in_flight_than_the_bound_allows_keep_it_and_fewer_than_a_s
     assert len(rollouts(made)) == 3, "4 by the bound"
     with pytest.raises(ValueError, match="got groups_in_flight = 1, expected groups_per_step = 2 or more"):
         replace(PACING, groups_in_flight=1).__post_init__()
-
-
-def test_how_many_groups_are_in_flight_shapes_no_step() -> None:
-    floor = Floor(app="t", pacing=PACING)
-    other = replace(floor, pacing=replace(PACING, groups_in_flight=20))
-    assert config_hash(TrainerConfig(), floor) == config_hash(TrainerConfig(), other)
 
 
 def book_task(name: str, **fields: object) -> Task:
@@ -422,23 +354,12 @@ def test_priorities_multiply_whatever_the_curriculum_says() -> None:
     assert set(early) <= set(range(1, 10)), "where the easiest have priority 0 the others are drawn"
 
 
-def test_nothing_is_drawn_where_every_priority_is_0() -> None:
-    assert picks("uniform", 3, [None, None], priorities=[0.0, 0.0]) == Counter({None: 3})
-
-
 def test_easy_to_hard_starts_with_the_easiest_tenth_and_ends_with_all() -> None:
     assert easy_pool(100, sequence=0, ramp_groups=1000) == 10
     assert easy_pool(100, sequence=500, ramp_groups=1000) == 56  # ⌈100 · (0.1 + 0.9/2)⌉, rounded up
     assert easy_pool(100, sequence=5000, ramp_groups=1000) == 100
     assert easy_pool(1, sequence=0, ramp_groups=1000) == 1
     assert max(index or 0 for index in picks("easy_to_hard", 20, [None] * 100, ramp=1_000_000)) <= 10
-
-
-def test_the_same_arguments_choose_the_same_task() -> None:
-    kinds: tuple[CurriculumKind, ...] = ("uniform", "easy_to_hard", "success")
-    for kind in kinds:
-        assert picks(kind, 50, [0.1, None, 0.9, 0.5]) == picks(kind, 50, [0.1, None, 0.9, 0.5])
-    assert picks("uniform", 25, [None] * 50, seed=1) != picks("uniform", 25, [None] * 50, seed=2)
 
 
 def test_success_rate_is_smoothed_and_stays_between_0_and_1() -> None:

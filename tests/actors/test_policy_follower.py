@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -123,14 +122,6 @@ def test_where_the_folder_is_another_model_the_anchor_is_read() -> None:
     assert "anchors/0" in folders_of(store.read)
 
 
-def test_a_folder_is_not_asked_for_where_version_0_is_not_known() -> None:
-    store = Counting()
-    events, weights = published(store)
-    engine = FolderEngine(weights[0])
-    asyncio.run(follow(store, engine, [(events[1:4], 3)]))
-    assert engine.tensors[TENSOR] == weights[3][TENSOR] and not engine.asked
-
-
 def test_after_a_version_whose_objects_were_refused_the_next_reads_deltas_alone() -> None:
     store = Counting()
     events, weights = published(store)
@@ -147,35 +138,6 @@ def test_after_a_version_whose_objects_were_refused_the_next_reads_deltas_alone(
     assert engine.tensors[TENSOR] == weights[3][TENSOR]
     assert folders_of(store.read) == {"anchors/0", "deltas/0-1", "deltas/1-2", "deltas/2-3"}
     assert sum("/anchors/" in key for key in store.read) == 1, "the held copy was thrown away"
-
-
-def test_after_a_version_that_the_engine_refused_the_next_reads_its_delta_alone() -> None:
-    store = Counting()
-    events, weights = published(store)
-    engine = FolderEngine(refused=(2,))
-    store.read.clear()
-    asyncio.run(follow(store, engine, [(events[1:2], 1), (events[2:4], 3)]))
-    assert engine.tensors[TENSOR] == weights[3][TENSOR]
-    objects = [key for key in store.read if "/manifests/" not in key]
-    assert len(objects) == len(set(objects)), "an object was read again"
-
-
-class AnyEngine(FolderEngine):
-    """One that takes versions of other tensors than it held."""
-
-    async def load(self, policy: Policy) -> LoadReport:
-        return await super().load(msgspec.structs.replace(policy, tensors={TENSOR: policy.tensors[TENSOR]}))
-
-
-def test_a_version_of_other_tensors_than_the_held_one_is_taken_by_who_looks_anew() -> None:
-    store = MemoryStore()
-    events, _ = published(store, 2)
-    table = from_numpy(np.zeros((VOCABULARY, VOCABULARY), np.float32))
-    new = NewVersion(policy="main", token=9, version=2, parent=1, step=2)
-    event = publish(store, new, {TENSOR: table, "more": table}, previous=None, probe=None)
-    engine = AnyEngine()
-    metrics = asyncio.run(follow(store, engine, [(events[1:], 1), ([event], 2)]))
-    assert metrics.counters()["policies_refused"] == 1 and engine.tensors[TENSOR] == table
 
 
 SAMPLING = Sampling(max_tokens=6, temperature=1.0, stop=())
@@ -456,17 +418,5 @@ def test_what_a_gateway_knows_from_the_summary_stays_in_force_while_it_reads_all
         await life.engine.close()
         assert life.read > LATER, "the summary does not tell where version 3 is"
         assert seen == {-1, 3}, "never what was stable in between"
-
-    asyncio.run(main())
-
-
-def test_an_explorer_hears_of_the_newest_version_and_reads_no_more_for_it() -> None:
-    async def main() -> None:
-        life = Life("candidate")
-        await life.lived()
-        async with running(asyncio.create_task(life.follower.read())):
-            await life.follower.caught_up.wait()
-        assert life.read <= LOOK + 1 + 2 * SUMMARIZE_EVERY
-        assert life.metrics.gauges()["policy_version_published"] == 9 + LATER
 
     asyncio.run(main())

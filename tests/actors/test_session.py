@@ -13,7 +13,6 @@ import pytest
 from msgspec.structs import replace
 from openai.types.chat import ChatCompletionMessage
 
-from actors.config import ExploreConfig
 from actors.engines.engine import Completion, LoadReport, Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.rollout.parts import TOO_LARGE, with_recorded
@@ -22,12 +21,9 @@ from infra.log.log import Log
 from infra.model.model import Tokenizer, load_tokenizer
 from infra.observe.metrics import Metrics
 from infra.policies.policy import Policy
-from infra.settings.config import decode
 from infra.store.images import MISSING, Pixels, deposit_image
 from infra.store.memory import MemoryStore
 from schemas import DropMarker, Image, Issued, Message, Span, Task
-from schemas.bulk.sections import MAX_SECTION_BYTES
-from schemas.errors import ConfigError
 from schemas.topics import EXPERIENCES, TASKS, VERIFIED
 from schemas.wire.routing import ABSENT, routing
 from tests.actors.gateway.gateway_rig import EOS as BYTE_EOS
@@ -124,32 +120,6 @@ def user(text: str) -> Message:
 
 
 SAMPLING = Sampling(max_tokens=8, stop=(END,))
-
-
-def test_what_a_workflow_notes_leaves_the_meta_of_the_task_alone() -> None:
-    session = Session(Answers(answer(*spell("42"), END)), Spelled(), SAMPLING)
-    asyncio.run(session.reply((user("6*7"),)))
-    session.note("tool_calls", 2)
-    session.finish("truncated", "max_turns")
-    meta = {"tool_calls": 9, "truncated": "by nobody", "failure": "none"}
-    (experience,) = session.experiences(group="t.0", attempt=0, episode=0, meta=meta)
-    assert (experience.meta, experience.notes) == (meta, {"tool_calls": 2})
-    assert (experience.end, experience.truncated, experience.failure) == ("truncated", "max_turns", "")
-
-
-def test_a_single_turn_is_its_prompt_and_what_was_sampled() -> None:
-    engine = Answers(answer(*spell("42"), END))
-    session = Session(engine, Spelled(), SAMPLING)
-    reply = asyncio.run(session.reply((user("6*7"),)))
-    assert reply == Message(role="assistant", content="42")
-    (experience,) = session.experiences(group="t.0", attempt=1, episode=3, group_size=4, answer="42", meta={"level": 1})
-    prompt = [BOS, *spell("6*7"), END, NEWLINE, BOS]
-    assert experience.tokens.tolist() == [*prompt, *spell("42"), END]
-    assert experience.spans == (Span(len(prompt), len(prompt) + 3, 7),)
-    assert experience.id == "t.0.1-3-0" and experience.last and experience.end == "terminal"
-    assert experience.messages == (user("6*7"), reply)
-    assert (experience.answer, experience.meta) == ("42", {"level": 1})
-    assert experience.logprobs.tolist() == [-0.5, -1.5, -2.5]
 
 
 def test_a_second_turn_keeps_the_sampled_spelling_and_adds_only_the_observation() -> None:
@@ -265,19 +235,6 @@ def test_what_was_sampled_before_an_error_is_kept_as_a_failed_episode() -> None:
     asyncio.run(talk())
     assert engine.prompts[1] == engine.prompts[2]
     assert len(session.experiences(group="t.0", attempt=0, episode=0)) == 1
-
-
-def test_a_session_without_a_turn_still_completes_its_group() -> None:
-    session = Session(Answers(), Spelled(), SAMPLING)
-    (empty,) = session.experiences(group="t.0", attempt=0, episode=5, failure="no environment")
-    assert empty.num_tokens == 0 and empty.last and empty.end == "failed" and empty.spans == ()
-
-
-def test_an_answer_cut_by_its_length_is_truncated() -> None:
-    session = Session(Answers(answer(*spell("xx"))), Spelled(), SAMPLING)
-    asyncio.run(session.reply([user("go")]))
-    (experience,) = session.experiences(group="t.0", attempt=0, episode=0)
-    assert experience.end == "truncated"
 
 
 def test_a_group_renders_its_prompt_once() -> None:
@@ -487,11 +444,6 @@ def test_a_routing_above_its_bound_is_left_out_and_says_why() -> None:
     assert reason == TOO_LARGE and routing(made) is None
 
 
-def test_the_bound_is_one_that_a_block_can_hold() -> None:
-    with pytest.raises(ConfigError, match=r"max_routing_bytes: got 16777216 .* 15728640"):
-        decode({"max_routing_bytes": MAX_SECTION_BYTES}, ExploreConfig, "explore")
-
-
 def looks() -> Looking:
     return Looking(seed=1, num_vocabulary=128, max_model_len=64)
 
@@ -546,13 +498,3 @@ def test_an_image_that_cannot_be_shown_fails_its_own_episodes_by_name_and_is_cou
     assert [stub.group for stub in verified.of(DropMarker)] == ["gone.0"] * 2
     counted = {name: value for name, value in metrics.counters().items() if "bad_images" in name}
     assert sum(counted.values()) == 2 and any(MISSING in name for name in counted)
-
-
-def test_an_engine_of_text_alone_refuses_images_by_name() -> None:
-    store = MemoryStore()
-    (one,) = drawings(1)
-    deposit_image(store, one.image, one.picture)
-    engine = ScriptedEngine(seed=1, num_vocabulary=128, max_model_len=64)
-    raw, verified, metrics = asyncio.run(explore(store, [issued("plain", one.image)], engine))
-    assert not raw.experiences and len(verified.of(DropMarker)) == 2
-    assert metrics.counters()["requests_failed"] == 2

@@ -3,18 +3,14 @@
 import asyncio
 import json
 import os
-import signal
-import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
 from actors.program.workflow import Program
-from actors.rollout.workflow import EpisodeFailed
 from actors.tasksets.files import tasks
 from schemas import Experience, Score, Task
 from tests.actors.gateway.gateway_rig import EOS
@@ -118,31 +114,3 @@ def test_many_rollouts_at_once_share_one_service(single: str) -> None:
         return [int(scores[0].value) for scores, _, _ in played]
 
     assert asyncio.run(run()) == [1] * 16
-
-
-def test_a_service_that_is_busy_keeps_no_connection_waiting(
-    single_process: tuple[str, "subprocess.Popen[str]"],
-) -> None:
-    url, process = single_process
-    address = urlsplit(url)
-    assert address.hostname and address.port
-    process.send_signal(signal.SIGSTOP)
-    try:
-        with ExitStack() as connections:
-            for _ in range(64):
-                connections.enter_context(socket.create_connection((address.hostname, address.port), timeout=30))
-    finally:
-        process.send_signal(signal.SIGCONT)
-
-
-def test_a_task_of_another_environment_fails_its_episode(single: str) -> None:
-    for task in (asked(99), Task(id="t", messages=())):
-        with pytest.raises(EpisodeFailed, match="500") as failed:
-            played(single, task)
-        assert failed.value.cause == "agent"
-    assert played(single, asked(1), "2")[0]
-
-
-def test_an_environment_that_rewards_groups_is_refused() -> None:
-    refused = subprocess.run(command("tasks", "group"), env=surroundings(), capture_output=True, text=True)
-    assert refused.returncode == 1 and "rewards rollouts of a group together" in refused.stderr

@@ -6,7 +6,7 @@ turn, however many requests of a single key wait; a turn lasts as long as its wo
 """
 
 import asyncio
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from typing import TypeVar
@@ -71,53 +71,29 @@ class ConcurrencyLimiter:
 
 
 class FairQueue:
-    """Turns for work that takes a processor for long. at_once: turns at a time. each: requests of a key that may wait."""
+    """Turns for work that takes a processor for long. at_once: turns at a time, of a key one. each: requests of a key that may
+    wait. Locks and semaphores hand on in the order of arrival, so keys take turns, however many requests of a single key wait.
+    """
 
     def __init__(self, at_once: int, each: int = 16) -> None:
-        self._free = at_once
+        self._free = asyncio.Semaphore(at_once)
         self._each = each
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._asking: Counter[str] = Counter()
 
     @asynccontextmanager
     async def turn(self, key: str) -> AsyncIterator[None]:
         """Wait until it is this key's turn. Raises ApiError where too many of its requests wait."""
-        if self._free:
-            self._free -= 1
-        else:
-            await self._wait(key)
+        if self._asking[key] > self._each:
+            raise overloaded(f"{self._each} requests of this key wait for their turn, expected no more")
+        self._asking[key] += 1
         try:
-            yield
+            async with self._locks.setdefault(key, asyncio.Lock()), self._free:
+                yield
         finally:
-            self._pass_on()
-
-    async def _wait(self, key: str) -> None:
-        line = self._waiting.setdefault(key, deque())
-        if len(line) >= self._each:
-            raise overloaded(f"{len(line)} requests of this key wait for their turn, at most {self._each}")
-        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        line.append(mine)
-        try:
-            await mine
-        except asyncio.CancelledError:
-            if mine.done() and not mine.cancelled():
-                self._pass_on()  # it was handed a turn that it does not take
-            elif mine in line:
-                line.remove(mine)
-            if not line and self._waiting.get(key) is line:
-                del self._waiting[key]
-            raise
-
-    def _pass_on(self) -> None:
-        """Hand the turn to the next key, which goes to the end of the line with what it still waits for."""
-        while self._waiting:
-            key, line = self._waiting.popitem(last=False)
-            following = line.popleft()
-            if line:
-                self._waiting[key] = line
-            if not following.done():
-                following.set_result(None)
-                return
-        self._free += 1
+            self._asking[key] -= 1
+            if not self._asking[key]:
+                del self._asking[key], self._locks[key]
 
 
 async def to_its_end(work: Awaitable[T]) -> T:

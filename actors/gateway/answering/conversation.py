@@ -1,21 +1,28 @@
 """Conversations as clients send them: what the chat template is given, and the plain text that is compared and kept.
 
 A tool call is text to the model, in a format of its own (`infra.model.writing`). What is compared and kept has Hermes': a JSON
-object between `<tool_call>` and `</tool_call>`. Pure.
+object between `<tool_call>` and `</tool_call>`.
+
+Guarantees of pictures: nothing is fetched; what is decoded is within the request's bound of pixels, which is known before
+anything is decompressed; a picture that is wrong is one ApiError that names it.
 """
 
+import base64
+import binascii
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from actors.gateway.answering.pictures import Picture, read_picture
 from actors.gateway.answering.text import THINK, THOUGHT
 from actors.gateway.errors import bad
 from infra.newest import Newest
-from schemas import Message
+from infra.store.images import FORMATS, MAX_IMAGE_BYTES, Pixels, decode_image, image_named
+from schemas import Image, Message
+from schemas.errors import BadImage
 
 MAX_DEPTH = 64  # of JSON that a client sends within its messages and tools
 MAX_SHOWN = 64  # images of one message, as in its record
@@ -28,6 +35,7 @@ To call one, write a JSON object with its name and arguments between tags, and n
 <tool_call>
 {{"name": "function name", "arguments": {{}}}}
 </tool_call>"""
+_DATA = re.compile(r"data:([a-z0-9.+-]{1,32}/[a-z0-9.+-]{1,32});base64,", re.IGNORECASE)
 _OBJECTS_BYTES = 512  # about, of the objects that hold a message
 Short = Annotated[str, Meta(max_length=512)]
 Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -170,10 +178,10 @@ def chat_prompt(
         for index, (message, pictures) in enumerate(zip(messages, shown, strict=True))
     )
     plain = tuple(
-        Message(role=message["role"], content=_plain(message), images=tuple(picture.image for picture in pictures))
+        Message(role=message["role"], content=_plain(message), images=tuple(image for image, _ in pictures))
         for message, pictures in zip(chat, shown, strict=True)
     )
-    data = tuple(picture.data for pictures in shown for picture in pictures)
+    data = tuple(data for pictures in shown for _, data in pictures)
     return Prompt(plain=plain, chat=chat, tools=given, pictures=data), forced
 
 
@@ -319,7 +327,7 @@ def _text(content: str | list[ContentPart] | None, index: int) -> str:
     return "\n".join(part.text or "" for part in content if part.type == "text")
 
 
-def read_pictures(content: str | list[ContentPart] | None, role: str, index: int) -> list[Picture]:
+def read_pictures(content: str | list[ContentPart] | None, role: str, index: int) -> list[tuple[Image, bytes]]:
     """The pictures of a message. Raises ApiError."""
     found = []
     for at, part in enumerate(content if isinstance(content, list) else ()):
@@ -354,3 +362,34 @@ def _forced(tools: Sequence[RequestTool], choice: str | Mapping[str, Any] | None
     if name not in [tool.function.name for tool in tools if tool.function is not None]:
         raise bad("tool_choice: expected the name of one of the tools", "tool_choice")
     return str(name)
+
+
+def read_picture(url: str, where: str) -> tuple[Image, bytes]:
+    """The name and the file of the picture in a data URL. Raises ApiError."""
+    head = _DATA.match(url[:128])
+    if head is None:
+        expected = "expected data:image/…;base64,… with the picture in it: nothing is fetched"
+        raise bad(f"{where}: got {url[:40]!r}, {expected}", where, "field_not_accepted")
+    if head[1].lower() not in FORMATS:
+        raise bad(f"{where}: got {head[1]!r}, expected one of {', '.join(FORMATS)}", where, "field_not_accepted")
+    if len(url) > MAX_IMAGE_BYTES * 4 // 3 + 128:
+        raise bad(f"{where}: got {len(url)} characters, expected a picture of {MAX_IMAGE_BYTES} bytes at most", where)
+    try:
+        data = base64.b64decode(url[head.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise bad(f"{where}: it is not base64: {error}", where) from error
+    return image_named(data, head[1].lower()), data
+
+
+def decoded_pictures(images: Sequence[Image], pictures: Sequence[bytes], max_pixels: int) -> tuple[Pixels, ...]:
+    """Pixels of all pictures of a request. max_pixels: of all together. Blocks. Raises ApiError."""
+    found: list[Pixels] = []
+    left = max_pixels
+    for image, data in zip(images, pictures, strict=True):
+        try:
+            pixels = decode_image(image, data, left)
+        except BadImage as error:
+            raise bad(f"messages: image {len(found)}: {error}", "messages", "invalid_image") from error
+        left -= pixels.shape[0] * pixels.shape[1]
+        found.append(pixels)
+    return tuple(found)

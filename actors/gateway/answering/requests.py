@@ -1,9 +1,8 @@
 """Requests for answers: bodies, checked, as one shape that the rest of the gateway knows. Pure.
 
 Guarantees: any request is answered: a field that nothing reads, or that cannot be kept, is left out and named in
-`ParsedRequest.ignored`; with `strict` it is one ApiError. A wrong type, a value out of bounds and audio are each one ApiError
-that names the field. Every field that is kept has a bound of its own: names 64 to 512 characters, JSON within it MAX_DEPTH
-levels, the rest as in `GatewayLimits`.
+`ParsedRequest.ignored`. A wrong type, a value out of bounds and audio are each one ApiError that names the field. Every field
+that is kept has a bound of its own: names 64 to 512 characters, JSON MAX_DEPTH levels, the rest as in `GatewayLimits`.
 """
 
 import itertools
@@ -36,14 +35,6 @@ MAX_SCHEMA_BYTES = 65_536
 UNKEPT = {
     "not", "if", "then", "else", "dependentSchemas", "dependentRequired", "uniqueItems", "contains", "minContains",
     "maxContains", "multipleOf", "propertyNames", "unevaluatedProperties", "unevaluatedItems",
-}  # fmt: skip
-# Fields that change nothing by what they mean, so that strict gateways take them, too.
-INERT = {
-    "annotations", "audio", "background", "budget_tokens", "cache_control", "caller", "citations", "description", "detail",
-    "disable_parallel_tool_use", "display", "effort", "encrypted_content", "file_id", "function_call", "generate_summary", "id",
-    "include_obfuscation", "is_error", "logprobs", "metadata", "parallel_tool_calls", "prompt_cache_key", "reasoning_effort",
-    "prompt_cache_retention", "refusal", "service_tier", "signature", "status", "strict", "summary", "truncation", "ttl",
-    "verbosity",
 }  # fmt: skip
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
@@ -182,20 +173,6 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
         return "top_p" if self.top_p < 1.0 else "temperature" if not self.temperature else ""
 
 
-class Ignored:
-    """Names of a request's fields that change nothing. strict: they are refused."""
-
-    def __init__(self, *, strict: bool) -> None:
-        self.names: list[str] = []
-        self.is_strict = strict
-
-    def add(self, name: str, why: str = "unknown field", code: str | None = "unknown_parameter") -> None:
-        """Note a field. Raises ApiError where the gateway is strict."""
-        if self.is_strict:
-            raise bad(f"{name[:200]}: {why}; gateway.strict = false would ignore it", name[:200], code)
-        self.names.append(name)
-
-
 def ends_session(header: str) -> bool:
     """Read SESSION_END_HEADER: True if the request ends its session. Raises ApiError."""
     if header not in ("", "true", "false"):
@@ -203,14 +180,14 @@ def ends_session(header: str) -> bool:
     return header == "true"
 
 
-def read_chat(body: bytes, limits: GatewayLimits, *, strict: bool = False) -> ParsedRequest:
+def read_chat(body: bytes, limits: GatewayLimits) -> ParsedRequest:
     """The request in a body of /v1/chat/completions. Raises ApiError."""
-    ignored = Ignored(strict=strict)
+    ignored: list[str] = []
     return parsed_chat(decoded(body, _chat, ignored), limits, ignored)
 
 
 def parsed_chat(
-    request: ChatRequest, limits: GatewayLimits, ignored: Ignored, *, shows_thoughts: bool = True
+    request: ChatRequest, limits: GatewayLimits, ignored: list[str], *, shows_thoughts: bool = True
 ) -> ParsedRequest:
     """The request as the gateway serves it. shows_thoughts: thoughts are sent, apart from the words. Raises ApiError."""
     if request.audio is not None or "audio" in (request.modalities or ()):
@@ -222,11 +199,11 @@ def parsed_chat(
     tools = [tool for tool in request.tools or () if tool.function is not None]
     for tool in request.tools or ():
         if tool.function is None:
-            ignored.add(f"tools.{tool.type}", "only functions are served")
+            ignored.append(f"tools.{tool.type}")
     if len(tools) > limits.tools:
         raise bad(f"tools: got {len(tools)}, expected at most {limits.tools}", "tools")
     if request.top_logprobs and not request.logprobs:
-        ignored.add("top_logprobs", "needs logprobs = true", None)
+        ignored.append("top_logprobs")
     prompt, must_call = chat_prompt(request.messages, tools, _tool_choice(request, tools, ignored))
     if len(prompt.pictures) > limits.images:
         raise bad(f"messages: got {len(prompt.pictures)} images, expected at most {limits.images}", "messages")
@@ -244,9 +221,9 @@ def parsed_chat(
     )
 
 
-def read_text(body: bytes, limits: GatewayLimits, *, strict: bool = False) -> ParsedRequest:
+def read_text(body: bytes, limits: GatewayLimits) -> ParsedRequest:
     """The request in a body of /v1/completions. Raises ApiError."""
-    ignored = Ignored(strict=strict)
+    ignored: list[str] = []
     request: TextRequest = decoded(body, _text, ignored)
     if not request.prompt:
         raise bad("prompt: got an empty one, expected text or token ids", "prompt")
@@ -262,25 +239,21 @@ def read_text(body: bytes, limits: GatewayLimits, *, strict: bool = False) -> Pa
 
 
 def _ask(
-    request: Common, limits: GatewayLimits, prompt: Prompt, ignored: Ignored, *, max_tokens: int | None, **more: Any
+    request: Common, limits: GatewayLimits, prompt: Prompt, ignored: list[str], *, max_tokens: int | None, **more: Any
 ) -> ParsedRequest:
     stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if len(stops) > limits.stops or any(not stop or len(stop) > 256 for stop in stops):
         raise bad(f"stop: expected at most {limits.stops} strings of 1 to 256 characters", "stop")
     if stops and more.get("json_schema"):
-        ignored.add("stop", "a stop string would cut the JSON of response_format", None)
+        ignored.append("stop")
         stops = ()
     if (request.n or 1) > limits.choices:
         raise bad(f"n: got {request.n}, expected at most {limits.choices}", "n")
     if max_tokens is not None and max_tokens > limits.max_tokens:
-        ignored.add("max_tokens", f"got {max_tokens}, expected at most {limits.max_tokens}", None)
+        ignored.append("max_tokens")
         max_tokens = limits.max_tokens
     if request.stream_options is not None and not request.stream:
-        ignored.add("stream_options", "needs stream = true", None)
-    shaping = _shaping(request)
-    if shaping is not None and ignored.is_strict:
-        name = next(name for name in shaping.__struct_fields__ if getattr(shaping, name) != getattr(Shaping(), name))
-        raise bad(f"{name}: changes the policy's distribution; gateway.strict = false serves it", name)
+        ignored.append("stream_options")
     return ParsedRequest(
         prompt=prompt,
         model=request.model,
@@ -291,13 +264,13 @@ def _ask(
         seed=None if request.seed is None else request.seed & (2**63 - 1),
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
-        shaping=shaping,
+        shaping=_shaping(request),
         max_tokens=max_tokens,
         store=request.store is not False,
         user=request.safety_identifier or request.user or "",
         num_chars=sum(len(message.content) for message in prompt.plain)
         + (len(msgspec.json.encode(prompt.tools)) if prompt.tools else 0),
-        ignored=tuple(ignored.names),
+        ignored=tuple(ignored),
         **more,
     )
 
@@ -319,27 +292,27 @@ def _shaping(request: Common) -> Shaping | None:
 
 
 def _tool_choice(
-    request: ChatRequest, tools: Sequence[RequestTool], ignored: Ignored
+    request: ChatRequest, tools: Sequence[RequestTool], ignored: list[str]
 ) -> str | Mapping[str, Any] | None:
     choice = request.tool_choice
     if choice is None or choice in ("none", "auto"):
         return choice
     if not tools:
-        ignored.add("tool_choice", "needs tools", None)
+        ignored.append("tool_choice")
         return None
     if choice == "required" or (isinstance(choice, dict) and choice.get("type") == "function"):
         return choice
-    ignored.add("tool_choice", 'expected "auto", "none", "required" or a function', None)
+    ignored.append("tool_choice")
     return None
 
 
-def _json_schema(request: ChatRequest, tools: bool, ignored: Ignored) -> str:
+def _json_schema(request: ChatRequest, tools: bool, ignored: list[str]) -> str:
     """The schema of an answer, "" for none. tools: True if functions may be called."""
     wanted = request.response_format
     if wanted is None or wanted.type == "text":
         return ""
     if tools:
-        ignored.add("response_format", "got tools too, expected one of both: a tool call is no JSON", None)
+        ignored.append("response_format")
         return ""
     if wanted.type == "json_object":
         return json.dumps(ANY_OBJECT)
@@ -350,7 +323,7 @@ def _json_schema(request: ChatRequest, tools: bool, ignored: Ignored) -> str:
     if is_deep(schema):
         raise bad(f"{where}.schema: expected at most {MAX_DEPTH} levels of objects and lists", f"{where}.schema")
     for name in sorted(set(_unkept(schema))):
-        ignored.add(f"{where}.schema.{name}", "no engine holds an answer to it", "unsupported_value")
+        ignored.append(f"{where}.schema.{name}")
     text = json.dumps(_told_apart(schema, itertools.count()), ensure_ascii=False)
     if len(text) > MAX_SCHEMA_BYTES:
         message = f"{where}.schema: got {len(text)} characters, expected at most {MAX_SCHEMA_BYTES}"
@@ -390,7 +363,7 @@ _text = msgspec.json.Decoder(TextRequest)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def decoded(body: bytes, decoder: "msgspec.json.Decoder[Any]", ignored: Ignored) -> Any:
+def decoded(body: bytes, decoder: "msgspec.json.Decoder[Any]", ignored: list[str]) -> Any:
     """The body of a request; fields that nothing reads are noted in `ignored`. Raises ApiError that names the field."""
     try:
         request = decoder.decode(body)
@@ -401,26 +374,6 @@ def decoded(body: bytes, decoder: "msgspec.json.Decoder[Any]", ignored: Ignored)
         raise bad(message[:500], where[1] if where else None) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad(f"the body is not valid JSON: {error}") from error
-    if ignored.is_strict:
-        for name in _unread(msgspec.json.decode(body), msgspec.to_builtins(request)):
-            ignored.add(name)
     known = request.__struct_fields__
-    for name, value in given.items():
-        if name not in known and bytes(value) != b"null" and not ignored.is_strict:
-            ignored.add(name)
+    ignored += [name for name, value in given.items() if name not in known and bytes(value) != b"null"]
     return request
-
-
-def _unread(given: Any, read: Any, where: str = "") -> Iterator[str]:
-    """Yield the places of fields that were not read, except those of INERT and null."""
-    if isinstance(given, list) and isinstance(read, list | tuple):
-        for index, (value, known) in enumerate(zip(given, read, strict=False)):
-            yield from _unread(value, known, f"{where}[{index}]")
-    if not (isinstance(given, dict) and isinstance(read, dict)):
-        return
-    for name, value in given.items():
-        place = f"{where}.{name}" if where else name
-        if name in read:
-            yield from _unread(value, read[name], place)
-        elif name not in INERT and value is not None:
-            yield place

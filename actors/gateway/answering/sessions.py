@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from actors.gateway.answering.conversation import Prompt
-from actors.gateway.answering.parsing import ChatTokenizer
 from actors.rollout.continuation import MARK, SampledTurn, added_tokens, following_tokens, words
 from actors.rollout.parts import OTHER, TEMPLATE_DIFFERS
+from infra.model.model import Tokenizer
 from infra.newest import Newest
 from schemas import Message
 from schemas.parts import HISTORY_REWRITTEN
@@ -83,7 +83,7 @@ class Sessions:
         """About their memory."""
         return self._held.total_size
 
-    def prompt(self, group: str, prompt: Prompt, rendered: Sequence[int], tokenizer: ChatTokenizer) -> Continuation:
+    def prompt(self, group: str, prompt: Prompt, rendered: Sequence[int], tokenizer: Tokenizer) -> Continuation:
         """Continue a session with its next turn."""
         ends, said, reason = (self._held.get(group) or ()), _digests(prompt.plain), ""
         for held in reversed(ends):
@@ -116,7 +116,7 @@ def behind_answer(
     tools: Sequence[Mapping[str, Any]],
     turn: SampledTurn,
     known: int,
-    tokenizer: ChatTokenizer,
+    tokenizer: Tokenizer,
 ) -> list[int] | None:
     """Tokens that a template writes behind the last answer, if it spells the answer otherwise than it was sampled.
 
@@ -134,7 +134,6 @@ def behind_answer(
 
 
 def _reason(ends: Sequence[HeldSession], plain: Sequence[Message], said: Sequence[bytes]) -> str:
-    """The reason why a turn continues none of these."""
     if not ends:
         return ""
     common = max(sum(mine == other for mine, other in zip(said, end.past, strict=False)) for end in ends)

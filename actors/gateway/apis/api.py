@@ -75,12 +75,12 @@ class EventWriter(Protocol):
 class Api(msgspec.Struct, frozen=True, kw_only=True):
     """One API.
 
-    read: given the body, limits, the conversations known here, and whether the gateway is strict. error: the body of a refusal.
+    read: given the body, limits and the conversations known here. error: the body of a refusal.
     error_event: of a stream that breaks off. openings: events of a stream before its first word, for so many choices.
     whole: the body of a reply that is no stream. events: what writes the events of a stream.
     """
 
-    read: Callable[[bytes, GatewayLimits, Recall, bool], ParsedRequest]
+    read: Callable[[bytes, GatewayLimits, Recall], ParsedRequest]
     whole: Callable[[Reply], bytes]
     events: Callable[[Reply], EventWriter]
     error: Callable[[ApiError], bytes]

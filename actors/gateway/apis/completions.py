@@ -79,7 +79,7 @@ def error_event(error: ApiError) -> bytes:
 
 
 CHAT = Api(
-    read=lambda body, limits, recall, strict: read_chat(body, limits, strict=strict),
+    read=lambda body, limits, recall: read_chat(body, limits),
     whole=whole_chat,
     events=lambda reply: CompletionEvents(reply, chat=True),
     error=ApiError.body,
@@ -87,7 +87,7 @@ CHAT = Api(
     openings=lambda choices: choices,
 )
 TEXT = Api(
-    read=lambda body, limits, recall, strict: read_text(body, limits, strict=strict),
+    read=lambda body, limits, recall: read_text(body, limits),
     whole=whole_text,
     events=lambda reply: CompletionEvents(reply, chat=False),
     error=ApiError.body,

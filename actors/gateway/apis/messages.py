@@ -1,18 +1,33 @@
-"""Anthropic's Messages API: the message, the events and the errors that its clients expect. Pure."""
+"""Anthropic's Messages API: request, message, events and errors that its clients expect. Pure.
+
+Guarantee: a kind of block that is not known and a value out of bounds are each one ApiError that names the place. A client may
+send back what it got, and the model then meets the very text that it wrote.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
-from actors.gateway.answering.conversation import Called
+from actors.gateway.answering.conversation import (
+    Called,
+    ChatMessage,
+    ContentPart,
+    Function,
+    ImageUrl,
+    Name,
+    RequestTool,
+    Short,
+    ToolCall,
+    assistant_message,
+)
 from actors.gateway.answering.parsing import Parsed
-from actors.gateway.answering.requests import Ignored, ParsedRequest, decoded, parsed_chat
+from actors.gateway.answering.requests import ChatRequest, ParsedRequest, Temperature, Text, TopP, decoded, parsed_chat
 from actors.gateway.apis.api import Api, Reply, named_event
-from actors.gateway.apis.messages_request import MessagesRequest, chat_request
 from actors.gateway.config import GatewayLimits
-from actors.gateway.errors import ApiError
+from actors.gateway.errors import ApiError, bad
 
 Object = dict[str, Any]
 _KINDS: Mapping[int, str] = {
@@ -27,26 +42,107 @@ _KINDS: Mapping[int, str] = {
 }
 
 
-class MessagesErrorFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a request was refused. type: Anthropic's name for it. message: what to change."""
-
-    type: str
-    message: str
-
-
-class MessagesError(msgspec.Struct, frozen=True, kw_only=True):
-    """The error object of Anthropic's API. type: always the same. error: what went wrong."""
-
-    type: Literal["error"] = "error"
-    error: MessagesErrorFields
+class _Source(msgspec.Struct, frozen=True):
+    type: Literal["base64"]
+    media_type: Short
+    data: str
 
 
-def read_messages(body: bytes, limits: GatewayLimits, *, strict: bool = False) -> ParsedRequest:
+class _Block(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["text", "image", "tool_use", "tool_result", "thinking"]
+    text: str | None = None
+    source: _Source | None = None
+    id: Short = ""
+    name: Name | None = None
+    input: dict[str, Any] = {}
+    tool_use_id: Short | None = None
+    content: "str | list[_Block]" = ""
+    thinking: str | None = None
+
+
+# What each role may send, and the fields that a kind of block needs.
+_BLOCKS: Mapping[str, tuple[str, ...]] = {
+    "user": ("text", "image", "tool_result"), "assistant": ("text", "tool_use", "thinking"), "system": ("text",),
+}  # fmt: skip
+_REQUIRED = {
+    "text": "text", "image": "source", "tool_use": "name", "tool_result": "tool_use_id", "thinking": "thinking",
+}  # fmt: skip
+
+
+class MessageParam(msgspec.Struct, frozen=True):
+    """A message of the conversation. role: who speaks. content: text, or blocks of it."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[_Block]
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """tool_choice of the Messages API.
+
+    type: whether tools may be called (auto), must be (any), one must be (tool), or none may. name: of that one.
+    """
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool. Those that a server runs have another type than "custom" and are left out.
+
+    name: by which it is called. input_schema: JSON schema of its arguments. description: what the model reads of it. type: of
+    the tool.
+    """
+
+    name: Short
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: Text | None = None
+
+
+class ThinkingChoice(msgspec.Struct, frozen=True):
+    """thinking of the Messages API. The model decides whether it thinks; max_tokens bounds it. type: "disabled" leaves the
+    block with its thoughts out.
+    """
+
+    type: Text
+
+
+class Metadata(msgspec.Struct, frozen=True):
+    """metadata of the Messages API. user_id: whose data this is."""
+
+    user_id: Short | None = None
+
+
+class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of /v1/messages, and without max_tokens of /v1/messages/count_tokens.
+
+    model: a served model. messages: the conversation so far. max_tokens: of the answer. system: text before the
+    conversation. stop_sequences: texts that end the answer. stream: whether it comes piece by piece. temperature, top_p, top_k:
+    of the sampling. tools: that may be called. tool_choice: whether one must be. thinking: whether thoughts are sent.
+    metadata: who the user is.
+    """
+
+    model: Short
+    messages: list[MessageParam]
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    system: str | list[_Block] = ""
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingChoice | None = None
+    metadata: Metadata | None = None
+
+
+def read_messages(body: bytes, limits: GatewayLimits) -> ParsedRequest:
     """The request in a body of /v1/messages or, where it may lack max_tokens, of /v1/messages/count_tokens. Raises ApiError."""
-    ignored = Ignored(strict=strict)
+    ignored: list[str] = []
     request: MessagesRequest = decoded(body, _messages, ignored)
     shows_thoughts = request.thinking is None or request.thinking.type != "disabled"
-    return parsed_chat(chat_request(request, ignored), limits, ignored, shows_thoughts=shows_thoughts)
+    return parsed_chat(_chat_request(request, ignored), limits, ignored, shows_thoughts=shows_thoughts)
 
 
 def whole(reply: Reply) -> bytes:
@@ -115,7 +211,7 @@ class MessageEvents:
 
 def error_body(error: ApiError) -> bytes:
     """The body of a refusal."""
-    return msgspec.json.encode(MessagesError(error=_error(error)))
+    return msgspec.json.encode({"type": "error", "error": _error(error)})
 
 
 def error_event(error: ApiError) -> bytes:
@@ -124,7 +220,7 @@ def error_event(error: ApiError) -> bytes:
 
 
 MESSAGES = Api(
-    read=lambda body, limits, recall, strict: read_messages(body, limits, strict=strict),
+    read=lambda body, limits, recall: read_messages(body, limits),
     whole=whole,
     events=MessageEvents,
     error=error_body,
@@ -167,11 +263,90 @@ def _ended(reply: Reply, calls: Sequence[Called]) -> Object:
 
 
 def _found(reply: Reply) -> str | None:
-    """The stop sequence that follows the answer's text."""
     answer = reply.in_flight.answers[0]
     rest = reply.decode(answer.tokens)[len(answer.text) :]
     return next((stop for stop in reply.request.stops if rest.startswith(stop)), None)
 
 
-def _error(error: ApiError) -> MessagesErrorFields:
-    return MessagesErrorFields(type=_KINDS.get(error.status, "api_error"), message=str(error))
+def _error(error: ApiError) -> Object:
+    return {"type": _KINDS.get(error.status, "api_error"), "message": str(error)}
+
+
+def _chat_request(request: MessagesRequest, ignored: list[str]) -> ChatRequest:
+    if not request.messages:
+        raise bad("messages: got none, expected at least one", "messages")
+    messages = [ChatMessage(role="system", content=_joined(request.system, "system"))] if request.system else []
+    for index, message in enumerate(request.messages):
+        messages += _chat_messages(message, f"messages[{index}].content")
+    tools = []
+    for tool in request.tools or ():
+        if tool.type not in (None, "custom"):
+            ignored.append(f"tools.{tool.type}")
+            continue
+        tools.append(RequestTool(Function(tool.name, tool.description, tool.input_schema)))
+    return ChatRequest(
+        model=request.model,
+        messages=messages,
+        max_tokens=request.max_tokens,
+        stop=request.stop_sequences,
+        stream=request.stream,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        tools=tools or None,
+        tool_choice=_choice(request.tool_choice),
+        user=request.metadata.user_id if request.metadata else None,
+    )
+
+
+def _chat_messages(message: MessageParam, where: str) -> list[ChatMessage]:
+    """A message as the chat API has it: each result of a tool is a message of its own."""
+    if isinstance(message.content, str):
+        return [ChatMessage(role=message.role, content=message.content)]
+    if not message.content:
+        raise bad(f"{where}: got no block, expected at least one", where)
+    found, parts, calls, thought = list[ChatMessage](), list[ContentPart](), list[ToolCall](), ""
+    for at, block in enumerate(message.content):
+        place, kind = f"{where}[{at}]", block.type
+        if kind not in _BLOCKS[message.role] or (kind == "thinking" and (parts or calls)):
+            raise bad(f"{place}: got a block that a {message.role} does not send there", place)
+        if getattr(block, _REQUIRED[kind]) is None:
+            raise bad(f"{place}.{_REQUIRED[kind]}: missing, expected in a block of type {kind}", place)
+        if block.source is not None:
+            url = f"data:{block.source.media_type};base64,{block.source.data}"
+            parts.append(ContentPart("image_url", image_url=ImageUrl(url)))
+        elif kind == "text":
+            parts.append(ContentPart("text", block.text))
+        elif kind == "tool_result":
+            found += [ChatMessage(role="user", content=parts)] if parts else []
+            parts = []
+            found.append(
+                ChatMessage(
+                    role="tool", content=_joined(block.content, f"{place}.content"), tool_call_id=block.tool_use_id
+                )
+            )
+        elif block.name is not None:
+            calls.append(ToolCall(Called(block.name, json.dumps(block.input)), block.id))
+        thought += block.thinking or ""
+    if message.role == "assistant":
+        return [assistant_message(thought, [part.text or "" for part in parts], calls)]
+    return [*found, ChatMessage(role=message.role, content=parts)] if parts else found
+
+
+def _joined(content: str | list[_Block], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    for block in content:
+        if block.text is None:
+            raise bad(f"{where}: got a block of type {block.type}, expected text", where)
+    return "\n".join(block.text or "" for block in content)
+
+
+def _choice(choice: ToolChoice | None) -> str | dict[str, Any] | None:
+    if choice is None:
+        return None
+    if choice.type == "tool":
+        if choice.name is None:
+            raise bad("tool_choice.name: missing, expected it beside type 'tool'", "tool_choice.name")
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type

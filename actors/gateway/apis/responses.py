@@ -1,30 +1,133 @@
-"""OpenAI's Responses API: the response, the events and the conversation that its clients expect. Pure."""
+"""OpenAI's Responses API: request, response, events and the conversation that its clients expect. Pure.
 
-from collections.abc import Sequence
-from typing import Any
+Guarantee: a kind of item that is not known and a value out of bounds are each one ApiError that names the place. A client may
+send back what it got, and the model then meets the very text that it wrote.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from actors.gateway.answering.conversation import (
     Called,
     ChatMessage,
+    ContentPart,
     Conversation,
+    Function,
+    ImageUrl,
+    Name,
+    RequestTool,
+    Short,
     ToolCall,
     assistant_message,
 )
 from actors.gateway.answering.parsing import Parsed
-from actors.gateway.answering.requests import Ignored, ParsedRequest, decoded, parsed_chat
+from actors.gateway.answering.requests import (
+    ChatRequest,
+    JsonSchema,
+    ParsedRequest,
+    ResponseFormat,
+    Temperature,
+    Text,
+    TopP,
+    decoded,
+    parsed_chat,
+)
 from actors.gateway.apis.api import Api, Recall, Reply, named_event
-from actors.gateway.apis.responses_request import ResponsesRequest, chat_request
 from actors.gateway.config import GatewayLimits
-from actors.gateway.errors import ApiError
+from actors.gateway.errors import ApiError, bad
 
 Object = dict[str, Any]
 
 
-def read_responses(body: bytes, limits: GatewayLimits, recall: Recall, *, strict: bool = False) -> ParsedRequest:
+class _Part(msgspec.Struct, frozen=True):
+    type: Literal["input_text", "output_text", "reasoning_text", "refusal", "input_image"]
+    text: str | None = None
+    refusal: str | None = None
+    image_url: str | None = None
+
+
+class _Item(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[_Part] | None = None
+    call_id: Short | None = None
+    name: Name | None = None
+    arguments: str | None = None
+    output: str | list[_Part] | None = None
+
+
+_REQUIRED = {
+    "message": ("role", "content"), "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"), "reasoning": (),
+}  # fmt: skip
+
+
+class ResponsesTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool. Those that a server runs have another type than "function" and are left out.
+
+    type: of the tool. name: by which it is called. parameters: JSON schema of its arguments. description: what the model
+    reads of it.
+    """
+
+    type: Text
+    name: Name | None = None
+    parameters: dict[str, Any] | None = None
+    description: str | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """text.format, as response_format of a chat completion. type: text, any JSON object, or JSON of a schema. name: of the
+    schema. schema: JSON schema of the answer.
+    """
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Meta(max_length=256)] = ""
+    schema: dict[str, Any] | None = None
+
+
+class TextSettings(msgspec.Struct, frozen=True):
+    """text of the Responses API. format: of the answer."""
+
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of /v1/responses.
+
+    model: a served model. input: a text of the user, or items. instructions: text before the input; not kept for the
+    next request. previous_response_id: the answer whose conversation continues. max_output_tokens: of the answer.
+    temperature, top_p: of the sampling. stream: whether it comes piece by piece. store: false keeps and records nothing.
+    tools: that may be called. tool_choice: whether one must be. parallel_tool_calls, metadata, reasoning: are repeated in the
+    response, and change nothing. text: the format of the answer. include: logprobs where it names them. user,
+    safety_identifier: the person behind the request.
+    """
+
+    model: Short
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    previous_response_id: Short | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextSettings | None = None
+    reasoning: dict[str, Any] | None = None
+    include: list[Text] | None = None
+    user: Short | None = None
+    safety_identifier: Short | None = None
+    metadata: Annotated[dict[Text, Short], Meta(max_length=16)] | None = None
+
+
+def read_responses(body: bytes, limits: GatewayLimits, recall: Recall) -> ParsedRequest:
     """The request in a body of /v1/responses. Raises ApiError."""
-    ignored = Ignored(strict=strict)
+    ignored: list[str] = []
     request = decoded(body, _responses, ignored)
     before: Conversation | None = None
     if request.previous_response_id is not None:
@@ -33,7 +136,7 @@ def read_responses(body: bytes, limits: GatewayLimits, recall: Recall, *, strict
             where = "previous_response_id"
             message = f"{where}: not known here: send the whole conversation as input"
             raise ApiError(404, message, param=where, code="previous_response_not_found")
-    chat = chat_request(request, before.messages if before is not None else (), ignored)
+    chat = _chat_request(request, before.messages if before is not None else (), ignored)
     parsed = parsed_chat(chat, limits, ignored)
     said = tuple(chat.messages[1:] if request.instructions else chat.messages)
     return msgspec.structs.replace(
@@ -148,7 +251,7 @@ def error_event(error: ApiError) -> bytes:
 
 
 RESPONSES = Api(
-    read=lambda body, limits, recall, strict: read_responses(body, limits, recall, strict=strict),
+    read=read_responses,
     whole=whole,
     events=ResponseEvents,
     error=ApiError.body,
@@ -222,7 +325,6 @@ def _response(reply: Reply, status: str, output: Sequence[Object]) -> Object:
 
 
 def _echo(request: ResponsesRequest) -> Object:
-    """Fields of the request that a response repeats."""
     return {
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
@@ -239,3 +341,97 @@ def _echo(request: ResponsesRequest) -> Object:
         "truncation": "disabled",
         "user": request.user,
     }
+
+
+def _chat_request(request: ResponsesRequest, earlier: Sequence[ChatMessage], ignored: list[str]) -> ChatRequest:
+    """The chat request that it means. earlier: the conversation before it, without instructions. Raises ApiError."""
+    given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
+    system = [ChatMessage(role="system", content=request.instructions)] if request.instructions else []
+    tools = []
+    for tool in request.tools or ():
+        if tool.type != "function" or tool.name is None:
+            ignored.append(f"tools.{tool.type}")
+            continue
+        tools.append(RequestTool(Function(tool.name, tool.description, tool.parameters)))
+    choice, wanted = request.tool_choice, request.text.format if request.text else None
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    schema = None if wanted is None or wanted.schema is None else JsonSchema(wanted.name, wanted.schema)
+    return ChatRequest(
+        model=request.model,
+        messages=[*system, *earlier, *_messages(_items(given))],
+        max_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        stream=request.stream,
+        store=request.store,
+        logprobs="message.output_text.logprobs" in (request.include or ()),
+        tools=tools or None,
+        tool_choice=choice,
+        response_format=None if wanted is None else ResponseFormat(wanted.type, schema),
+        user=request.user,
+        safety_identifier=request.safety_identifier,
+    )
+
+
+def _items(given: Sequence[Mapping[str, Any]]) -> list[_Item]:
+    if not given:
+        raise bad("input: got no item, expected at least one", "input")
+    items = []
+    for index, value in enumerate(given):
+        where = f"input[{index}]"
+        try:
+            item = msgspec.convert(value, _Item)
+        except msgspec.ValidationError as error:
+            message, _, place = str(error).partition(" - at `$")
+            where += place.rstrip("`")
+            raise bad(f"{where}: {message[:300]}", where) from error
+        for name in _REQUIRED[item.type]:
+            if getattr(item, name) is None:
+                raise bad(f"{where}.{name}: missing, expected in an item of type {item.type}", where)
+        for at, part in enumerate(item.content if isinstance(item.content, list) else ()):
+            if part.text is None and part.refusal is None and part.image_url is None:
+                raise bad(f"{where}.content[{at}]: got no text, refusal or image_url", f"{where}.content[{at}]")
+        items.append(item)
+    return items
+
+
+def _messages(items: Sequence[_Item]) -> list[ChatMessage]:
+    """The conversation. What an assistant thinks, says and calls in a row is one message."""
+    messages: list[ChatMessage] = []
+    thought, texts, calls = "", list[str](), list[ToolCall]()
+    for item in (*items, None):
+        if item is not None and item.type == "reasoning":
+            thought += _joined(item.content or "", "")
+        elif item is not None and item.role == "assistant":
+            texts.append(_joined(item.content or ""))
+        elif item is not None and item.type == "function_call":
+            calls.append(ToolCall(Called(item.name or "", item.arguments or "{}"), item.call_id or ""))
+        else:
+            messages += [assistant_message(thought, texts, calls)] if thought or texts or calls else []
+            messages += [_other(item)] if item is not None else []
+            thought, texts, calls = "", [], []
+    return messages
+
+
+def _other(item: _Item) -> ChatMessage:
+    if item.type == "function_call_output":
+        return ChatMessage(role="tool", content=_joined(item.output or ""), tool_call_id=item.call_id)
+    assert item.role is not None
+    if isinstance(item.content, str) or item.content is None:
+        return ChatMessage(role=item.role, content=item.content)
+    parts = [
+        ContentPart("image_url", image_url=ImageUrl(part.image_url))
+        if part.image_url is not None
+        else ContentPart("text", part.text or part.refusal or "")
+        for part in item.content
+    ]
+    return ChatMessage(role=item.role, content=parts)
+
+
+def _joined(content: str | Sequence[_Part], between: str = "\n") -> str:
+    if isinstance(content, str):
+        return content
+    if any(part.image_url is not None for part in content):
+        raise bad("input: got an input_image in what an assistant said, expected it in a message of the user", "input")
+    return between.join(part.text or part.refusal or "" for part in content)

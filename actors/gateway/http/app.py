@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -18,13 +19,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from actors.gateway.access.authenticator import ROUTE_SCOPES, Authenticator
+from actors.gateway.access.authenticator import MAX_LIFE_S, Authenticator
 from actors.gateway.access.concurrency import ReleasingStream, TakenSlots
-from actors.gateway.access.feedback_token import MAX_LIFE_S, FeedbackToken, sign
 from actors.gateway.access.keys import ApiKey
 from actors.gateway.answering.conversation import Conversation
 from actors.gateway.answering.in_flight import InFlight
-from actors.gateway.answering.requests import INERT, SESSION_END_HEADER, SESSION_HEADER, ParsedRequest, ends_session
+from actors.gateway.answering.requests import SESSION_END_HEADER, SESSION_HEADER, ParsedRequest, ends_session
 from actors.gateway.apis.api import Api, Reply
 from actors.gateway.apis.completions import CHAT, TEXT
 from actors.gateway.apis.messages import MESSAGES, read_messages
@@ -43,7 +43,6 @@ from actors.gateway.http.body import (
 )
 from actors.gateway.http.canary import Canary
 from actors.gateway.http.openapi import COUNT_PATH, MODELS_PATH, OPENAPI_PATH, ROUTES, TOKEN_HEADER, document
-from actors.gateway.http.replies import FeedbackReply, FeedbackTokenReply, Health, ServedModel, ServedModels, TokenCount
 from actors.gateway.http.stream import EventStream
 from actors.gateway.recording.feedback_intake import (
     PATH,
@@ -70,7 +69,8 @@ TRAINED_HEADER = "x-headrace-trained"
 MAX_NAMED = 32  # fields in a header
 MAX_BODIES = 256  # of a key or an address that have not come whole
 FIRST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-NOT_RECORDED = {
+NOTES = {
+    "not known": "unknown answer_id at this gateway; the feedback applies if the answer is found before its window ends",
     "no consent": "not recorded: the key that was answered, or this key, may not be trained on",
     "no source": 'not recorded: no [[feedback]] source has from = { webhook = "/v1/feedback" }',
 }
@@ -152,6 +152,7 @@ class Site:
 
     def _guarded(self, path: str, handler: Handler) -> Handler:
         """The handler behind the authenticator; errors become error objects and are counted."""
+        scope = ROUTES[path].scope if path in ROUTES else None
 
         def refused(error: ApiError) -> None:
             self._metrics.counter("refused", route=path, reason=error.reason).inc()
@@ -159,8 +160,8 @@ class Site:
         async def work(request: Request) -> Response:
             if path == PATH and (token := request.headers.get(TOKEN_HEADER)):
                 request.state.key, request.state.answer = self._authenticator.enter_by_token(token)
-            elif path in ROUTE_SCOPES:
-                request.state.key = self._authenticator.enter(path, presented(request.headers))
+            elif scope is not None:
+                request.state.key = self._authenticator.enter(scope, presented(request.headers))
                 request.state.answer = ""
             return await handler(request)
 
@@ -185,7 +186,7 @@ class Site:
         key, body = await self._admitted(request)
         gateway = self._gateway
         recall = partial(gateway.conversations.find, tenant=key.tenant)
-        parsed = api.read(body, self._limits, recall, gateway.config.strict)
+        parsed = api.read(body, self._limits, recall)
         if parsed.choices > 1:
             self._authenticator.admit(key, parsed.choices - 1)
         if ends_session(request.headers.get(SESSION_END_HEADER, "")):
@@ -211,8 +212,7 @@ class Site:
     def _note(self, response: Response, parsed: ParsedRequest, key: ApiKey, route: str) -> None:
         """Name in headers the fields that changed nothing, and whether the answer can be trained on."""
         if parsed.ignored:
-            for name in parsed.ignored:
-                self._metrics.counter("fields_ignored", route=route, field=name if name in INERT else "other").inc()
+            self._metrics.counter("fields_ignored", route=route).inc(len(parsed.ignored))
             named = [name[:64] for name in parsed.ignored if name.isascii() and name.isprintable()]
             response.headers[IGNORED_HEADER] = ", ".join(named[:MAX_NAMED])
         if parsed.untrained or not (parsed.store and self._gateway.may_record(key.train)):
@@ -298,27 +298,24 @@ class Site:
 
     async def _count(self, request: Request) -> Response:
         key, body = await self._admitted(request)
-        parsed = read_messages(body, self._limits, strict=self._gateway.config.strict)
+        parsed = read_messages(body, self._limits)
         self._check_model(parsed)
         counting = self._gateway.count(parsed, key)
         num_tokens = await (unless_gone(request, counting) if self._gateway.is_long(parsed) else counting)
-        return json_response(TokenCount(input_tokens=num_tokens))
+        return json_response({"input_tokens": num_tokens})
 
     def _check_model(self, parsed: ParsedRequest) -> None:
         if self._gateway.config.models and parsed.model not in self._models:
             raise ApiError(404, f"The model `{parsed.model}` does not exist", param="model", code="model_not_found")
 
     async def _list_models(self, request: Request) -> Response:
-        return json_response(ServedModels(data=[self._model(name) for name in self._models]))
+        return json_response(model_list(self._models, self._gateway.engine.version))
 
     async def _show_model(self, request: Request) -> Response:
         name = str(request.path_params["model"])
         if name not in self._models:
             raise ApiError(404, f"The model `{name[:200]}` does not exist", param="model", code="model_not_found")
-        return json_response(self._model(name))
-
-    def _model(self, name: str) -> ServedModel:
-        return ServedModel(id=name, version=self._gateway.engine.version)
+        return json_response(served_model(name, self._gateway.engine.version))
 
     async def _feedback(self, request: Request) -> Response:
         key, body = await self._admitted(request)
@@ -339,16 +336,13 @@ class Site:
             identity = await self._feedback_intake.feedback(feedback, answer=answer, key=key, by_token=bool(by_token))
         else:
             self._metrics.counter("feedback_received", path=PATH, outcome=reason).inc()
-        note: str | msgspec.UnsetType = NOT_RECORDED.get(reason, msgspec.UNSET)
+        reply = {"object": "feedback", "id": identity, "answer_id": answer, "recorded": not reason}
         if (
             not reason and group_of(answer) not in self._gateway.served
         ):  # another gateway's, of long ago, or never given
             self._metrics.counter("feedback_not_known_here").inc()
-            note = (
-                "unknown answer_id at this gateway; the feedback applies if the answer is found before its window ends"
-            )
-        reply = FeedbackReply(id=identity, answer_id=answer, recorded=not reason, note=note)
-        return json_response(reply, status=202)
+            reason = "not known"
+        return json_response(reply | ({"note": NOTES[reason]} if reason else {}), status=202)
 
     def _check_choice(self, answer: str) -> None:
         """Raise ApiError for a choice that the request cannot have had."""
@@ -363,9 +357,10 @@ class Site:
         answer = nth_answer(asked.answer_id, asked.choice)
         self._check_choice(answer)
         self._authenticator.check_answer(key, answer)
-        expires_s = self._authenticator.now_s() + min(asked.expires_in, MAX_LIFE_S)
-        token = sign(FeedbackToken(answer, key.id, expires_s), self._authenticator.book.secret)
-        return json_response(FeedbackTokenReply(token=token, answer_id=answer, expires_at=int(expires_s)))
+        expires_s = int(self._authenticator.now_s() + min(asked.expires_in, MAX_LIFE_S))
+        token = self._authenticator.feedback_token(answer, key, expires_s)
+        reply = {"object": "feedback.token", "token": token, "answer_id": answer, "expires_at": expires_s}
+        return json_response(reply)
 
     async def _webhook(self, request: Request) -> Response:
         webhook = self._webhooks[request.url.path]
@@ -380,15 +375,24 @@ class Site:
 
     async def _health(self, request: Request) -> Response:
         state = self._state()
-        channel = self._gateway.config.channel
-        health = Health(status=state or "ok", version=self._gateway.engine.version, channel=channel)
-        return json_response(health, status=503 if state else 200)
+        health = {"status": state or "ok", "version": self._gateway.engine.version}
+        return json_response(health | {"channel": self._gateway.config.channel}, status=503 if state else 200)
 
     async def _describe(self, request: Request) -> Response:
-        return json_response(msgspec.json.encode(document(tuple(self._webhooks.values()))))
+        return json_response(document(tuple(self._webhooks.values())))
 
     async def _measure(self, request: Request) -> Response:
         return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4")
+
+
+def served_model(name: str, version: int) -> dict[str, Any]:
+    """A model as OpenAI's API shows it, with the version of its weights."""
+    return {"id": name, "object": "model", "created": 0, "owned_by": "headrace", "version": version}
+
+
+def model_list(names: Sequence[str], version: int) -> dict[str, Any]:
+    """The reply of `GET /v1/models`."""
+    return {"object": "list", "data": [served_model(name, version) for name in names]}
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

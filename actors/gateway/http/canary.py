@@ -183,7 +183,6 @@ class Canary:
             yield api.error_event(unavailable("the answer was broken off; ask again"))
 
     async def _unless_away(self, work: Awaitable[T]) -> T:
-        """The result of the work. Raises CanaryUnavailable as soon as the canary stops answering."""
         return await unless(self._away.wait(), work, CanaryUnavailable)
 
     async def _is_there(self) -> bool:

@@ -1,105 +1,89 @@
-"""What the gateway serves as a document of OpenAPI 3.1: its routes, their bodies, headers and keys, made from the types."""
+"""The gateway's routes, and the document of OpenAPI 3.1 that it serves about them."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from actors.gateway.access.authenticator import ROUTE_SCOPES
+from actors.gateway.access.keys import Scope
 from actors.gateway.answering.requests import SESSION_END_HEADER, SESSION_HEADER, ChatRequest, TextRequest
-from actors.gateway.apis.messages import MessagesError
-from actors.gateway.apis.messages_request import MessagesRequest
-from actors.gateway.apis.responses_request import ResponsesRequest
+from actors.gateway.apis.messages import MessagesRequest
+from actors.gateway.apis.responses import ResponsesRequest
 from actors.gateway.config import Webhook
-from actors.gateway.errors import ErrorReply
-from actors.gateway.http.replies import (
-    Answer,
-    FeedbackReply,
-    FeedbackTokenReply,
-    Health,
-    ServedModel,
-    ServedModels,
-    TokenCount,
-)
 from actors.gateway.recording.feedback_intake import PATH, FeedbackRequest, TokenRequest
 
-Object = dict[str, Any]
 OPENAPI_PATH = "/openapi.json"
 COUNT_PATH = "/v1/messages/count_tokens"
 MODELS_PATH = "/v1/models"
 TOKEN_HEADER = "x-feedback-token"
-_JSON = "application/json"
 _TEXT = {"type": "string"}
-_HEADERS = {"api_key": "x-api-key", "feedback_token": TOKEN_HEADER, "signature": "x-signature"}
+_SESSION = {
+    SESSION_HEADER: "ties the turns of a conversation together; at most 512 characters",
+    SESSION_END_HEADER: "`true`: no turn of its session follows, so that it is trained without waiting",
+}
 
 
-class ApiRoute(msgspec.Struct, frozen=True, kw_only=True):
-    """One route. method: of HTTP. summary: one sentence. request: type of its body. reply: type of the reply, None for text.
-    status: of a reply. headers: of a request, with their meaning. error: type of a refusal's body. answers: whether the reply
-    may be a stream.
+class ApiRoute(msgspec.Struct, frozen=True):
+    """One route. method: of HTTP. summary: one sentence. scope: that opens it, None where it knows no keys. request: type of
+    its body. headers: that it reads, with their meaning.
     """
 
-    method: str = "POST"
+    method: str
     summary: str
+    scope: Scope | None = None
     request: Any = None
-    reply: Any = None
-    status: int = 200
     headers: Mapping[str, str] = {}
-    error: Any = ErrorReply
-    answers: bool = False
-
-
-def _answers(summary: str, request: Any, error: Any = ErrorReply) -> ApiRoute:
-    headers = {
-        SESSION_HEADER: "ties the turns of a conversation together; at most 512 characters",
-        SESSION_END_HEADER: "`true`: no turn of its session follows, so that it is trained without waiting",
-    }
-    return ApiRoute(summary=summary, request=request, reply=Answer, headers=headers, error=error, answers=True)
 
 
 # Every route that all gateways have, by its path.
 ROUTES: Mapping[str, ApiRoute] = {
-    "/v1/chat/completions": _answers("answers a conversation, as OpenAI's Chat Completions", ChatRequest),
-    "/v1/completions": _answers("continues a text or token ids, as OpenAI's Completions", TextRequest),
-    "/v1/messages": _answers("answers a conversation, as Anthropic's Messages", MessagesRequest, MessagesError),
-    "/v1/responses": _answers("answers a conversation, as OpenAI's Responses", ResponsesRequest),
-    COUNT_PATH: ApiRoute(
-        summary="counts the tokens of a prompt", request=MessagesRequest, reply=TokenCount, error=MessagesError
-    ),
-    MODELS_PATH: ApiRoute(method="GET", summary="lists the served policies", reply=ServedModels),
-    "/v1/models/{model:path}": ApiRoute(method="GET", summary="shows a served policy", reply=ServedModel),
+    "/v1/chat/completions": ApiRoute("POST", "answers a conversation, as Chat Completions", "serve", ChatRequest, _SESSION),
+    "/v1/completions": ApiRoute("POST", "continues a text or token ids, as Completions", "serve", TextRequest, _SESSION),
+    "/v1/messages": ApiRoute("POST", "answers a conversation, as Messages", "serve", MessagesRequest, _SESSION),
+    "/v1/responses": ApiRoute("POST", "answers a conversation, as Responses", "serve", ResponsesRequest, _SESSION),
+    COUNT_PATH: ApiRoute("POST", "counts the tokens of a prompt", "serve", MessagesRequest),
+    MODELS_PATH: ApiRoute("GET", "lists the served policies", "serve"),
+    "/v1/models/{model:path}": ApiRoute("GET", "shows a served policy", "serve"),
     PATH: ApiRoute(
-        summary="takes feedback on an answer: exactly one of value, label, correction, text and retract",
-        request=FeedbackRequest, reply=FeedbackReply, status=202,
+        "POST", "takes feedback on an answer: exactly one of value, label, correction, text and retract", "feedback",
+        FeedbackRequest, {TOKEN_HEADER: "a browser's token, instead of a key"},
     ),
     f"{PATH}/tokens": ApiRoute(
-        summary="makes a token with which a browser may give feedback on one answer",
-        request=TokenRequest, reply=FeedbackTokenReply,
+        "POST", "makes a token with which a browser may give feedback on one answer", "feedback", TokenRequest
     ),
-    "/healthz": ApiRoute(method="GET", summary="says whether the gateway serves; 503 where it does not", reply=Health),
-    "/metrics": ApiRoute(method="GET", summary="metrics in the format of Prometheus"),
-    OPENAPI_PATH: ApiRoute(method="GET", summary="this document", reply=dict[str, Any]),
+    "/healthz": ApiRoute("GET", "says whether the gateway serves; 503 where it does not"),
+    "/metrics": ApiRoute("GET", "metrics in the format of Prometheus", "admin"),
+    OPENAPI_PATH: ApiRoute("GET", "this document"),
 }  # fmt: skip
 
 
-def document(webhooks: Sequence[Webhook] = ()) -> Object:
+def document(webhooks: Sequence[Webhook] = ()) -> dict[str, Any]:
     """The document of a gateway with these webhooks."""
-    types = [
-        kind for route in ROUTES.values() for kind in (route.request, route.reply, route.error) if kind is not None
-    ]
+    routes = dict(ROUTES)
+    for hook in webhooks:
+        headers = {hook.header: "HMAC-SHA256 of the body, or of timestamp and body, in hexadecimal or base64"}
+        if hook.timestamp_header:
+            headers[hook.timestamp_header] = "seconds of the epoch or a time of ISO 8601, within five minutes of now"
+        routes[hook.path] = ApiRoute("POST", "hands an event to a feedback source", None, dict[str, Any], headers)
+    types = [route.request for route in routes.values() if route.request is not None]
     found, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     schemas = dict(zip(types, found, strict=True))
-    paths = {shown(path): {route.method.lower(): _operation(path, route, schemas)} for path, route in ROUTES.items()}
+    for schema in components.values():
+        if "description" in schema:
+            schema["description"] = " ".join(schema["description"].split())
     return {
         "openapi": "3.1.0",
         "info": {"title": "headrace gateway", "version": "1"},
-        "paths": paths | {hook.path: {"post": _hook(hook, schemas)} for hook in webhooks},
+        "paths": {
+            shown(path): {route.method.lower(): _operation(path, route, schemas)} for path, route in routes.items()
+        },
         "components": {
-            "schemas": {name: _one_line(schema) for name, schema in sorted(components.items())},
+            "schemas": dict(sorted(components.items())),
             "securitySchemes": {
                 "key": {"type": "http", "scheme": "bearer"},
-                **{name: {"type": "apiKey", "in": "header", "name": header} for name, header in _HEADERS.items()},
+                "api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+                "feedback_token": {"type": "apiKey", "in": "header", "name": TOKEN_HEADER},
             },
         },
     }
@@ -114,56 +98,24 @@ def shown(path: str) -> str:
     return re.sub(r"\{(\w+):\w+\}", r"{\1}", path)
 
 
-def _operation(path: str, route: ApiRoute, schemas: Mapping[Any, Object]) -> Object:
-    content = {_JSON: {"schema": schemas[route.reply]}} if route.reply else {"text/plain": {"schema": _TEXT}}
-    if route.answers:
-        content["text/event-stream"] = {"schema": _TEXT}
-    found: Object = {"operationId": _name(route.method, path), "summary": route.summary}
-    in_path = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in re.findall(r"\{(\w+)", path)]
-    if parameters := [*in_path, *_headers(route.headers)]:
-        found["parameters"] = parameters
-    if route.request is not None:
-        found["requestBody"] = {"required": True, "content": {_JSON: {"schema": schemas[route.request]}}}
-    replies = {str(route.status): {"description": "done", "content": content}}
-    if path == "/healthz":
-        replies["503"] = {"description": "the gateway cannot serve", "content": content}
-    found["responses"] = replies | _refusals(schemas[route.error])
-    scope = ROUTE_SCOPES.get(path)
-    keys: list[Object] = [{"key": []}, {"api_key": []}] if scope else []
-    found["security"] = [*keys, {"feedback_token": []}] if path == PATH else keys
-    return found | ({"x-scope": scope} if scope else {})
-
-
-def _hook(hook: Webhook, schemas: Mapping[Any, Object]) -> Object:
-    headers = {hook.header: "HMAC-SHA256 of the body, or of timestamp and body, in hexadecimal or base64"}
-    if hook.timestamp_header:
-        headers[hook.timestamp_header] = "seconds of the epoch or a time of ISO 8601, within five minutes of now"
-    return {
-        "operationId": _name("post", hook.path),
-        "summary": "hands an event to a feedback source",
-        "parameters": [header | {"required": True} for header in _headers(headers)],
-        "requestBody": {"required": True, "content": {_JSON: {"schema": {}}}},
-        "responses": {
-            "202": {"description": "taken", "content": {_JSON: {"schema": {"type": "object"}}}},
-            **_refusals(schemas[ErrorReply]),
-        },
-        "security": [],
+def _operation(path: str, route: ApiRoute, schemas: Mapping[Any, Any]) -> dict[str, Any]:
+    keys: list[dict[str, list[str]]] = [{"key": []}, {"api_key": []}] if route.scope else []
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": _TEXT} for name in re.findall(r"\{(\w+)", path)
+    ] + [
+        {"name": name, "in": "header", "description": meaning, "schema": _TEXT}
+        for name, meaning in route.headers.items()
+    ]
+    found: dict[str, Any] = {
+        "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{shown(path)}").strip("_"),
+        "summary": route.summary,
+        "parameters": parameters,
+        "responses": {"2XX": {"description": "done"}, "default": {"description": "refused"}},
+        "security": [*keys, {"feedback_token": []}] if path == PATH else keys,
     }
-
-
-def _headers(headers: Mapping[str, str]) -> Iterator[Object]:
-    for name, meaning in headers.items():
-        yield {"name": name, "in": "header", "description": meaning, "schema": _TEXT}
-
-
-def _refusals(error: Object) -> Object:
-    return {"default": {"description": "refused", "content": {_JSON: {"schema": error}}}}
-
-
-def _name(method: str, path: str) -> str:
-    return re.sub(r"\W+", "_", f"{method.lower()}{shown(path)}").strip("_")
-
-
-def _one_line(schema: Object) -> Object:
-    described = schema.get("description")
-    return schema | {"description": " ".join(described.split())} if described else schema
+    if route.scope:
+        found["x-scope"] = route.scope
+    if route.request is not None:
+        content = {"application/json": {"schema": schemas[route.request]}}
+        found["requestBody"] = {"required": True, "content": content}
+    return found

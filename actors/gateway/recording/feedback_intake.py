@@ -245,7 +245,6 @@ class FeedbackIntake:
             raise unavailable("the feedback could not be kept; send it again")
 
     def _sealed(self, feedback: dict[str, Any], written: Sequence[str], ref: str) -> bytes:
-        """The body with its texts sealed. Raises StoreError."""
         answer = ref.removeprefix(ANSWER_PREFIX)
         texts = {name: seal_text(feedback[name], self._keys, answer) for name in written}
         return msgspec.json.encode({**feedback, **texts})

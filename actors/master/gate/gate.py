@@ -190,7 +190,6 @@ class Gate:
         return self._known[1], self._known[2]
 
     def _weighed(self, version: int) -> PolicyEvent:
-        """The verdict on a candidate's evals."""
         found = self._results[version]
         before: Mapping[str, EvalResult] = self._results.get(self.stable.version, {})
         numbers = {suite: result.accuracy for suite, result in found.items()}
@@ -246,7 +245,6 @@ class Gate:
         ]
 
     def _forget(self) -> None:
-        """Drop what nothing is compared with any more."""
         kept = {self.stable.version, self.stable.before, self.stable.trial}
         self.counts.forget(kept)
         old = sorted(version for version in self._results if version < self._decided and version not in kept)

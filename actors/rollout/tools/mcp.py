@@ -298,7 +298,6 @@ def result_text(result: mcp_types.CallToolResult) -> str:
 
 
 async def _listed(client: mcp.Client) -> list[mcp_types.Tool]:
-    """All tools, page by page. Raises ValueError for too many."""
     tools: list[mcp_types.Tool] = []
     cursor = None
     for _ in range(MAX_PAGES):

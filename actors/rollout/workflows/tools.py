@@ -98,7 +98,6 @@ class Tools:
         return ()
 
     async def _offered(self) -> list[ToolSpec]:
-        """Our own tools, and those of the servers. Raises EpisodeFailed."""
         tools = list(self._tools)
         for server in self._servers:
             tools += await server.tools()

@@ -259,7 +259,7 @@ def check_model(settings: Settings) -> tuple[str, list[str]]:
         return "", ["policy.model: missing: explore, serve and train do not start without"]
     if importlib.util.find_spec("transformers") is None:
         return "", ["policy.model is not opened: that needs transformers, which is not installed here"]
-    from actors.gateway.answering.parsers import answer_parser
+    from actors.gateway.answering.parsing import answer_parser
     from infra.model.model import context_tokens, load_tokenizer
 
     try:

@@ -172,7 +172,7 @@ async def _master(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> 
 async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
     folder = model_folder(settings)
     from actors.engines.engine import Engine
-    from actors.gateway.answering.parsers import answer_parser
+    from actors.gateway.answering.parsing import answer_parser
     from actors.rollout.explorer import run_explorer
     from infra.local.http_server import forget_loaded
     from infra.model.model import load_tokenizer

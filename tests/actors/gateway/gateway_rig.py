@@ -1,11 +1,11 @@
-"""What the gateway tests share: a tokenizer of bytes, a log that can go away, and a gateway on a real port."""
+"""What the gateway tests share: a tokenizer of bytes, a log that can go away, a gateway, and clients of each API."""
 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
@@ -234,3 +234,122 @@ async def serving(
         waiting.cancel()
         served.stop.set()
         await running
+
+
+class Told(NamedTuple):
+    """What a client makes of an answer, whichever API it speaks. turn: what it sends back of it in the next request."""
+
+    id: str
+    thought: str
+    said: str
+    calls: list[tuple[str, str, Any]]  # id, name, arguments
+    finish: str
+    used: tuple[int, int]
+    turn: list[Any]
+
+
+PARAMETERS: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL: dict[str, Any] = {"name": "weather", "description": "How warm it is.", "parameters": PARAMETERS}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+CUT = {"length": "length", "max_tokens": "length", "incomplete": "length"}
+
+
+async def ask_chat(
+    served: RunningGateway, key: str, said: list[Any], *, stream: bool = False, tools: bool = False, **more: Any
+) -> Told:
+    """By openai's client: Chat Completions."""
+    if tools:
+        more["tools"] = [{"type": "function", "function": TOOL}]
+    create = served.client(key).chat.completions.create
+    if not stream:
+        answer: Any = await create(model="m", messages=said, **more)
+        (choice,) = answer.choices
+        message, finish, usage = choice.message.model_dump(exclude_none=True), choice.finish_reason, answer.usage
+    else:
+        pieces: Any = await create(
+            model="m", messages=said, stream=True, stream_options={"include_usage": True}, **more
+        )
+        message, finish, usage = {"role": "assistant", "content": "", "reasoning": "", "tool_calls": []}, "", None
+        async for piece in pieces:
+            answer, usage = piece, piece.usage or usage
+            for choice in piece.choices:
+                delta, finish = choice.delta.model_dump(), choice.finish_reason or finish
+                assert "\ufffd" not in (delta["content"] or "")
+                message["content"] += delta["content"] or ""
+                message["reasoning"] += delta.get("reasoning") or ""
+                message["tool_calls"] += delta["tool_calls"] or []
+    calls = [
+        (c["id"], c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message.get("tool_calls", ())
+    ]
+    return Told(
+        answer.id, message.get("reasoning", ""), message.get("content", ""), calls, CUT.get(finish, finish),
+        (usage.prompt_tokens, usage.completion_tokens),
+        [{name: value for name, value in message.items() if value}],
+    )  # fmt: skip
+
+
+async def ask_messages(
+    served: RunningGateway, key: str, said: list[Any], *, stream: bool = False, tools: bool = False, **more: Any
+) -> Told:
+    """By anthropic's client: Messages."""
+    from anthropic import AsyncAnthropic  # seconds of imports, which every worker would pay to collect the tests
+
+    if tools:
+        more["tools"] = [{"name": TOOL["name"], "input_schema": PARAMETERS}]
+    fields = {"max_tokens": 200, **more}
+    async with AsyncAnthropic(api_key=key, base_url=served.url, max_retries=0) as client:
+        if stream:
+            async with client.messages.stream(model="m", messages=said, **fields) as events:
+                message: Any = await events.get_final_message()
+        else:
+            message = await client.messages.create(model="m", messages=said, **fields)
+    blocks = [block.model_dump(exclude_none=True) for block in message.content]
+    return Told(
+        message.id,
+        "".join(block["thinking"] for block in blocks if block["type"] == "thinking"),
+        "".join(block["text"] for block in blocks if block["type"] == "text"),
+        [(block["id"], block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"],
+        message.stop_sequence or CUT.get(message.stop_reason, message.stop_reason),
+        (message.usage.input_tokens, message.usage.output_tokens),
+        [{"role": "assistant", "content": blocks}],
+    )
+
+
+async def ask_responses(
+    served: RunningGateway, key: str, said: list[Any], *, stream: bool = False, tools: bool = False, **more: Any
+) -> Told:
+    """By openai's client: Responses."""
+    if tools:
+        more["tools"] = [{"type": "function", **TOOL, "strict": False}]
+    client = served.client(key)
+    if stream:
+        async with client.responses.stream(model="m", input=said, **more) as events:
+            seen = [event async for event in events]
+            assert [e.sequence_number for e in seen if hasattr(e, "sequence_number")] == list(range(len(seen)))
+            response: Any = seen[-1].response  # type: ignore[union-attr]
+    else:
+        response = await client.responses.create(model="m", input=said, **more)
+    items = [item.model_dump(exclude_none=True) for item in response.output]
+    return Told(
+        response.id,
+        "".join(item["content"][0]["text"] for item in items if item["type"] == "reasoning"),
+        "".join(item["content"][0]["text"] for item in items if item["type"] == "message"),
+        [(i["call_id"], i["name"], json.loads(i["arguments"])) for i in items if i["type"] == "function_call"],
+        CUT.get(response.status, response.status),
+        (response.usage.input_tokens, response.usage.output_tokens),
+        items,
+    )
+
+
+def result_turn(ask: Any, told: Told, text: str) -> Any:
+    """The result of the answer's call, as the API takes it."""
+    call = told.calls[0][0]
+    if ask is ask_chat:
+        return {"role": "tool", "tool_call_id": call, "content": text}
+    if ask is ask_responses:
+        return {"type": "function_call_output", "call_id": call, "output": text}
+    result = {"type": "tool_result", "tool_use_id": call, "content": [{"type": "text", "text": text}]}
+    return {"role": "user", "content": [result]}
+
+
+APIS = (ask_chat, ask_messages, ask_responses)

@@ -81,7 +81,7 @@ def test_one_key_never_takes_all_slots() -> None:
     assert limiter.idle.is_set() and limiter.num_taken == 0
 
 
-@pytest.mark.parametrize("more", [{"messages": LONG}, HELD, {"n": 2}], ids=["long prompt", "schema", "choices"])
+@pytest.mark.parametrize("more", [HELD, {"messages": LONG, "n": 2}], ids=["schema", "long prompt, choices"])
 async def test_no_more_answers_are_made_at_once_than_the_limit_says(tmp_path: Path, more: dict[str, Any]) -> None:
     seen: list[int] = []
 
@@ -101,7 +101,7 @@ async def test_no_more_answers_are_made_at_once_than_the_limit_says(tmp_path: Pa
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("more", [{}, {"messages": LONG}, HELD], ids=["short", "long", "schema"])
+@pytest.mark.parametrize("more", [{}, {"messages": LONG}], ids=["short", "long"])
 async def test_a_client_that_goes_before_its_first_byte_leaves_no_place_taken(
     tmp_path: Path, stream: bool, more: dict[str, Any]
 ) -> None:
@@ -109,6 +109,8 @@ async def test_a_client_that_goes_before_its_first_byte_leaves_no_place_taken(
     sampler = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=8192, script=script, token_s=0.01)
     async with serving(tmp_path, sampler, limits=GatewayLimits(concurrency=3), report_s=0.05) as served:
         key = await served.new_key()
+        with pytest.raises(openai.BadRequestError):  # nor does a request that is refused
+            await served.client(key).chat.completions.create(**chat(stream=stream, messages=[]))
         body = json.dumps(chat(stream=stream, **more)).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
         for _ in range(6):
@@ -117,25 +119,6 @@ async def test_a_client_that_goes_before_its_first_byte_leaves_no_place_taken(
             await writer.drain()
             writer.close()
         await all_back(served, 3)
-
-
-def bad(name: str) -> dict[str, Any]:
-    return {
-        "too long": {"messages": [{"role": "user", "content": "x" * 5000}]},
-        "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "x"}}}},
-        "empty": {"messages": []},
-    }[name]
-
-
-@pytest.mark.parametrize("name", ["too long", "schema", "empty"])
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_request_that_is_refused_leaves_no_place_taken(tmp_path: Path, name: str, stream: bool) -> None:
-    async with serving(tmp_path, limits=GatewayLimits(concurrency=2), report_s=0.05) as served:
-        key = await served.new_key()
-        for _ in range(4):
-            with pytest.raises(openai.BadRequestError):
-                await served.client(key).chat.completions.create(**chat(stream=stream, **bad(name)))
-        await all_back(served, 2)
 
 
 async def test_what_a_canary_answers_takes_places_too_and_gives_them_back(tmp_path: Path) -> None:
@@ -240,31 +223,3 @@ async def test_a_turn_lasts_as_long_as_its_work_also_where_nobody_waits_for_it()
     go.set()
     await asyncio.gather(gone, other, return_exceptions=True)
     assert gone.cancelled() and other.exception() is None and not running
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), max_size=12), st.integers(1, 2))
-def test_no_turn_is_lost_to_those_who_give_up(plan: list[tuple[str, int, bool]], at_once: int) -> None:
-    async def check() -> None:
-        rota, running, most = FairQueue(at_once, 100), 0, 0
-
-        async def work(key: str, steps: int) -> None:
-            nonlocal running, most
-            async with rota.turn(key):
-                running, most = running + 1, max(most, running + 1)
-                try:
-                    for _ in range(steps):
-                        await asyncio.sleep(0)
-                finally:
-                    running -= 1
-
-        tasks = [(asyncio.create_task(work(key, steps)), gives_up) for key, steps, gives_up in plan]
-        await asyncio.sleep(0)
-        for task, gives_up in tasks:
-            if gives_up:
-                task.cancel()
-        await asyncio.gather(*(task for task, _ in tasks), return_exceptions=True)
-        assert most <= at_once and running == 0
-        async with asyncio.timeout(10):
-            await asyncio.gather(*(work(key, 0) for key in "abcabc"))
-
-    asyncio.run(check())

@@ -66,20 +66,6 @@ async def test_a_request_for_n_answers_counts_n(tmp_path: Path) -> None:
         assert statuses == [200, 200, 429]
 
 
-async def test_one_key_leaves_slots_to_another(tmp_path: Path) -> None:
-    sampler = engine(says("x" * 400), token_s=0.01)
-    async with serving(tmp_path, sampler, limits=GatewayLimits(concurrency=16)) as served:
-        greedy, other = await served.new_key(), await served.new_key()
-        ask = served.client(greedy).completions.create
-        running = [asyncio.create_task(ask(model="m", prompt="Hi", n=2)) for _ in range(20)]
-        await until(lambda: sum(task.done() for task in running) == 13)
-        answer = await served.client(other).completions.create(model="m", prompt="Hi", max_tokens=3)
-        assert answer.choices[0].text == "xxx"
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-
-
 async def test_what_was_forgotten_does_not_come_back_from_the_memory_of_a_gateway(tmp_path: Path) -> None:
     async with serving(tmp_path, engine(says("It passes."))) as served:
         key = await served.new_key()

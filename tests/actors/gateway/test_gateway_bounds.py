@@ -1,5 +1,6 @@
 """What one request may hold: bounded before it is looked at, refused by name, and away from the event loop where it is long."""
 
+import asyncio
 import json
 from array import array
 from pathlib import Path
@@ -10,98 +11,17 @@ import openai
 import pytest
 
 from actors.engines.scripted import ScriptedEngine
-from actors.gateway.answering.conversation import MAX_DEPTH, Prompt, read_calls
-from actors.gateway.answering.requests import read_chat, read_text
+from actors.gateway.answering.conversation import Prompt
 from actors.gateway.answering.sessions import HeldSession, Sessions, held
 from actors.gateway.config import GatewayLimits
-from actors.gateway.errors import ApiError
 from actors.gateway.gateway import CHARS_PER_TOKEN
 from actors.gateway.recording.record import THREAD_TOKENS
 from actors.rollout.continuation import SampledTurn
 from schemas import Message
-from tests.actors.gateway.gateway_rig import VOCABULARY, ByteTokenizer, says, serving
+from tests.actors.gateway.gateway_rig import VOCABULARY, ByteTokenizer, RunningGateway, engine, says, serving
+from tests.actors.rig import until
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
-
-
-def deep(levels: int) -> Any:
-    value: Any = "x"
-    for level in range(levels):
-        value = {"a": value} if level % 2 else [value]
-    return value
-
-
-def tool(parameters: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f", "parameters": {"p": parameters}}}
-
-
-def calling(arguments: str) -> list[dict[str, Any]]:
-    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": arguments}}
-    return [{"role": "assistant", "content": "", "tool_calls": [call]}]
-
-
-def called(**more: Any) -> list[dict[str, Any]]:
-    return [{**calling("{}")[0], **more}]
-
-
-TOO_MUCH: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [tool(deep(MAX_DEPTH + 1))]}, "tools[0].function.parameters"),
-    ({"tools": [tool(deep(900))]}, "tools[0].function.parameters"),
-    ({"tools": [tool({})] * 129}, "tools"),
-    ({"messages": called(tool_calls=calling("{}")[0]["tool_calls"] * 129)}, "messages[0].tool_calls"),
-    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "x" * 513}]}, "messages[0].tool_call_id"),
-    ({"messages": [{"role": "user", "content": "x", "name": "x" * 513}]}, "messages[0].name"),
-    ({"messages": [{"role": "user", "content": [{"type": "x" * 65}]}]}, "messages[0].content[0].type"),
-    ({"messages": calling('{"a": "\\ud800"}')}, "messages[0].tool_calls[0].function.arguments"),
-    ({"user": "x" * 513}, "user"),
-    ({"logit_bias": {str(index): 0 for index in range(1025)}}, "logit_bias"),
-    ({"stop": ["x" * 257]}, "stop"),
-    ({"stop": ["x"] * 17}, "stop"),
-]
-
-
-@pytest.mark.parametrize(("more", "param"), TOO_MUCH, ids=[param for _, param in TOO_MUCH])
-def test_every_field_has_a_bound_and_what_passes_it_is_a_400_that_names_it(more: dict[str, Any], param: str) -> None:
-    with pytest.raises(ApiError) as refused:
-        read_chat(json.dumps({"model": "m", "messages": MESSAGES, **more}).encode(), GatewayLimits())
-    error = json.loads(refused.value.body())["error"]
-    assert (refused.value.status, error["param"].replace("[...]", "[0]")) == (400, param)
-
-
-def test_half_a_character_in_a_message_is_a_400() -> None:
-    for body in (
-        rb'{"model": "m", "messages": [{"role": "user", "content": "a\ud800"}]}',
-        b'{"model": "\xed\xa0\x80"}',
-    ):
-        for read in (read_chat, read_text):
-            with pytest.raises(ApiError) as refused:
-                read(body, GatewayLimits())
-            assert refused.value.status == 400
-
-
-def test_json_as_deep_as_allowed_is_taken_and_an_answers_deeper_call_is_text() -> None:
-    taken = read_chat(
-        json.dumps({"model": "m", "messages": MESSAGES, "tools": [tool(deep(60))]}).encode(), GatewayLimits()
-    )
-    assert taken.prompt.tools
-    read_chat(json.dumps({"model": "m", "messages": calling(json.dumps(deep(900)))}).encode(), GatewayLimits())
-    text = f'<tool_call>{{"name": "f", "arguments": {json.dumps(deep(900))}}}</tool_call>'
-    assert read_calls(text) == (text, [])
-
-
-async def test_deep_tool_parameters_are_told_and_leave_no_trace_of_a_failure(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with serving(tmp_path) as served:
-        key = await served.new_key()
-        for levels in (400, 900):
-            with pytest.raises(openai.BadRequestError):
-                await served.client(key).chat.completions.create(
-                    model="m", messages=MESSAGES, tools=[tool(deep(levels))]
-                )
-        await served.client(key).chat.completions.create(model="m", messages=MESSAGES, tools=[tool(deep(50))])
-        assert len(await served.recorded(1)) == 1
-        assert not [record for record in caplog.records if record.exc_info]
 
 
 class WatchedTokenizer(ByteTokenizer):
@@ -152,12 +72,6 @@ async def test_the_event_loop_redacts_short_texts_alone(tmp_path: Path) -> None:
     assert tokenizer.decoded[True] <= THREAD_TOKENS < 20_000 < tokenizer.decoded[False]
 
 
-def test_tools_count_as_the_prompt_does() -> None:
-    much = [tool({"description": "x" * 5000})]
-    ask = read_chat(json.dumps({"model": "m", "messages": MESSAGES, "tools": much}).encode(), GatewayLimits())
-    assert ask.num_chars > 5000
-
-
 def session(num_tokens: int, content: str = "Hi") -> HeldSession:
     plain = (Message(role="user", content=content), Message(role="assistant", content="y"))
     return held(range(num_tokens), SampledTurn(range(num_tokens - 1), [7], "y", True), plain, 1)
@@ -196,3 +110,86 @@ def test_a_session_is_packed_and_goes_on_with_its_very_tokens_where_its_history_
         (plain, (rendered, 0, "goes on from an earlier turn")),
     ):
         assert sessions.prompt("s", Prompt(plain=said), rendered, ByteTokenizer()) == expected
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": MESSAGES, **more}
+
+
+async def error_of(
+    served: RunningGateway, key: str, content: bytes, path: str = "/v1/chat/completions"
+) -> tuple[int, Any]:
+    async with served.http(key) as http:
+        answer = await http.post(path, content=content, headers={"content-type": "application/json"})
+        return answer.status_code, answer.json()["error"]
+
+
+async def test_http_mistakes_have_error_objects_too_and_disturb_nothing(tmp_path: Path) -> None:
+    limits = GatewayLimits(body_bytes=2000, body_s=2.0, prompt_tokens=500)
+    async with serving(tmp_path, limits=limits) as served:
+        key = await served.new_key()
+        assert (await error_of(served, key, b"{not json"))[0] == 400
+        assert (await error_of(served, key, b"x" * 3000))[0] == 413
+        long = json.dumps(chat(messages=[{"role": "user", "content": "x" * 600}])).encode()
+        status, error = await error_of(served, key, long)
+        assert (status, error["code"]) == (400, "context_length_exceeded")
+        assert (await error_of(served, key, b"", "/v1/nothing"))[1]["code"] == "unknown_url"
+        async with served.http(key) as http:
+            assert (await http.get("/v1/chat/completions")).status_code == 405
+            assert (await http.get("/healthz")).json() == {"status": "ok", "version": 0, "channel": "stable"}
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: 100\r\n\r\n"
+        writer.write(head.encode() + b'{"model"')
+        assert b"408" in await reader.readline(), "a slow client is not waited for"
+        writer.close()
+        answer = await served.client(key).chat.completions.create(**chat())
+        assert answer.choices[0].message.content == "Hello."
+        assert served.count("refused") == 4
+
+
+async def test_too_much_at_once_is_a_429_and_passes(tmp_path: Path) -> None:
+    async with serving(tmp_path, engine(says("slow"), token_s=0.03), limits=GatewayLimits(concurrency=2)) as served:
+        client = await served.opened()
+        asked = [client.chat.completions.create(**chat()) for _ in range(6)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        refused = [one for one in answers if isinstance(one, openai.RateLimitError)]
+        assert len(refused) == 4 and refused[0].code == "overloaded"
+        assert (await client.chat.completions.create(**chat())).choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_goes_away_frees_the_engine_and_what_it_got_is_recorded(
+    tmp_path: Path, stream: bool
+) -> None:
+    sampler = engine(says("x" * 4000), token_s=0.01)
+    async with serving(tmp_path, sampler, limits=GatewayLimits(max_tokens=3000)) as served:
+        client = await served.opened()
+        if stream:
+            pieces: Any = await client.chat.completions.create(**chat(stream=True))
+            async for piece in pieces:
+                if piece.choices[0].delta.content:
+                    break
+            await pieces.close()
+        else:
+            call = asyncio.create_task(client.chat.completions.create(**chat()))
+            await until(lambda: sampler.num_running == 1)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+        await until(lambda: sampler.num_running == 0)
+        if stream:
+            (experience,) = await served.recorded(1)
+            assert experience.end == "truncated" and 0 < experience.num_sampled < 3000
+        assert served.metrics.counters()["answers{end=broken off}"] == 1
+
+
+async def test_an_answer_gets_the_room_that_is_left_and_a_context_that_leaves_none_is_refused(tmp_path: Path) -> None:
+    limits = GatewayLimits(max_tokens=5000)
+    async with serving(tmp_path, engine(lambda prompt: [120] * 5000), limits=limits) as served:
+        key = await served.new_key()
+        ask = served.client(key).completions.create
+        for asked in ({"max_tokens": 5000}, {}):
+            answer = await ask(model="m", prompt=[120] * 4090, **asked)  # type: ignore[call-overload]
+            assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (6, "length")
+        with pytest.raises(openai.BadRequestError) as caught:
+            await ask(model="m", prompt=[120] * 4096, max_tokens=1)
+        assert caught.value.code == "context_length_exceeded"

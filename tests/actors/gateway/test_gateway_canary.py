@@ -12,7 +12,7 @@ from starlette.responses import StreamingResponse
 
 from actors.gateway.apis.completions import CHAT, TEXT
 from actors.gateway.apis.messages import error_event
-from actors.gateway.config import CanaryShare, GatewayConfig
+from actors.gateway.config import CanaryShare
 from actors.gateway.errors import bad
 from actors.gateway.http.canary import Canary, position_in_trial
 from infra.log.memory import MemoryBus
@@ -297,18 +297,3 @@ async def test_a_stable_gateway_never_begins_with_what_a_canary_served_last(tmp_
 
     assert (tmp_path / "spool" / "canary-0" / "policy.json").exists()
     assert not (tmp_path / "spool" / "serve-0").exists()
-
-
-@pytest.mark.parametrize("url", ["127.0.0.1:8010", "ftp://canary", "http://", "http://canary/v1", ""])
-def test_a_url_that_is_none_is_told_with_what_was_expected(url: str) -> None:
-    with pytest.raises(ValueError, match=r'got url = ".*", expected one such as "http://127\.0\.0\.1:8010"'):
-        CanaryShare(url=url)
-
-
-def test_a_canarys_own_settings_are_those_of_the_gateway_beside_it_but_for_where_it_listens() -> None:
-    config = GatewayConfig(canary=CanaryShare(url="http://10.0.0.7:8010"), train_on="all")
-    one = config.as_canary()
-    assert (one.channel, one.listen, one.canary, one.train_on) == ("canary", "10.0.0.7:8010", None, "all")
-    elsewhere = GatewayConfig(canary=CanaryShare(url="http://canary", listen="0.0.0.0:8000")).as_canary()
-    assert elsewhere.listen == "0.0.0.0:8000"
-    assert GatewayConfig(listen="127.0.0.1:9", channel="canary").as_canary().listen == "127.0.0.1:9"

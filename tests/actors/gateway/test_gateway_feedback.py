@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.gateway.access.feedback_token import read as read_token
+from actors.gateway.access.authenticator import read_token
 from actors.gateway.config import Webhook
 from actors.gateway.errors import ApiError
 from actors.gateway.recording.feedback_intake import check_signature, nth_answer, read_feedback, read_token_request

@@ -8,14 +8,21 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from anthropic import AsyncAnthropic
 from PIL import Image as Pillow
 
 from actors.gateway.config import RedactRules
 from infra.store.images import decode_image
 from infra.store.memory import MemoryStore
 from infra.store.store import BLOBS
-from tests.actors.gateway.gateway_rig import VOCABULARY, ByteTokenizer, RunningGateway, says, serving
+from tests.actors.gateway.gateway_rig import (
+    VOCABULARY,
+    ByteTokenizer,
+    ask_chat,
+    ask_messages,
+    ask_responses,
+    says,
+    serving,
+)
 from tests.actors.rig import Looking
 from tests.eye_model import drawings
 
@@ -46,51 +53,29 @@ def looks(*texts: str) -> Looking:
     return Looking(num_vocabulary=VOCABULARY, max_model_len=4096, script=says(*(texts or ("A ring.",))))
 
 
-async def chat(client: openai.AsyncOpenAI, served: RunningGateway, stream: bool) -> None:
-    if stream:
-        pieces: Any = await client.chat.completions.create(model="m", messages=asked(url(ONE.picture)), stream=True)
-        text = "".join([piece.choices[0].delta.content or "" async for piece in pieces])
-    else:
-        answer = await client.chat.completions.create(model="m", messages=asked(url(ONE.picture)))
-        text = answer.choices[0].message.content or ""
-    assert text == "A ring."
-
-
-async def responses(client: openai.AsyncOpenAI, served: RunningGateway, stream: bool) -> None:
-    picture = {"type": "input_image", "image_url": url(ONE.picture), "detail": "auto"}
-    given: Any = [{"role": "user", "content": [picture, {"type": "input_text", "text": "What is it?"}]}]
-    if stream:
-        async with client.responses.stream(model="m", input=given) as events:
-            response: Any = await events.get_final_response()
-    else:
-        response = await client.responses.create(model="m", input=given)
-    assert response.output_text == "A ring."
-    after = await client.responses.create(model="m", input="Sure?", previous_response_id=response.id)
-    assert after.output_text == "A ring.", "what is gone on from shows the picture again"
-
-
-async def messages(client: openai.AsyncOpenAI, served: RunningGateway, stream: bool) -> None:
-    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(ONE.picture).decode()}
-    content = [{"type": "image", "source": source}, {"type": "text", "text": "What is it?"}]
-    asking: Any = {"model": "m", "max_tokens": 20, "messages": [{"role": "user", "content": content}]}
-    async with AsyncAnthropic(api_key=client.api_key, base_url=served.url, max_retries=0) as other:
-        if stream:
-            async with other.messages.stream(**asking) as events:
-                message: Any = await events.get_final_message()
-        else:
-            message = await other.messages.create(**asking)
-    assert message.content[0].text == "A ring."
+PNG = base64.b64encode(ONE.picture).decode()
+SHOWN: dict[Any, list[dict[str, Any]]] = {
+    ask_chat: asked(url(ONE.picture))[0]["content"],
+    ask_responses: [{"type": "input_image", "image_url": url(ONE.picture)}, {"type": "input_text", "text": "What is it?"}],
+    ask_messages: [
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}},
+        {"type": "text", "text": "What is it?"},
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("api", [chat, responses, messages])
+@pytest.mark.parametrize("ask", SHOWN)
 async def test_a_picture_is_shown_to_the_engine_and_recorded_by_reference(
-    tmp_path: Path, api: Any, stream: bool
+    tmp_path: Path, ask: Any, stream: bool
 ) -> None:
     looking, store = looks(), MemoryStore()
     async with serving(tmp_path, looking, tokenizer=Eyes(), store=store, redact=KEEP) as served:
         key = await served.new_key()
-        await api(served.client(key), served, stream)
+        first = await ask(served, key, [{"role": "user", "content": SHOWN[ask]}], stream=stream)
+        assert first.said == "A ring."
+        if ask is ask_responses:  # what is gone on from shows the picture again
+            await ask(served, key, [{"role": "user", "content": "Sure?"}], previous_response_id=first.id)
         found = await served.recorded(len(looking.seen))
         for shown, experience in zip(looking.seen, found, strict=True):
             assert np.array_equal(shown[0], decode_image(ONE.image, ONE.picture))

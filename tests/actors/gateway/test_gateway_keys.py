@@ -8,14 +8,16 @@ from typing import Any
 
 import openai
 import pytest
+from jsonschema import Draft202012Validator
+from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
 
-from actors.gateway.access.authenticator import ROUTE_SCOPES, Bucket
-from actors.gateway.access.feedback_token import FeedbackToken, sign
+from actors.gateway.access.authenticator import Authenticator, Bucket
 from actors.gateway.access.keys import FOLDER, KeyBook, Refused, create_key, list_keys, revoke_key
 from actors.gateway.config import GatewayConfig, Webhook
 from actors.gateway.http.app import Site
-from actors.gateway.http.openapi import document, shown
+from actors.gateway.http.openapi import OPENAPI_PATH, document, shown
+from actors.gateway.http.openapi import ROUTES as SERVED
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
 from tests.actors.gateway.gateway_rig import RunningGateway, serving
@@ -173,9 +175,25 @@ def test_the_matrix_knows_every_route_that_is_served() -> None:
     routes = {route.path for route in site.app().routes if isinstance(route, Route)}
     known = {path.replace("/main", "/{model:path}") for _, path, _, _ in ROUTES}
     assert routes == known | KEYLESS | {WEBHOOK.path}
-    assert {shown(path) for path in routes} == set(document((WEBHOOK,))["paths"]), "what is served is described"
     scopes = {path.replace("/main", "/{model:path}"): scope for _, path, _, scope in ROUTES}
-    assert scopes == ROUTE_SCOPES, "one table says what opens a route, and nothing else does"
+    assert scopes == {path: route.scope for path, route in SERVED.items() if route.scope}
+
+
+async def test_the_document_is_valid_openapi_and_has_each_route_with_its_body_headers_and_scope(tmp_path: Path) -> None:
+    async with serving(tmp_path, webhooks=(WEBHOOK,)) as served, served.http() as http:
+        found = (await http.get(OPENAPI_PATH)).raise_for_status().json()
+    OpenAPIV31SpecValidator(found).validate()
+    assert found == document((WEBHOOK,))
+    assert set(found["paths"]) == {shown(path) for path in SERVED} | {WEBHOOK.path}, "what is served is described"
+    feedback = found["paths"]["/v1/feedback"]["post"]
+    assert feedback["x-scope"] == "feedback" and {"feedback_token": []} in feedback["security"]
+    for method, path, body, _ in ROUTES:
+        operation = found["paths"][path.replace("/main", "/{model}")][method.lower()]
+        if body is not None:
+            schema = operation["requestBody"]["content"]["application/json"]["schema"]
+            Draft202012Validator({**schema, "components": found["components"]}).validate(body)
+    headers = found["paths"]["/v1/messages"]["post"]["parameters"]
+    assert {header["name"] for header in headers} == {"x-session-id", "x-session-end"}
 
 
 class GatewayStub:
@@ -220,12 +238,13 @@ async def test_a_browser_may_rate_the_one_answer_its_token_is_for(tmp_path: Path
 
             assert (await rate(made["token"], first))[0] == 202
             assert (await rate(made["token"], second))[0] == 403
-            forged = sign(FeedbackToken(second, key_id, time.time() + 60), b"guess")
+            (known,) = [one for one, _ in list_keys(served.store) if one.id == key_id]
+            forged = Authenticator(KeyBook(), Metrics("t")).feedback_token(second, known, time.time() + 60)
             assert (await rate(forged, second))[0] == 401
             assert (await rate(made["token"][:-2] + "AA", first))[0] == 401
             assert (await rate("nonsense", first))[0] == 401
-            secret = served.store.get("gateway/secret")
-            old = sign(FeedbackToken(first, key_id, time.time() - 1), secret)
+            book = KeyBook(secret=served.store.get("gateway/secret"))
+            old = Authenticator(book, Metrics("t")).feedback_token(first, known, time.time() - 1)
             assert (await rate(old, first))[1]["error"]["code"] == "expired_token"
             origin = {"origin": "https://app.example", "access-control-request-method": "POST"}
             allowed = await http.options("/v1/feedback", headers=origin)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from actors.gateway.recording.held import HeldKeys
 from actors.gateway.recording.outbox import Outbox, Outgoing
 from actors.gateway.recording.spool import Spool
-from infra.log.bus import Headers, Partition, RecordPosition
+from infra.log.bus import Headers, RecordPosition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
@@ -188,44 +188,6 @@ def opened(folder: Path, log: Log, metrics: Metrics | None = None) -> Outbox:
     )
 
 
-class SilentBus(AwayBus):
-    """Away, it answers no question either. num_questions, num_records: that it was asked and sent meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_questions = self.num_records = 0
-
-    async def send(
-        self, topic: str, value: bytes, *, key: bytes, headers: Headers = (), partition: int | None = None
-    ) -> RecordPosition:
-        self.num_records += self.away
-        return await super().send(topic, value, key=key, headers=headers, partition=partition)
-
-    async def end_offsets(self, topic: str) -> dict[Partition, int]:
-        self.num_questions += self.away
-        self._check()
-        return await super().end_offsets(topic)
-
-
-async def test_a_broker_that_is_away_is_asked_without_a_record(tmp_path: Path) -> None:
-    bus = SilentBus()
-    log = Log(bus, "test")
-    await log.create_topics(partitions=1, keep_ms=1000)
-    outbox = opened(tmp_path, log)
-    loops = [asyncio.create_task(outbox.write()), asyncio.create_task(outbox.drain())]
-    await until(lambda: outbox.direct)
-    bus.away = True
-    outbox.offer(outgoing(0))
-    await until(lambda: not outbox.direct)
-    await until(lambda: bus.num_questions >= 3, seconds=30)
-    assert bus.num_records == 1, "only the record that found it away was sent"
-    bus.away = False
-    await until(lambda: outbox.direct and not outbox.num_waiting, seconds=30)
-    for loop in loops:
-        loop.cancel()
-    await asyncio.gather(*loops, return_exceptions=True)
-
-
 class RefusingBus(AwayBus):
     """Refuses so many records more, and does something whenever it does."""
 
@@ -259,47 +221,6 @@ async def test_what_a_broker_took_of_a_batch_is_not_sent_again_for_what_it_refus
     await asyncio.gather(draining, return_exceptions=True)
     seen = [int(m.value.id) async for m in log.read_all(FEEDBACK) if isinstance(m.value, Received)]
     assert seen == [*range(3, 32), *range(3), *range(32, 40)]
-
-
-async def test_what_was_sent_of_a_segment_that_is_lost_then_is_not_counted_as_given_up(tmp_path: Path) -> None:
-    bus, metrics = RefusingBus(), Metrics("t")
-    log = Log(bus, "test")
-    await log.create_topics(partitions=1, keep_ms=1000)
-    outbox = opened(tmp_path, log, metrics)
-    for number in range(40):
-        outbox.offer(outgoing(number))
-    await outbox.flush()
-    bus.num_refused, bus.on_refused = 3, lambda: (tmp_path / f"{1:012d}.spool").unlink(missing_ok=True)
-    draining = asyncio.create_task(outbox.drain())
-    await until(lambda: outbox.direct and not outbox.num_waiting, seconds=30)
-    draining.cancel()
-    await asyncio.gather(draining, return_exceptions=True)
-    seen = [message async for message in log.read_all(FEEDBACK)]
-    assert len(seen) == 29 and metrics.counters()["shed{reason=spool unreadable}"] == 11
-
-
-async def test_answers_go_on_between_two_records_of_a_batch(tmp_path: Path) -> None:
-    turns, at = 0, []
-
-    async def prepare() -> Control:
-        at.append(turns)
-        return received(len(at))
-
-    async def answers() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    log = Log(MemoryBus(), "test")
-    await log.create_topics(partitions=1, keep_ms=1000)
-    outbox = opened(tmp_path, log)
-    for _ in range(10):
-        outbox.offer(Outgoing(FEEDBACK, prepare, 10))
-    others = asyncio.create_task(answers())
-    await outbox.flush()
-    others.cancel()
-    assert len(set(at)) == 10
 
 
 @settings(max_examples=60, deadline=None)

@@ -44,16 +44,6 @@ def sealing_keys(served: RunningGateway) -> list[str]:
     return list(served.store.keys(FOLDER))
 
 
-async def test_a_key_that_only_serves_rates_nothing_and_gives_out_no_token(tmp_path: Path) -> None:
-    async with serving(tmp_path) as served:
-        key = await served.new_key(scopes=("serve",))
-        async with served.http(key) as http:
-            for path, body in (("/v1/feedback", {"value": 1}), ("/v1/feedback/tokens", {})):
-                told = await http.post(path, json={"answer_id": served.answer(), **body})
-                assert told.status_code == 403 and "scope feedback" in told.json()["error"]["message"]
-        assert not await served.received()
-
-
 async def test_a_token_reaches_the_one_choice_it_is_for(tmp_path: Path) -> None:
     async with serving(tmp_path) as served:
         key = await served.new_key()

@@ -11,7 +11,6 @@ import openai
 import pytest
 
 from actors.engines.scripted import TENSOR
-from actors.gateway.config import RedactRules
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, from_numpy, to_numpy
 from infra.store.memory import MemoryStore
@@ -21,7 +20,6 @@ from schemas.fields import PolicyEventKind
 from schemas.topics import POLICIES
 from tests.actors.gateway.gateway_rig import VOCABULARY, AwayBus, RunningGateway, engine, says, serving
 from tests.actors.rig import until
-from tests.contracts.engine_case import char_model
 
 Tensors = dict[str, Tensor]
 Reference = Callable[[Tensors, Sequence[int], float], list[float]]
@@ -109,23 +107,6 @@ async def test_a_hundred_versions_under_sixteen_streams(tmp_path: Path) -> None:
         first = sampler.tensors
         tensors = lambda version: bigram(version) if version else first  # noqa: E731
         await reload_under_load(served, 100, tensors, bigram_reference, 60)
-
-
-@pytest.mark.full
-async def test_the_torch_engine_too(tmp_path: Path) -> None:
-    from actors.engines.torch import TorchEngine
-    from infra.model.model import load_tokenizer
-
-    model, tensors, reference, _ = char_model(tmp_path / "model")
-
-    def changed(version: int) -> Tensors:
-        scale = np.float32(1.02**version)
-        return {name: from_numpy(to_numpy(one) * scale) if len(one.shape) > 1 else one for name, one in tensors.items()}
-
-    sampler = TorchEngine(model=str(model), seed=3)
-    as_sampled = RedactRules(on=False)  # a model that learned nothing writes an address now and then
-    async with serving(tmp_path / "run", sampler, tokenizer=load_tokenizer(model), redact=as_sampled) as served:
-        await reload_under_load(served, 8, changed, reference, 40)
 
 
 async def test_a_restart_without_the_log_serves_the_version_served_last(tmp_path: Path) -> None:

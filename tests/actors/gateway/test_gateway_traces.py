@@ -15,8 +15,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 from actors.gateway.config import TracesConfig
 from infra.observe.alarms import STILL
-from infra.settings.config import decode
-from schemas.errors import ConfigError
 from tests.actors.gateway.gateway_rig import engine, says, serving
 from tests.http_endpoint import http_endpoint
 
@@ -148,9 +146,3 @@ print([name for name in sys.modules if name.startswith("opentelemetry")], thread
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[] 1"
-
-
-def test_an_endpoint_that_is_none_is_named() -> None:
-    for endpoint in ("collector:4318", "http://user:pass@collector/v1/traces", "http://169.254.169.254/"):
-        with pytest.raises(ConfigError, match=r"expected one|with a user name|link-local"):
-            decode({"endpoint": endpoint}, TracesConfig, "gateway.traces")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from actors.gateway.recording.held import AWAY_S, MAX_HELD, HeldKeys
+from actors.gateway.recording.held import MAX_HELD, HeldKeys
 from infra.ledger.forget import complete, destroy
 from infra.ledger.index import LogIndex
 from infra.log.log import Log
@@ -157,18 +157,6 @@ def test_a_key_that_the_store_had_and_destroyed_before_it_said_so_is_not_put_bac
     keys.deposit()
     block = decode(frame, Keys(store).find)
     assert keys.num_held == 0 and isinstance(block, Block) and block.experiences[0].lost == "forgotten"
-
-
-def test_a_store_that_failed_is_asked_again_by_the_clock_that_is_given(tmp_path: Path) -> None:
-    now_s = [0.0]
-    store = StoreAway()
-    keys = HeldKeys(store, tmp_path, lambda: now_s[0])
-    store.away = True
-    held = keys.of(SUBJECT)
-    store.away = False
-    assert keys.of(SUBJECT) is held
-    now_s[0] = AWAY_S
-    assert keys.of(SUBJECT) is not held
 
 
 def test_a_store_that_is_away_is_asked_once_in_a_while_and_not_for_every_record(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.gateway.answering.parsers import answer_parser
-from actors.gateway.answering.parsing import AnswerParser, OwnParser, Parsed, SampledText, ready
+from actors.gateway.answering.parsing import AnswerParser, OwnParser, Parsed, SampledText, answer_parser, ready
 from actors.gateway.answering.requests import read_chat
 from actors.gateway.answering.text import Detokenizer
 from actors.gateway.config import GatewayLimits
@@ -194,8 +193,6 @@ def test_a_call_that_must_be_made_begins_as_the_model_writes_it(tools: str, choi
     parser = answer_parser(Model(), has_vllm=True)
     if force is None:
         assert ready(asked, parser, takes_tools=True).ignored == ("tool_choice",)
-        with pytest.raises(ApiError, match=r"tool_choice: .*mistral"):
-            ready(asked, parser, takes_tools=True, strict=True)
     else:
         assert ready(asked, parser, takes_tools=True).force == force
 
@@ -211,10 +208,3 @@ def test_templates_get_thoughts_and_ids_as_they_read_them() -> None:
         {"role": "tool", "content": "", "tool_call_id": call["id"]}, Writing("mistral", "none")
     )
     assert asked["tool_calls"][0]["id"] == answered["tool_call_id"] and len(answered["tool_call_id"]) == 9
-
-
-@pytest.mark.parametrize("role", ["user", "tool"])
-def test_only_an_assistant_thinks(role: str) -> None:
-    body = {"model": "m", "messages": [{"role": role, "content": "x", "reasoning": "y"}]}
-    with pytest.raises(ApiError, match=r"messages\[0\].reasoning"):
-        read_chat(json.dumps(body).encode(), GatewayLimits())

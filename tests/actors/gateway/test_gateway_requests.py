@@ -1,0 +1,256 @@
+"""Request bodies: what is refused by its place, what is ignored and named, and what each field may hold at most."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.gateway.answering.conversation import MAX_DEPTH, ChatMessage, Conversation, ConversationCache, read_calls
+from actors.gateway.answering.requests import ParsedRequest, read_chat, read_text
+from actors.gateway.answering.text import THINK, THOUGHT, Detokenizer, StopStrings, ThoughtSplitter
+from actors.gateway.apis.messages import read_messages
+from actors.gateway.apis.responses import read_responses
+from actors.gateway.config import GatewayConfig, GatewayLimits
+from actors.gateway.errors import ApiError
+from infra.settings.config import decode
+from schemas.errors import ConfigError
+from tests.actors.gateway.gateway_rig import TOOL, ByteTokenizer
+
+Read = Callable[[bytes, GatewayLimits], ParsedRequest]
+SAID: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+SCHEMA = "response_format.json_schema"
+
+
+def responses(body: bytes, limits: GatewayLimits) -> ParsedRequest:
+    return read_responses(body, limits, lambda answer: None)
+
+
+BASE: dict[Any, dict[str, Any]] = {
+    read_chat: {"model": "m", "messages": SAID}, read_text: {"model": "m", "prompt": "Hi"},
+    read_messages: {"model": "m", "messages": SAID, "max_tokens": 9}, responses: {"model": "m", "input": "Hi"},
+}  # fmt: skip
+
+
+def parsed(read: Read, **fields: Any) -> ParsedRequest:
+    return read(json.dumps(BASE[read] | fields).encode(), GatewayLimits())
+
+
+def deep(levels: int) -> Any:
+    value: Any = "x"
+    for level in range(levels):
+        value = {"a": value} if level % 2 else [value]
+    return value
+
+
+def tool(parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": {"p": parameters}}}
+
+
+def calling(arguments: str, count: int = 1) -> list[dict[str, Any]]:
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": arguments}}
+    return [{"role": "assistant", "content": "", "tool_calls": [call] * count}]
+
+
+def held(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
+def said(**message: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "x"} | message]}
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (read_chat, {"model": None}, "model"),
+    (read_chat, {"messages": []}, "messages"),
+    (read_chat, {"messages": SAID * 2000}, "messages"),
+    (read_chat, said(content=None), "messages[0].content"),
+    (read_chat, said(role="robot"), "messages[0].role"),
+    (read_chat, said(content=[IMAGE]), "messages[0].content[0].image_url.url"),
+    (read_chat, said(content=[{"type": "input_audio"}]), "messages[0].content[0]"),
+    (read_chat, said(content=[{"type": "x" * 65}]), "messages[0].content[0].type"),
+    (read_chat, said(reasoning="y"), "messages[0].reasoning"),
+    (read_chat, said(role="tool", tool_call_id="x" * 513), "messages[0].tool_call_id"),
+    (read_chat, said(name="x" * 513), "messages[0].name"),
+    (read_chat, {"messages": calling("{}", 129)}, "messages[0].tool_calls"),
+    (read_chat, {"messages": calling('{"a": "\\ud800"}')}, "messages[0].tool_calls[0].function.arguments"),
+    (read_chat, {"tools": [tool(deep(MAX_DEPTH + 1))]}, "tools[0].function.parameters"),
+    (read_chat, {"tools": [tool({})] * 129}, "tools"),
+    (read_chat, {"user": "x" * 513}, "user"),
+    (read_chat, {"temperature": 3}, "temperature"),
+    (read_chat, {"temperature": "hot"}, "temperature"),
+    (read_chat, {"top_p": 0}, "top_p"),
+    (read_chat, {"n": 0}, "n"),
+    (read_chat, {"n": 99}, "n"),
+    (read_chat, {"max_tokens": 0}, "max_tokens"),
+    (read_chat, {"stop": ["x"] * 17}, "stop"),
+    (read_chat, {"stop": ["x" * 257]}, "stop"),
+    (read_chat, {"stop": ""}, "stop"),
+    (read_chat, {"frequency_penalty": 3.0}, "frequency_penalty"),
+    (read_chat, {"logit_bias": {"a": 5}}, "logit_bias"),
+    (read_chat, {"logit_bias": {str(index): 0 for index in range(1025)}}, "logit_bias"),
+    (read_chat, {"modalities": ["text", "audio"]}, "audio"),
+    (read_chat, {"audio": {"voice": "x"}}, "audio"),
+    (read_chat, {"response_format": {"type": "grammar"}}, "response_format.type"),
+    (read_chat, {"response_format": {"type": "json_schema"}}, SCHEMA),
+    (read_chat, {"response_format": held({"enum": ["x" * 70_000]})}, f"{SCHEMA}.schema"),
+    (read_chat, {"response_format": held({"items": deep(70)})}, f"{SCHEMA}.schema"),
+    (read_messages, {"messages": []}, "messages"),
+    (read_messages, said(content=[]), "messages[0].content"),
+    (read_messages, said(content=[{"type": "image", "source": {"type": "url"}}]), "messages[0].content[0].source.type"),
+    (read_messages, said(content=[{"type": "image"}]), "messages[0].content[0]"),
+    (read_messages, said(content=[{"type": "tool_result"}]), "messages[0].content[0]"),
+    (read_messages, {"system": [{"type": "image"}]}, "system"),
+    (read_messages, said(content=[{"type": "thinking", "thinking": "x"}]), "messages[0].content[0]"),
+    (read_messages, {"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    (read_messages, {"stop_sequences": [""]}, "stop"),
+    (responses, {"input": []}, "input"),
+    (responses, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+    (responses, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    (responses, {"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0]"),
+    (responses, {"text": {"format": {"type": "json_schema"}}}, SCHEMA),
+]
+
+
+@pytest.mark.parametrize(("read", "fields", "param"), REFUSED, ids=[f"{r.__name__}-{p}" for r, _, p in REFUSED])
+def test_a_bad_request_is_a_400_that_names_the_place(read: Read, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        parsed(read, **fields)
+    error = json.loads(refused.value.body())["error"]
+    assert (refused.value.status, error["type"]) == (400, "invalid_request_error")
+    assert error["param"].replace("[...]", "[0]") == param
+
+
+ROOT = f"{SCHEMA}.schema"
+UNKEPT = {"type": "array", "uniqueItems": True, "items": {"properties": {"not": {"multipleOf": 3}}}}
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+IGNORED: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
+    (read_chat, {"max_tokens": 10**9}, ("max_tokens",)),
+    (read_chat, {"top_logprobs": 3}, ("top_logprobs",)),
+    (read_chat, {"tool_choice": "required"}, ("tool_choice",)),
+    (read_chat, {"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools"}}, ("tool_choice",)),
+    (read_chat, {"tools": [FUNCTION, {"type": "custom"}]}, ("tools.custom",)),
+    (read_chat, {"tools": [FUNCTION], "response_format": {"type": "json_object"}}, ("response_format",)),
+    (read_chat, {"stop": ["."], "response_format": {"type": "json_object"}}, ("stop",)),
+    (read_chat, {"stream_options": {"include_usage": True}}, ("stream_options",)),
+    (read_chat, {"colour": "red", "prediction": {"type": "content"}}, ("colour", "prediction")),
+    (read_chat, {"response_format": held(UNKEPT)}, (f"{ROOT}.multipleOf", f"{ROOT}.uniqueItems")),
+    (read_text, {"echo": True, "best_of": 2, "suffix": None}, ("echo", "best_of")),
+    (read_messages, {"mcp_servers": [], "tools": [SEARCH, {"name": "f"}]}, ("mcp_servers", f"tools.{SEARCH['type']}")),
+    (responses, {"tools": [{"type": "web_search"}], "background": True}, ("background", "tools.web_search")),
+]
+
+
+@pytest.mark.parametrize(("read", "fields", "names"), IGNORED, ids=[names[0] for *_, names in IGNORED])
+def test_a_field_that_cannot_be_served_is_ignored_and_named(
+    read: Read, fields: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    assert parsed(read, **fields).ignored == names
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"frequency_penalty": 1}, {"presence_penalty": 1}, {"repetition_penalty": 1.2}, {"min_p": 0.1}, {"logit_bias": {"9": 3}}],
+)  # fmt: skip
+def test_a_field_that_changes_the_distribution_is_served_and_marked(fields: dict[str, Any]) -> None:
+    assert parsed(read_chat, **fields).untrained == "shaping"
+    assert parsed(read_messages, top_k=5).untrained == "shaping"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200) | st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from(["model", "messages", "role", "content", "tools", "stop", "n", "function", "prompt", "input", "type"]),
+        inner, max_size=6,
+    ),
+    max_leaves=12,
+).map(lambda value: json.dumps(value).encode()))  # fmt: skip
+def test_any_bytes_are_a_request_or_a_400(body: bytes) -> None:
+    for read in BASE:
+        try:
+            read(body, GatewayLimits())
+        except ApiError as error:
+            assert error.status == 400
+
+
+def test_half_a_character_is_a_400() -> None:
+    for body in (
+        rb'{"model": "m", "messages": [{"role": "user", "content": "a\ud800"}]}',
+        b'{"model": "\xed\xa0\x80"}',
+    ):
+        with pytest.raises(ApiError) as refused:
+            read_chat(body, GatewayLimits())
+        assert refused.value.status == 400
+
+
+def test_json_as_deep_as_allowed_is_taken_and_an_answers_deeper_call_is_text() -> None:
+    assert parsed(read_chat, tools=[tool(deep(60))]).prompt.tools
+    parsed(read_chat, messages=calling(json.dumps(deep(900))))
+    text = f'<tool_call>{{"name": "f", "arguments": {json.dumps(deep(900))}}}</tool_call>'
+    assert read_calls(text) == (text, [])
+
+
+def test_tools_count_as_the_prompt_does() -> None:
+    assert parsed(read_chat, tools=[tool({"description": "x" * 5000})]).num_chars > 5000
+    assert parsed(read_chat, tools=[{"type": "function", "function": TOOL}]).num_chars < 500
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=60), st.lists(st.text(min_size=1, max_size=4), max_size=3), st.data())
+def test_pieces_join_to_the_text_before_the_first_stop_string(text: str, stops: list[str], data: st.DataObject) -> None:
+    tokens = ByteTokenizer().encode(text)
+    detokenizer, cutter, told, at = Detokenizer(ByteTokenizer().decode), StopStrings(stops), "", 0
+    while at < len(tokens):
+        size = data.draw(st.integers(1, 5))
+        piece = cutter.add(detokenizer.add(tokens[at : at + size]))
+        assert "\ufffd" not in piece or "\ufffd" in text
+        told, at = told + piece, at + size
+    if not cutter.found:
+        told += cutter.add(detokenizer.flush())
+        told += "" if cutter.found else cutter.flush()
+    ends = [text.find(stop) for stop in stops if stop in text]
+    if not ends:
+        assert told == text
+    else:  # of two that overlap, the one that was complete first ends it
+        assert text.startswith(told) and len(told) <= min(text.find(s) for s in stops if s in told + text[len(told) :])
+
+
+def test_bytes_that_are_no_character_do_not_hold_the_stream_for_ever() -> None:
+    detokenizer = Detokenizer(ByteTokenizer().decode)
+    assert len("".join(detokenizer.add([0x80]) for _ in range(100))) > 50
+
+
+@given(
+    st.lists(st.sampled_from([THINK, THOUGHT, "<", "think", "</", ">", "a", "\n", "é"]), max_size=12), st.integers(1, 4)
+)
+def test_thoughts_and_words_joined_are_the_answer(pieces: list[str], step: int) -> None:
+    text = "".join(pieces)
+    splitter = ThoughtSplitter()
+    parts = [splitter.add(text[at : at + step]) for at in range(0, len(text), step)] + [splitter.flush()]
+    thought, words = ("".join(part[kind] for part in parts) for kind in (0, 1))
+    if not text.startswith(THINK):
+        assert (thought, words) == ("", text)
+    else:
+        assert THINK + thought + (THOUGHT + words if THOUGHT in text else "") == text
+
+
+def test_conversations_that_are_kept_are_bounded_in_number_and_in_bytes() -> None:
+    cache = ConversationCache(2, 10**9)
+    for number in range(10):
+        cache.put(f"a{number}", Conversation(tenant="acme", messages=(ChatMessage(role="user", content="x"),)))
+    assert len(cache) == 2 and cache.find("a9", "acme") is not None and cache.find("a7", "acme") is None
+    assert cache.find("a9", "globex") is None
+    small = ConversationCache(100, 5000)
+    small.put("large", Conversation(messages=(ChatMessage(role="user", content="x" * 10_000),)))
+    assert (len(small), small.total_size) == (0, 0)
+
+
+@pytest.mark.parametrize("listen", ["8000", "localhost", "h:99999", ":80"])
+def test_an_address_that_is_none_is_refused_with_its_path(listen: str) -> None:
+    with pytest.raises(ConfigError, match="listen"):
+        decode({"listen": listen}, GatewayConfig, "x.toml")
