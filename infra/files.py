@@ -1,12 +1,16 @@
-"""Files that are replaced as a whole: a reader, or a start after a loss of power, sees the old bytes or the new ones."""
+"""Files that are replaced as a whole, so that a reader sees the old bytes or the new ones; locks that the kernel releases."""
 
+import fcntl
 import hashlib
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
+
+from schemas.errors import ConfigError
 
 PRIVATE_MODE = 0o600  # for its owner alone
 PUBLIC_MODE = 0o666  # as the umask allows
@@ -50,3 +54,63 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+WAIT_S = 15.0  # for what a process that has just died still holds
+
+
+def lock_folder(file: Path, what: str) -> IO[str]:
+    """Take the lock file, waiting for a process that has just died to go; it is held until the result is closed.
+
+    what: that is locked, for the error. Raises ConfigError naming the process that holds it.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = file.open("a+")
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            lock.seek(0)
+            owner = lock.read().strip()
+            if _is_alive(owner) or time.monotonic() > deadline:
+                lock.close()
+                raise ConfigError(
+                    f"{what} is in use by process {owner or '(unknown)'}: stop it, or choose another folder"
+                ) from None
+            time.sleep(0.05)
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
+
+
+def is_locked(file: Path) -> bool:
+    """True if a process holds the lock file now."""
+    if not file.exists():
+        return False
+    with file.open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
+def release_folder(lock: IO[str]) -> None:
+    """Let go of it. A child that was killed holds it until the kernel has ended it: the next process waits for that."""
+    lock.truncate(0)
+    lock.close()
+
+
+def _is_alive(pid: str) -> bool:
+    if not pid.isdigit():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -2,11 +2,12 @@
 
 from schemas.errors import BadFrame, UnknownMajor
 from schemas.experience import Experience, make_experience
-from schemas.fields import End, Kind, Lane, Meta
+from schemas.fields import Edit, End, Join, Kind, Lane, Meta, Score, Span, Stretch
 from schemas.journal import Batch, BatchItem, Fence, Rollback, Saved, Skip
-from schemas.parts import Edit, Join, Score, Span, Stretch
 from schemas.records import (
     MAJOR,
+    Answered,
+    Client,
     Closure,
     Control,
     DeadLetter,
@@ -15,16 +16,18 @@ from schemas.records import (
     DropMarker,
     EvalResult,
     Feedback,
+    FeedbackWait,
     Image,
     Issued,
+    MasterState,
     Message,
     PolicyEvent,
+    Progress,
     Rating,
     Received,
     Task,
     Tick,
 )
-from schemas.reports import Answered, Client, FeedbackWait, MasterState, Progress
 from schemas.wire.block import Block
 from schemas.wire.frame import decode, encode, kafka_headers, kind_of
 

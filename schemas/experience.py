@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Meta as Bounds
 from msgspec import structs
 
-from schemas.bulk.bulk import (
+from schemas.bulk import (
     MAX_MESSAGES,
     Bulk,
     Logprobs,
@@ -24,8 +24,23 @@ from schemas.bulk.bulk import (
     token_array,
 )
 from schemas.errors import BadFrame
-from schemas.fields import Count, End, Finite, Id, Kind, Lane, Meta, Number, Weight
-from schemas.parts import Edit, Join, Score, Span, Stretch, num_sampled
+from schemas.fields import (
+    Count,
+    Edit,
+    End,
+    Finite,
+    Id,
+    Join,
+    Kind,
+    Lane,
+    Meta,
+    Number,
+    Score,
+    Span,
+    Stretch,
+    Weight,
+    num_sampled,
+)
 from schemas.records import Message
 
 MAX_TOKENS = 4 * 1024 * 1024

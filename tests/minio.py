@@ -16,10 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from infra.local.address import HOST, choose_address
+from infra.local.broker import HOST, choose_address
 from infra.local.process import start_watched
-from infra.store.s3 import S3Store
-from infra.store.s3_keys import S3Credentials
+from infra.store.s3 import S3Credentials, S3Store
 from schemas.errors import ConfigError
 
 MODULE = "github.com/minio/minio@v0.0.0-20250907161309-07c3a429bfed"

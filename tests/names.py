@@ -2,7 +2,7 @@
 
 from infra.store import seal
 from infra.store.memory import MemoryStore
-from schemas.names import keyed_session, keyed_subject
+from schemas.ids import keyed_session, keyed_subject
 
 SECRET = b"secret of the tests"
 

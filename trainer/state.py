@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from infra.policies.adapter import Adapter, described
+from infra.policies.policy import Adapter, described
 from infra.policies.tensors import ITEM_BYTES, Tensor
 from infra.store.store import Store
 from schemas.errors import NotInStore

@@ -19,16 +19,13 @@ from functools import partial
 from typing import Protocol, runtime_checkable
 
 from actors.engines.engine import Engine, LoadReport
-from infra.log.log import Log, LogMessage
-from infra.log.reading import follow
+from infra.log.log import Log, LogMessage, follow
 from infra.observe.failpoint import reach
 from infra.policies.beginning import newest_summary
 from infra.policies.chain import NUM_SLICES
-from infra.policies.channel import Stable
 from infra.policies.fetch import PolicyFetcher
+from infra.policies.fold import PolicyFeed, Stable, Summary
 from infra.policies.policy import Policy
-from infra.policies.policy_feed import PolicyFeed
-from infra.policies.summary import Summary
 from infra.policies.tensors import Tensor
 from infra.policies.version_files import VersionFiles
 from infra.roles.process import unless

@@ -36,8 +36,7 @@ from infra.model.adapter import adapter_shapes, base_hash, prepare, put_adapter,
 from infra.model.model import folder_tensors, load_into, load_model, meta_model, model_folder, model_tensors, unlike
 from infra.model.routers import Routers
 from infra.model.vision import load_vision, probe_inputs
-from infra.policies.adapter import Adapter, described
-from infra.policies.policy import Policy
+from infra.policies.policy import Adapter, Policy, described
 from infra.policies.tensors import Tensor
 from infra.store.images import Pixels
 from schemas.errors import ConfigError, PolicyRefused

@@ -39,8 +39,7 @@ from infra.newest import Newest
 from infra.observe.metrics import Metrics
 from infra.store.images import Pixels, images_of
 from schemas import Directive
-from schemas.ids import answer_id, experience_id, request_group
-from schemas.names import forgotten_mark, keyed_session, keyed_subject, tenant_in
+from schemas.ids import answer_id, experience_id, forgotten_mark, keyed_session, keyed_subject, request_group, tenant_in
 from schemas.topics import EXPERIENCES
 
 _THREAD_CHARS = 4096  # a longer conversation takes milliseconds to tokenize

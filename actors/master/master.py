@@ -24,9 +24,7 @@ from actors.master.plan import ATTEMPTS_PER_LEASE, NOTHING, Decisions, Plan
 from actors.master.snapshot import Places, Snapshots
 from infra.log.blob_prune import prune_frames
 from infra.log.blobs import epoch_day
-from infra.log.log import Log, LogMessage
-from infra.log.reading import follow, readable
-from infra.log.reports import lately
+from infra.log.log import Log, LogMessage, follow, lately, readable
 from infra.observe.alarms import raised
 from infra.observe.metrics import Metrics
 from infra.observe.release import full_release

@@ -20,7 +20,7 @@ from actors.master.evaluation import EvalBook, eval_group, parse_eval_group
 from actors.master.gate.gate import Gate
 from actors.master.placing import Placing
 from actors.master.taskbook import TaskBook, task_digest
-from infra.policies.policy_feed import PolicyFeed
+from infra.policies.fold import PolicyFeed
 from infra.roles.process import Absence
 from infra.settings.config import Pacing, duration_s
 from schemas import Closure, Directive, Drawn, EvalResult, Issued, PolicyEvent, Progress, Task

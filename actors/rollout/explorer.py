@@ -33,7 +33,7 @@ from infra.roles.role import Role, run_until
 from infra.store.images import ImageReader
 from schemas import Progress, Task
 from schemas.fields import GROUP_OVER, VERSION_PASSED, Life
-from schemas.reports import MAX_HELD
+from schemas.records import MAX_HELD
 from schemas.topics import PROGRESS, REPORTS, TASKS
 
 _log = logging.getLogger(__name__)

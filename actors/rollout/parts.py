@@ -13,7 +13,7 @@ from actors.engines.engine import Completion
 from actors.engines.trace import RoutedTokens, Rows
 from actors.rollout.continuation import Decoder, SampledTurn, added_tokens, words
 from schemas import Experience, Message, Score, Span
-from schemas.parts import HISTORY_REWRITTEN as HISTORY_REWRITTEN
+from schemas.fields import HISTORY_REWRITTEN as HISTORY_REWRITTEN
 from schemas.wire.routing import with_routing
 
 TOO_LARGE = "too large"

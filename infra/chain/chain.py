@@ -1,14 +1,14 @@
-"""The chain: one ordered list of steps, run alike by the Faust driver, by `reprocess` and in process.
+"""The chains: ordered lists of steps, for groups, tasks and training batches.
 
-Guarantees: every experience that goes in comes out exactly once, kept or dropped with a reason and the step that
-dropped it; whatever a step raises, returns or waits for stays its own problem; what is kept carries the stamp of each
+Guarantees: every experience or task that goes in comes out exactly once, kept or dropped with a reason and the step that
+dropped it; whatever a step raises, returns or waits for stays its own problem; a kept experience carries the stamp of each
 step that saw it.
 
     experience step   Experience -> Experience | [Experience, ...] | Drop
     score step        Experience -> float | Verdict | None, recorded in `scores` under the step's name
     group step        (Experience, ...) -> (Experience | Drop, ..., made...), sees only the group itself
-    batch step        (Experience, ...) -> (Experience | Drop, ...), sees all: `infra.chain.whole` runs it, in the trainer
-    task step         Task -> Task | [Task, ...] | Drop, run by `infra.chain.task_chain`
+    batch step        (Experience, ...) -> (Experience | Drop, ...), sees all that an optimizer step would train on
+    task step         Task -> Task | [Task, ...] | Drop: a list holds the task itself, and variations of it
 
 A score that fails or hangs drops the experience ("score failed", "score timed out"): leaving it out would re-weight the
 others silently. A score that has no verdict returns None, or a Verdict that says why, which is counted. Demonstrations
@@ -23,11 +23,11 @@ from typing import Any, Literal, cast, get_args
 import msgspec
 
 from infra.chain import calls
-from infra.chain.calls import Extras, Failure, Trouble
+from infra.chain.calls import MAX_DETAIL_CHARS, Extras, Failure, Trouble
 from infra.chain.faults import MAX_REASON_CHARS, accepted, accepted_new, drop_fault, header_faults
 from infra.chain.processor import Drop, Memory, Unit, Verdict, declared_mark
 from infra.chain.verdict import Question, Recorded, has_score, input_hash, options_hash, read_verdict
-from schemas import BadFrame, Experience, Score
+from schemas import BadFrame, Experience, Score, Task
 from schemas.errors import ConfigError
 
 
@@ -435,3 +435,138 @@ def _guarded(check: Callable[..., Experience | str], *arguments: object) -> Expe
 
 def _noun(step: Step) -> str:
     return "score" if step.kind == "score" else "processor"
+
+
+NONSENSE = "processor returned nonsense"
+
+
+async def run_whole(steps: Sequence[Step], experiences: Sequence[Experience]) -> ChainResult:
+    """Pass a batch through the steps, in their order. Never raises for what a step does."""
+    kept: tuple[Experience, ...] = tuple(experiences)
+    dropped: list[Dropped] = []
+    for step in steps:
+        if not kept:
+            break
+        outcome = await (_whole(step, kept) if step.kind == "batch" else run_chain((step,), kept, Context()))
+        kept = outcome.kept
+        dropped += outcome.dropped
+    return ChainResult(kept=kept, dropped=tuple(dropped))
+
+
+async def _whole(step: Step, members: tuple[Experience, ...]) -> ChainResult:
+    (result,) = await call_step(step, [members], {})
+    if isinstance(result, Failure):
+        return _all_dropped(step, members, f"processor {result.kind}", result.detail)
+    if not isinstance(result, tuple | list) or len(result) != len(members):
+        got = len(result) if isinstance(result, tuple | list) else type(result).__name__
+        return _all_dropped(step, members, NONSENSE, f"got {got}, expected {len(members)}: each member or a Drop")
+    kept: list[Experience] = []
+    dropped: list[Dropped] = []
+    for member, replacement in zip(members, result, strict=True):
+        if isinstance(replacement, Drop):
+            dropped.append(Dropped(member, str(replacement.reason), str(replacement.detail), step.stamp))
+            continue
+        after = member if replacement is member else accepted(member, replacement)
+        if isinstance(after, str):
+            dropped.append(Dropped(member, NONSENSE, after, step.stamp))
+        else:
+            kept.append(after)
+    return ChainResult(kept=tuple(kept), dropped=tuple(dropped))
+
+
+def _all_dropped(step: Step, members: Sequence[Experience], reason: str, detail: str) -> ChainResult:
+    return ChainResult(kept=(), dropped=tuple(Dropped(member, reason, detail, step.stamp) for member in members))
+
+
+class GoneTask(msgspec.Struct, frozen=True):
+    """A task that goes no further. reason: a constant phrase; detail: what exactly; processor: the step's stamp.
+
+    task: that was dropped.
+
+    Example: GoneTask(task, "duplicate task", "the same question as add-3745", "dedupe@1")
+    """
+
+    task: Task
+    reason: str
+    detail: str = ""
+    processor: str = ""
+
+
+class TaskOutcome(msgspec.Struct, frozen=True):
+    """The task and what was made from it: kept and dropped.
+
+    kept: what passed. dropped: the rest.
+    """
+
+    kept: tuple[Task, ...]
+    dropped: tuple[GoneTask, ...]
+
+
+async def run_task_chain(steps: Sequence[Step], task: Task, context: Context) -> TaskOutcome:
+    """Pass one task, and the variations made on the way, through the steps. Never raises for what a step does."""
+    members = [task]
+    dropped: list[GoneTask] = []
+    last_memory = max((index for index, step in enumerate(steps) if step.memory), default=-1)
+    for index, step in enumerate(steps):
+        if not members:
+            break
+        if context.turn is not None and step.memory:
+            await context.turn.wait()
+        elif context.turn is not None and index == last_memory + 1:
+            context.turn.end()
+        results = await call_step(step, members, step_extras(step, context))
+        passed: list[Task] = []
+        for member, result in zip(members, results, strict=True):
+            following = _settled(step, member, result, {known.id for known in (*members, *passed)})
+            if isinstance(following, GoneTask):
+                dropped.append(following)
+            else:
+                passed += following
+        members = passed
+    return TaskOutcome(kept=tuple(members), dropped=tuple(dropped))
+
+
+def _settled(step: Step, member: Task, result: object, known: set[str]) -> list[Task] | GoneTask:
+    if isinstance(result, Failure):
+        return GoneTask(member, f"processor {result.kind}", f"{step.stamp}: {result.detail}", step.stamp)
+    if isinstance(result, Drop):
+        if fault := drop_fault(result):
+            return GoneTask(member, NONSENSE, f"{step.stamp}: {fault}", step.stamp)
+        return GoneTask(member, result.reason, str(result.detail)[:MAX_DETAIL_CHARS], step.stamp)
+    results = list(result) if isinstance(result, list | tuple) else [result]
+    fault = next((fault for result in results if (fault := task_fault(result))), "")
+    tasks = [result for result in results if isinstance(result, Task)]
+    if not fault:
+        fault = _family_fault(member, tasks, known)
+    return GoneTask(member, NONSENSE, f"{step.stamp}: {fault}", step.stamp) if fault else tasks
+
+
+def _family_fault(member: Task, tasks: Sequence[Task], known: set[str]) -> str:
+    """Fault of a task and its variations together, "" for none; `known` takes the new ids."""
+    own = sum(task.id == member.id for task in tasks)
+    if own != 1:
+        return f"id: got {member.id} {own} times, expected the task itself once, or Drop(reason)"
+    for task in tasks:
+        if task.id == member.id:
+            continue
+        if task.parent != member.id:
+            return f"parent: got {task.parent!r} on {task.id}, expected {member.id!r}, which it was made from"
+        if task.id in known:
+            return f"id: {task.id} is there already"
+        known.add(task.id)
+    return ""
+
+
+def task_fault(task: object) -> str:
+    """Reason why a task is unusable, "" for none."""
+    if not isinstance(task, Task):
+        return f"got {type(task).__name__}, expected a Task, a list of them, or Drop"
+    try:
+        msgspec.convert(msgspec.to_builtins(task), Task)
+    except Exception as error:  # an object of a shape that cannot even be looked at
+        return f"task: {error}"
+    if not task.id or task.id.endswith("."):
+        return f"id: got {task.id!r}, expected a name that does not end in a dot"
+    if not any(message.content.strip() for message in task.messages):
+        return f"messages: task {task.id} asks nothing"
+    return ""

@@ -16,9 +16,8 @@ from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.settings.config import duration_s
 from infra.store.host_cache import CachedStore, HostCache
-from infra.store.open import open_store
+from infra.store.open import DividedStore, MeasuredStore, open_store
 from infra.store.store import Store
-from infra.store.wrapped import DividedStore, MeasuredStore
 from schemas.errors import ConfigError
 
 RUNNING_S, STOPPED_S = 30.0, 2.0  # see `patience_s`
@@ -33,7 +32,7 @@ def broker_address(settings: Settings) -> str:
     """The broker's address: configured, or that of the embedded broker that `up` started in this folder."""
     if settings.kafka.bootstrap_servers:
         return settings.kafka.bootstrap_servers
-    from infra.local.address import read_address
+    from infra.local.broker import read_address
 
     address = read_address(kafka_folder(settings))
     if address is None:
@@ -135,8 +134,7 @@ async def reading(settings: Settings, *, create: bool = False) -> AsyncIterator[
 
     create: see `connected`; the broker's folder need not be there either.
     """
-    from infra.local.address import read_address
-    from infra.local.broker import EmbeddedKafka
+    from infra.local.broker import EmbeddedKafka, read_address
     from infra.log.access import kafka_access
     from infra.log.kafka import answers
 
@@ -165,8 +163,8 @@ def patience_s(settings: Settings) -> float:
 
     One that a process runs may be slow on a busy machine, and no other can be started next to it.
     """
+    from infra.files import is_locked
     from infra.local.broker import LOCK
-    from infra.local.folder_lock import is_locked
 
     return RUNNING_S if is_locked(kafka_folder(settings) / LOCK) else STOPPED_S
 

@@ -22,9 +22,8 @@ import msgspec
 from infra.observe.alarms import anchor, rules
 from infra.observe.measures import MEASURES
 from infra.roles import rights
-from infra.settings.config import Section
+from infra.settings.config import Section, words_of
 from infra.settings.plugin import RESERVED_PARAMETERS, find
-from infra.settings.words import words_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs"
 MARK = "*The rest of this page is written by `python -m infra.cli.docs` from the code; change the docstrings there.*\n"

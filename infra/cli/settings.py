@@ -10,9 +10,8 @@ from actors.config import ExploreConfig, MasterConfig, ReloadConfig
 from actors.gateway.config import GatewayConfig
 from infra.chain.insert import ProcessorConfig
 from infra.observe.release import release
-from infra.settings.config import Floor, NonNegative, Section, UnknownKey, Use, decode, duration_s
+from infra.settings.config import Floor, NonNegative, Section, UnknownKey, Use, decode, duration_s, read_toml
 from infra.settings.outside import without_secrets
-from infra.settings.toml import read_toml
 from schemas.errors import ConfigError
 from streams.config import (
     CollectConfig,

@@ -1,25 +1,46 @@
-"""The account of a run: the fate of every published experience. Records go in, an Account comes out.
+"""The account of a run: the fate of every published experience; `audit` reads it from the log, `drain` waits until it is whole.
 
 Precedence: trained, else dropped with a reason, else pending. A batch whose step was skipped or rolled back trained nothing:
 what no other batch trained is then dropped for that reason.
 
-Guarantee: memory does not grow with the log. SQLite spills its tables to a file without a name (see TMPDIR), so nothing is left
-however the process ends.
+    drain: Directive(drain) in policies ─> master: draining … drained ─> account until nothing is on its way
+
+Guarantees: memory does not grow with the log, since SQLite spills its tables to a file without a name (see TMPDIR). Topics
+are read downstream first, so that experiences that moved on meanwhile show as pending, never as lost. Where the journal was
+trimmed, experiences older than its first kept record are left out: the trimmed part had their fate. Demonstrations that wait
+in the buffer stay there during a drain, and production traffic goes on.
 """
 
+import asyncio
 import itertools
 import sqlite3
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing
 from typing import Any
 
 import msgspec
 
-from infra.log.log import LogMessage
-from schemas import Batch, Block, Closure, DeadLetter, Drawn, DropMarker, Rollback, Skip, decode
+from infra.log.log import Log, LogMessage
+from schemas import (
+    Batch,
+    Block,
+    Closure,
+    DeadLetter,
+    Directive,
+    Drawn,
+    DropMarker,
+    Progress,
+    Rollback,
+    Skip,
+    decode,
+    topics,
+)
 from schemas.errors import BadFrame, ConfigError, UnknownMajor
 from schemas.fields import CANCELLED
 from schemas.journal import Effective, JournalRecord, Ranges
+from schemas.topics import POLICIES, REPORTS, Topic
 
 VALIDATION = "kept for validation"
 MAX_IDS = 100_000
@@ -277,3 +298,102 @@ def spread(drops: Mapping[str, int]) -> Iterator[str]:
     for reason, times in most_first(drops).items():
         yield from itertools.repeat(reason, times)
     yield from itertools.repeat("dropped in collect")
+
+
+AGAIN_S = 1.0
+MAX_AGAIN_S = 15.0
+
+
+class Draining(msgspec.Struct, frozen=True):
+    """Progress of a drain. state: of the master, "" before its answer. outstanding: groups. on_the_way: experiences, -1 before
+    the first account.
+
+    Example: Draining(state="draining", outstanding=17)
+    """
+
+    state: str = ""
+    outstanding: int = 0
+    on_the_way: int = -1
+
+
+OnDraining = Callable[[Draining], None]
+
+
+async def drain(log: Log, run: str, owner: str, timeout_s: float, on_draining: OnDraining) -> Account:
+    """Drain and account for everything; experiences still on their way at the timeout are in the account."""
+    _, reports_end = await log.bounds(REPORTS)
+    order = await log.publish(POLICIES, Directive(order="drain", owner=owner))
+    ends_s = time.monotonic() + timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            await _master_drained(log, reports_end, order.offset, on_draining)
+    except TimeoutError:
+        return await audit(log, run)
+    again_s = AGAIN_S
+    while True:
+        account = await audit(log, run)
+        on_draining(Draining(state="drained", on_the_way=account.on_the_way))
+        if not account.on_the_way or time.monotonic() + again_s > ends_s:
+            return account
+        await asyncio.sleep(again_s)  # stragglers of superseded attempts, on their way through verify and collect
+        again_s = min(2 * again_s, MAX_AGAIN_S)
+
+
+async def go_on(log: Log, owner: str) -> None:
+    """Let a drained app issue again."""
+    await log.publish(POLICIES, Directive(order="continue", owner=owner))
+
+
+async def _master_drained(log: Log, start: Mapping[int, int], drain: int, on_draining: OnDraining) -> None:
+    """Wait until a master that has read the directive at offset `drain` reports that nothing is outstanding."""
+    async with aclosing(log.tail(REPORTS, start)) as messages:
+        async for message in messages:
+            report = message.value
+            if not isinstance(report, Progress) or report.master is None or report.master.drained_to < drain:
+                continue  # an older master, or one that has not read it yet
+            on_draining(Draining(report.master.state, report.master.outstanding))
+            if report.master.is_drained:
+                return
+
+
+# Downstream first: an id that is read here was published before.
+ORDER = (
+    topics.BATCHES, topics.PROGRESS, topics.BUFFER, topics.DEAD_LETTERS, topics.VERIFIED, topics.EXPERIENCES, topics.EXPERTS,
+)  # fmt: skip
+SOURCES = (topics.EXPERIENCES, topics.EXPERTS)
+
+OnReading = Callable[[str, int], None]
+"""A topic, and how many of its records are left to read; "" once all are read."""
+
+
+async def audit(log: Log, run: str, on_reading: OnReading = lambda topic, left: None) -> Account:
+    """The account of the kept log. Raises ConfigError where the disk of temporary files is full."""
+    begins = await log.bus.beginning_offsets(log.name(topics.BUFFER))
+    with closing(Ledger(run, buffer_begins=min(begins.values()))) as ledger:
+        for topic in ORDER:
+            # Read after the journal, so that what was trimmed meanwhile is left out, too.
+            since_ms = await _journal_begin_ms(log) if topic in SOURCES else 0
+            async for message in _messages(log, topic, on_reading):
+                if message.timestamp_ms >= since_ms:
+                    ledger.fold(topic.name, message)
+        on_reading("", 0)
+        return ledger.account()
+
+
+async def _journal_begin_ms(log: Log) -> int:
+    """Time of the first kept record of a trimmed journal; 0 where all of it is kept."""
+    begin = (await log.bounds(topics.BATCHES))[0][0]
+    found = await log.at(topics.BATCHES, 0, [begin]) if begin else {}
+    return found[begin].timestamp_ms if found else 0
+
+
+async def _messages(log: Log, topic: Topic, on_reading: OnReading) -> AsyncIterator[LogMessage]:
+    begins, ends = await log.bounds(topic)
+    following = dict(begins)
+    on_reading(topic.name, sum(ends.values()) - sum(following.values()))
+    async with aclosing(log.chunks(topic, stops=ends)) as chunks:
+        async for records in chunks:
+            for record in records:
+                yield await log.decoded(record)
+            following |= {record.partition: record.offset + 1 for record in records}
+            on_reading(topic.name, sum(ends.values()) - sum(following.values()))

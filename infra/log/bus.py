@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
+from aiokafka.partitioner import murmur2
 
 from schemas.errors import HeadraceError, RecordTooLarge
 from schemas.topics import MAX_RECORD_BYTES
@@ -66,6 +67,11 @@ class Record(msgspec.Struct, frozen=True):
 def digest_of(record: Record) -> str:
     """By which a record is known: its time and its bytes."""
     return hashlib.blake2b(b"%d:" % record.timestamp_ms + record.value, digest_size=16).hexdigest()
+
+
+def partition_for(key: bytes, num_partitions: int) -> int:
+    """Partition of `key` among `num_partitions`, as Java's clients choose it."""
+    return 0 if num_partitions == 1 else (murmur2(key) & 0x7FFFFFFF) % num_partitions
 
 
 class Reader(Protocol):

@@ -3,33 +3,49 @@
 Delivery: acks=all, not idempotent (one refused record would fail all that follow), so a retry may store a record twice
 and ids absorb it. Order: per partition, for sends that wait for each other. A broker that restarts is waited for, with
 backoff; after `deadline_s` without it BrokerUnavailable names the address. What it does not allow is BrokerDenies at once.
+
+Readers have explicit positions only (`auto_offset_reset=none`), so that trimmed offsets are loud. In an outage the brokers are
+asked once for all callers why they refuse this client, and the answer is kept for KEPT_S.
 """
 
 import asyncio
 import logging
+import math
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
-from aiokafka import AIOKafkaClient, AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka import AIOKafkaClient, AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
+from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.coordinator.protocol import ConsumerProtocol
 from aiokafka.errors import (
     CommitFailedError,
+    IllegalStateError,
     KafkaError,
+    KafkaTimeoutError,
     MessageSizeTooLargeError,
+    NoOffsetForPartitionError,
     OffsetOutOfRangeError,
     TopicAlreadyExistsError,
+    TopicAuthorizationFailedError,
     for_code,
 )
 
-from infra.log.access import PLAINTEXT, Access, TokenFailed, client_options
-from infra.log.bus import Headers, Partition, Reader, RecordPosition, check_size
-from infra.log.kafka_reader import REQUEST_TIMEOUT_MS, RETRY_BACKOFF_MS, KafkaReader, begin, make_consumer, stop
+from infra.log.access import ASK_S, PLAINTEXT, Access, Refusal, TokenFailed, client_options, refusal
+from infra.log.bus import (
+    CommitRefused,
+    Headers,
+    Partition,
+    Reader,
+    Record,
+    RecordPosition,
+    check_size,
+    partition_for,
+)
 from infra.log.memory import changed_count
-from infra.log.placing import partition_for
-from infra.log.refusal import Refusals, refusal
-from infra.log.retry import DENIED, doubling, may_pass, retry, unavailable
+from infra.log.retry import DENIED, begin, doubling, may_pass, retry, stop, unavailable
 from schemas.errors import BrokerUnavailable, ConfigError, OffsetOutOfRange, RecordTooLarge
 from schemas.topics import MAX_RECORD_BYTES
 
@@ -39,6 +55,7 @@ BATCH_BYTES = 1024 * 1024
 MAX_IN_FLIGHT = 1024
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
+KEPT_S = 30.0
 QUIET_RETRIES = 4  # after the first, until a broker that stays away is worth a warning each time
 
 logger = logging.getLogger(__name__)
@@ -90,7 +107,9 @@ class KafkaBus:
         self._client_id = client_id
         self._linger_ms = linger_ms
         self._access = access
-        self._refusals = Refusals(bootstrap_servers, access)
+        self._asking = asyncio.Lock()
+        self._asked_s = -math.inf
+        self._refused: Refusal | None = None
         self._producer: AIOKafkaProducer | None = None
         self._admin: AIOKafkaAdminClient | None = None
         self._offsets: AIOKafkaConsumer | None = None
@@ -98,6 +117,14 @@ class KafkaBus:
         self._counts: dict[str, int] = {}
         self._denied: set[str] = set()  # what was said of already
         self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
+
+    async def why_refused(self) -> Refusal | None:
+        """Why the brokers do not let this client in, as of at most KEPT_S ago; None where they do, or are away."""
+        async with self._asking:
+            if time.monotonic() - self._asked_s >= KEPT_S:
+                self._refused = await refusal(self.bootstrap_servers, self._access, ASK_S)
+                self._asked_s = time.monotonic()
+            return self._refused
 
     async def start(self) -> None:
         await self._retried("connect", self._connect)
@@ -250,8 +277,6 @@ class KafkaBus:
         except OffsetOutOfRangeError as error:
             raise OffsetOutOfRange(f"{partition}: cannot delete below {before}, which is past its end") from error
 
-    # -- connections ----------------------------------------------------------------------------------------------
-
     async def _connect(self) -> None:
         common = {
             "bootstrap_servers": self.bootstrap_servers,
@@ -279,10 +304,12 @@ class KafkaBus:
         try:
             admitted = await begin(client)
         except (KafkaError, OSError) as error:
-            if refused := await self._refusals.now():
+            if refused := await refusal(self.bootstrap_servers, self._access):
                 raise refused from error
             raise
-        if self._access.token is not None and (refused := await self._refusals.now()):  # found at the first request
+        if self._access.token is not None and (
+            refused := await refusal(self.bootstrap_servers, self._access)
+        ):  # found at the first request
             await stop(admitted)
             raise refused
         return admitted
@@ -296,8 +323,6 @@ class KafkaBus:
     def _admin_client(self) -> AIOKafkaAdminClient:
         assert self._admin is not None, "start() comes first"
         return self._admin
-
-    # -- questions to the cluster ---------------------------------------------------------------------------------
 
     async def _topics(self) -> dict[str, list[int]]:
         """All topics: the leader of each partition. Asking for all never creates one."""
@@ -348,7 +373,7 @@ class KafkaBus:
             self._denied.discard(what)
             return found
         except TimeoutError:
-            last = await self._refusals.lately() or (passed[-1] if passed else None)
+            last = await self.why_refused() or (passed[-1] if passed else None)
             raise unavailable(self.bootstrap_servers, what, self.deadline_s, last) from last
         except DENIED as error:
             denied = unavailable(self.bootstrap_servers, what, self.deadline_s, error)
@@ -364,3 +389,202 @@ def _kafka(partition: Partition) -> TopicPartition:
 
 def _ours(partition: TopicPartition) -> Partition:
     return Partition(partition.topic, partition.partition)
+
+
+# aiokafka waits for a broker for ever and says nothing, so a silent reader asks whether it is there.
+PROBE_AFTER_S = 5.0
+# Reads that empty the buffer are this far apart: each one is a request to the broker, and they cost more than they carry.
+MIN_INTERVAL_S = 0.01
+# A broker that has just started does not list all its topics yet, and a group that deals its partitions in that moment
+# deals none: it looks again after so long.
+METADATA_AGE_MS = 10_000
+REQUEST_TIMEOUT_MS = 20_000
+RETRY_BACKOFF_MS = 200
+SESSION_TIMEOUT_MS = 10_000
+HEARTBEAT_MS = 2_000
+MAX_POLL_INTERVAL_MS = 600_000
+
+
+def make_consumer(
+    bootstrap_servers: str, client_id: str, access: Access, group: str | None, fetch_bytes: int
+) -> AIOKafkaConsumer:
+    """A consumer without a position, which commits only what it is asked to. fetch_bytes: at most of a partition at once."""
+    return AIOKafkaConsumer(
+        bootstrap_servers=bootstrap_servers,
+        client_id=client_id,
+        group_id=group,
+        auto_offset_reset="none",
+        enable_auto_commit=False,
+        request_timeout_ms=REQUEST_TIMEOUT_MS,
+        retry_backoff_ms=RETRY_BACKOFF_MS,
+        metadata_max_age_ms=METADATA_AGE_MS,
+        max_partition_fetch_bytes=fetch_bytes,
+        session_timeout_ms=SESSION_TIMEOUT_MS,
+        heartbeat_interval_ms=HEARTBEAT_MS,
+        max_poll_interval_ms=MAX_POLL_INTERVAL_MS,
+        **client_options(access),
+    )
+
+
+class KafkaReader:
+    """A Reader of KafkaBus. A broker's restart is a pause; an absence longer than the bus's deadline is an error."""
+
+    def __init__(self, bus: "KafkaBus", consumer: AIOKafkaConsumer, *, group: str | None, subscribed: bool) -> None:
+        self._bus = bus
+        self._consumer = consumer
+        self._group = group
+        self._subscribed = subscribed
+        self._rests = False
+        self._heard_s = self._probed_s = self._next_s = time.monotonic()
+
+    async def get_many(self, *, timeout_s: float, max_records: int = 500, topic: str | None = None) -> list[Record]:
+        wanted = [at for at in self._consumer.assignment() if at.topic == topic] if topic is not None else []
+        if self._rests:
+            self._consumer.resume(*self._consumer.assignment())
+            self._rests = False
+        if timeout_s > 0 and (early_s := self._next_s - time.monotonic()) > 0:
+            await asyncio.sleep(min(early_s, timeout_s))
+        try:
+            # aiokafka waits out a rebalance however long it takes, hence a timeout of our own.
+            async with asyncio.timeout(timeout_s + 1.0):
+                found = await self._consumer.getmany(*wanted, timeout_ms=int(timeout_s * 1000), max_records=max_records)
+        except TimeoutError:
+            found = {}
+        except OffsetOutOfRangeError as error:
+            raise await self._out_of_range(error.args[0]) from error
+        except NoOffsetForPartitionError as error:
+            await self._first_commit(error.args[0])
+            return []
+        except DENIED as error:
+            raise self._unavailable("read", error) from error
+        except KafkaError as error:
+            if not may_pass(error):
+                raise
+            logger.warning("kafka.read address=%s error=%r", self._bus.bootstrap_servers, error)
+            await asyncio.sleep(min(timeout_s, 0.2))
+            found = {}
+        if not found:
+            await self._still_there()
+            return []
+        self._heard_s = time.monotonic()
+        records = [_record(record) for records in found.values() for record in records]
+        if len(records) < max_records:
+            self._next_s = self._heard_s + MIN_INTERVAL_S
+        return records
+
+    def rest(self) -> None:
+        self._consumer.pause(*self._consumer.assignment())
+        self._rests = True
+
+    def seek(self, partition: Partition, offset: int) -> None:
+        try:
+            self._consumer.seek(TopicPartition(partition.topic, partition.index), offset)
+        except IllegalStateError as error:
+            raise ValueError(f"not assigned to this reader: {partition}") from error
+
+    def positions(self) -> dict[Partition, int]:
+        # Consumer.position() waits for what is not known yet; the state behind it does not.
+        subscription = self._consumer._subscription.subscription
+        assignment = subscription.assignment if subscription is not None else None
+        if assignment is None:
+            return {}
+        states = {partition: assignment.state_value(partition) for partition in assignment.tps}
+        return {
+            Partition(partition.topic, partition.partition): state.position
+            for partition, state in states.items()
+            if state.has_valid_position
+        }
+
+    async def commit(self, offsets: Mapping[Partition, int]) -> None:
+        if self._group is None:
+            raise ValueError("this reader has no group to commit for")
+        if not offsets:
+            return
+        wanted = {TopicPartition(partition.topic, partition.index): offset for partition, offset in offsets.items()}
+        try:
+            async with asyncio.timeout(self._bus.deadline_s):
+                await self._consumer.commit(wanted)
+        except TimeoutError as error:
+            raise self._unavailable(f"commit for {self._group}", error) from error
+        except IllegalStateError as error:
+            if not self._subscribed:
+                raise ValueError(f"not assigned to this reader: {error}") from error
+            raise CommitRefused(f"group {self._group}: {error}") from error
+        except CommitFailedError as error:
+            raise CommitRefused(f"group {self._group}: {error}") from error
+        except (KafkaTimeoutError, *DENIED) as error:
+            raise self._unavailable(f"commit for {self._group}", error) from error
+
+    async def close(self) -> None:
+        await stop(self._consumer)
+        if (fetcher := getattr(self._consumer, "_fetcher", None)) is not None:
+            _let_go(fetcher)
+
+    async def _out_of_range(self, offsets: Mapping[TopicPartition, int]) -> OffsetOutOfRange:
+        ((partition, offset),) = offsets.items()
+        kept = Partition(partition.topic, partition.partition)
+        begin = (await self._bus.beginning_offsets(partition.topic))[kept]
+        end = (await self._bus.end_offsets(partition.topic))[kept]
+        return OffsetOutOfRange(
+            f"{partition.topic}/{partition.partition}: offset {offset} is not kept, expected {begin} to {end}"
+        )
+
+    async def _first_commit(self, partition: TopicPartition) -> None:
+        assert self._group is not None
+        ours = Partition(partition.topic, partition.partition)
+        # aiokafka also reports "none" where the coordinator only was not ready: ask again before believing it.
+        offset = (await self._bus.committed(self._group, partition.topic)).get(ours)
+        first = offset is None
+        if offset is None:
+            offset = (await self._bus.beginning_offsets(partition.topic))[ours]
+        if partition in self._consumer.assignment():
+            self._consumer.seek(partition, offset)
+            if first:
+                await self.commit({ours: offset})
+
+    def _unavailable(self, what: str, last: Exception) -> BrokerUnavailable:
+        return unavailable(self._bus.bootstrap_servers, what, self._bus.deadline_s, last)
+
+    async def _still_there(self) -> None:
+        """Raise BrokerUnavailable when neither records nor answers have come for the deadline, or a topic is denied."""
+        # Of a topic that it may not see aiokafka knows no leader, and so fetches nothing and raises nothing.
+        denied = {at.topic for at in self._consumer.assignment()} & self._consumer._client.cluster.unauthorized_topics
+        if denied:
+            raise self._unavailable("read", TopicAuthorizationFailedError(", ".join(sorted(denied))))
+        fetching = self._consumer._fetcher.error_future
+        if fetching.done():
+            try:
+                fetching.result()  # the task that fetches has died: say why instead of reading nothing for ever
+            except DENIED as error:
+                raise self._unavailable("read", error) from error
+        now_s = time.monotonic()
+        if now_s - max(self._heard_s, self._probed_s) < PROBE_AFTER_S:
+            return
+        self._probed_s = now_s
+        try:
+            async with asyncio.timeout(PROBE_AFTER_S):
+                await self._consumer.topics()
+            self._heard_s = time.monotonic()
+        except (KafkaError, OSError) as error:
+            if time.monotonic() - self._heard_s > self._bus.deadline_s:
+                raise self._unavailable("read", error) from error
+
+
+def _let_go(fetcher: Fetcher) -> None:
+    for fetched in fetcher._records.values():
+        ahead = getattr(fetched, "_partition_records", None)
+        if ahead is not None:
+            ahead._records_iterator = None
+    fetcher._records.clear()
+
+
+def _record(record: ConsumerRecord) -> Record:
+    return Record(
+        record.topic,
+        record.partition,
+        record.offset,
+        record.timestamp,
+        record.key or b"",
+        record.value or b"",
+        tuple(record.headers),
+    )

@@ -9,6 +9,7 @@ name a key is sealed before it is sent or stored (see `infra.store.seal`).
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from itertools import chain, repeat
@@ -18,16 +19,17 @@ import msgspec
 
 from infra.log.blobs import deposit, is_claim, redeem
 from infra.log.bus import Bus, Partition, Reader, Record, RecordPosition
-from infra.log.lookup import letter_of, records_at, records_of
 from infra.log.memory import changed_count
-from infra.log.placing import key_of
 from infra.log.retry import retry
 from infra.observe.failpoint import reach, send_point
+from infra.observe.metrics import Metrics
 from infra.store.seal import Keys
 from infra.store.store import Store
-from schemas import Block, Control, Tick, decode, encode, kafka_headers
-from schemas.errors import BadFrame, ConfigError, StoreError
-from schemas.topics import ALL, DEAD_LETTERS, MAX_FRAME_BYTES, Topic, topic_config, topic_name
+from schemas import Block, Control, DeadLetter, Feedback, Received, Task, Tick, decode, encode, kafka_headers
+from schemas.errors import BadFrame, ConfigError, OffsetOutOfRange, StoreError
+from schemas.ids import group_of, partition_key
+from schemas.records import MAX_LETTER_BYTES
+from schemas.topics import ALL, DEAD_LETTERS, MAX_FRAME_BYTES, REPORTS, Topic, topic_config, topic_name
 from schemas.wire.frame import is_sealed
 
 # Above this many tokens encoding takes milliseconds, so it leaves the event loop.
@@ -118,7 +120,7 @@ class Log:
         position = await self.bus.send(
             self.name(topic),
             value,
-            key=key_of(topic, record) if key is None else key.encode(),
+            key=record_key(topic, record) if key is None else key.encode(),
             headers=kafka_headers(record),
             partition=partition,
         )
@@ -379,3 +381,185 @@ def _rewind(reader: Reader, records: Sequence[Record]) -> None:
     for partition, offset in first.items():
         with suppress(ValueError):
             reader.seek(partition, offset)
+
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+
+
+async def follow(
+    log: Log,
+    topic: Topic,
+    apply: Callable[[LogMessage], None],
+    *,
+    metrics: Metrics,
+    caught_up: asyncio.Event,
+    changed: Callable[[dict[int, int]], None],
+    starts: Mapping[int, int] | Literal["beginning"] = "beginning",
+) -> None:
+    """Call `apply` for every record and `changed` after every batch, with where the next one begins, by partition.
+
+    caught_up: set once all is read that was there at the call. Ends only by cancellation or an error of the log.
+    """
+    ends = await log.bus.end_offsets(log.name(topic))
+    reader = await log.assigned(topic, starts)
+    try:
+        while True:
+            for message in await log.read(reader, timeout_s=_POLL_S if caught_up.is_set() else 0.05):
+                if readable(message, topic, metrics):
+                    apply(message)
+            positions = reader.positions()
+            if all(positions.get(partition, 0) >= end for partition, end in ends.items()):
+                caught_up.set()
+            changed({partition.index: offset for partition, offset in positions.items()})
+    finally:
+        await reader.close()
+
+
+def readable(message: LogMessage, topic: Topic, metrics: Metrics) -> bool:
+    """True if a message holds a record; a message with an error is counted and logged."""
+    if message.error is None:
+        return True
+    metrics.counter("bad_frames", topic=topic.name).inc()
+    where = f"{topic.name}/{message.partition}@{message.offset}"
+    _log.warning("bad_frame at=%s error=%s", where, message.error)
+    return False
+
+
+LATELY_MS = 3_600_000
+
+
+async def lately(log: Log) -> dict[int, int]:
+    """Offsets at which to begin in `reports`, by partition: the first within LATELY_MS of the newest; the end where none is
+    kept.
+    """
+    name = log.name(REPORTS)
+    begins, ends = await log.bounds(REPORTS)
+    starts = dict(ends)
+    for index, end in ends.items():
+        newest = await log.at(REPORTS, index, [end - 1])
+        if newest:
+            since = await log.bus.offsets_at(name, newest[end - 1].timestamp_ms - LATELY_MS)
+            starts[index] = max([begins[index], *(offset for at, offset in since.items() if at.index == index)])
+    return starts
+
+
+# Neighbouring offsets are read in one go where the hole between them costs less than another request.
+MAX_HOLE = 64
+FETCH_BYTES = 64 * 1024  # of what lies behind a record that is asked for by its offset
+
+
+async def records_at(bus: Bus, partition: Partition, offsets: Iterable[int]) -> dict[int, Record]:
+    """The records at these offsets; what retention or compaction took, or is not written yet, is missing."""
+    return (await records_of(bus, {partition: offsets})).get(partition, {})
+
+
+async def records_of(bus: Bus, offsets: Mapping[Partition, Iterable[int]]) -> dict[Partition, dict[int, Record]]:
+    """`records_at` of several partitions, by one reader: to connect costs both sides more than to read some records."""
+    begins: dict[Partition, int] = {}
+    ends: dict[Partition, int] = {}
+    for topic in {at.topic for at in offsets}:
+        begins |= await bus.beginning_offsets(topic)
+        ends |= await bus.end_offsets(topic)
+    kept = {
+        at: {place for place in wanted if begins.get(at, 0) <= place < ends.get(at, 0)}
+        for at, wanted in offsets.items()
+    }
+    left = {at: deque(runs(wanted)) for at, wanted in kept.items() if wanted}
+    found: dict[Partition, dict[int, Record]] = {at: {} for at in left}
+    if not left:
+        return found
+    reader = await bus.assigned({at: spans[0][0] for at, spans in left.items()}, fetch_bytes=FETCH_BYTES)
+    try:
+        while left:
+            num = sum(stop - start for spans in left.values() for start, stop in list(spans)[:1])
+            for record in await reader.get_many(timeout_s=1.0, max_records=num):
+                at = Partition(record.topic, record.partition)
+                if record.offset in kept[at]:
+                    found[at][record.offset] = record
+            _go_on(reader, left)
+    except OffsetOutOfRange:  # retention went on meanwhile
+        again = await records_of(bus, {at: kept[at] - found[at].keys() for at in found})
+        return {at: records | again.get(at, {}) for at, records in found.items()}
+    finally:
+        await reader.close()
+    return found
+
+
+def _go_on(reader: Reader, left: dict[Partition, deque[tuple[int, int]]]) -> None:
+    """To the next run, in partitions where one was read; those without any more leave `left`."""
+    positions = reader.positions()
+    for at, spans in list(left.items()):
+        position = positions.get(at, spans[0][0])
+        is_between = position >= spans[0][1]
+        while spans and position >= spans[0][1]:
+            spans.popleft()
+        if not spans:
+            del left[at]
+        elif is_between and position < spans[0][0]:
+            reader.seek(at, spans[0][0])
+
+
+def runs(offsets: Iterable[int], max_hole: int = MAX_HOLE) -> list[tuple[int, int]]:
+    """Ascending [start, stop) runs that cover all offsets.
+
+    >>> runs([3, 4, 9, 200], max_hole=8)
+    [(3, 10), (200, 201)]
+    """
+    found: list[tuple[int, int]] = []
+    for offset in sorted(set(offsets)):
+        if found and offset - found[-1][1] < max_hole:
+            found[-1] = (found[-1][0], offset + 1)
+        else:
+            found.append((offset, offset + 1))
+    return found
+
+
+def letter_of(record: Record, *, stage: str, reason: str, error: str = "") -> DeadLetter:
+    """Dead letter of a record of this app. reason: a short constant phrase. error: the message that names the field."""
+    place = record.topic.partition(".")[2], record.partition, record.offset
+    return letter_at(place, stage=stage, reason=reason, error=error, value=record.value, key=record.key)
+
+
+def letter_at(
+    place: tuple[str, int, int], *, stage: str, reason: str, error: str = "", value: bytes = b"", key: bytes = b""
+) -> DeadLetter:
+    """Dead letter of the record at `place`: topic, partition, offset. value: cut at MAX_LETTER_BYTES."""
+    topic, partition, offset = place
+    return DeadLetter(
+        topic=topic,
+        partition=partition,
+        offset=offset,
+        stage=stage,
+        reason=reason,
+        error=error,
+        value=value[:MAX_LETTER_BYTES],
+        key=key,
+    )
+
+
+def record_key(topic: Topic, record: Control | Block) -> bytes:
+    """The key of a record in a topic: what must stay in order with it. One-partition topics need none to be right."""
+    if isinstance(record, DeadLetter):
+        return record.key
+    if isinstance(record, Tick):
+        return str(record.partition).encode()
+    if isinstance(record, Feedback):
+        return partition_key(group_of(record.ref)).encode()
+    if isinstance(record, Received):
+        return (
+            partition_key(group_of(record.ref)) if record.ref else record.path
+        ).encode()  # a webhook's events stay in order
+    if isinstance(record, Task) and topic.key == "group":
+        if record.issued is None:
+            raise ValueError(f"task {record.id}: {topic.name} holds issued tasks, and this one is not")
+        return record.issued.group.encode()
+    if isinstance(record, Task):
+        return record.id.encode()
+    if (group := getattr(record, "group", None)) is not None:
+        return partition_key(str(group)).encode()
+    for name in ("run", "policy", "instance"):
+        if (key := getattr(record, name, None)) is not None:
+            return str(key).encode()
+    return topic.key.encode()

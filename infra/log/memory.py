@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from infra.log.bus import CommitRefused, Headers, Partition, Reader, Record, RecordPosition, check_size
-from infra.log.placing import partition_for
+from infra.log.bus import CommitRefused, Headers, Partition, Reader, Record, RecordPosition, check_size, partition_for
 from schemas.errors import ConfigError, OffsetOutOfRange
 
 

@@ -1,10 +1,13 @@
-"""Errors of the Kafka client in our words, and how often a failed call is tried again."""
+"""Kafka clients: their start and end, their errors in our words, and how often a failed call is tried again."""
 
 import asyncio
+import logging
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import TypeVar
 
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import (
     ClusterAuthorizationFailedError,
     GroupAuthorizationFailedError,
@@ -16,6 +19,12 @@ from aiokafka.errors import (
 from schemas.errors import BrokerDenies, BrokerUnavailable
 
 DENIED = (TopicAuthorizationFailedError, GroupAuthorizationFailedError, ClusterAuthorizationFailedError)
+
+
+CLOSE_S = 5.0
+Client = TypeVar("Client", AIOKafkaConsumer, AIOKafkaProducer, AIOKafkaAdminClient)
+
+logger = logging.getLogger(__name__)
 
 
 def may_pass(error: Exception) -> bool:
@@ -84,3 +93,37 @@ def within(give_up_s: float, pauses: Iterable[float]) -> Iterator[float]:
             yield pause_s
 
     return read()
+
+
+async def begin(client: Client) -> Client:
+    """Start an aiokafka client; what it opened is closed again if that fails."""
+    try:
+        await client.start()  # type: ignore[attr-defined]
+    except BaseException:
+        await stop(client)
+        raise
+    return client
+
+
+async def stop(client: AIOKafkaConsumer | AIOKafkaProducer | AIOKafkaAdminClient) -> None:
+    """End an aiokafka client within CLOSE_S, in any state; never raises."""
+    await asyncio.sleep(0)  # one that has just started would choke on tasks of its own that have not begun
+    if await _ends(client.close() if isinstance(client, AIOKafkaAdminClient) else client.stop()):
+        return
+    # A consumer whose fetch is waiting for a lost broker lets that fetch's CancelledError out and stops halfway.
+    for part in (getattr(client, "_fetcher", None), getattr(client, "_client", None), getattr(client, "client", None)):
+        if part is not None:
+            await _ends(part.close())
+
+
+async def _ends(closing: Coroutine[object, object, None]) -> bool:
+    """True if `closing` returned in time; its errors, cancellation included, stay its own."""
+    task = asyncio.create_task(closing)
+    await asyncio.wait([task], timeout=CLOSE_S)
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=CLOSE_S)
+    if task.done() and not task.cancelled() and task.exception() is None:
+        return True
+    logger.info("kafka.close.forced error=%r", None if task.cancelled() or not task.done() else task.exception())
+    return False

@@ -20,8 +20,8 @@ import xxhash
 
 from infra.model.model import load_model, meta_model, model_folder
 from infra.model.names import ACTIVE, adapter_name
-from infra.policies.adapter import Adapter
 from infra.policies.manifest import TensorEntry, sha256_hex, tensor_entries
+from infra.policies.policy import Adapter
 from infra.policies.tensors import Tensor, load_tensors, to_torch, write_tensors
 from schemas.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""Models and tokenizers from a folder: safetensors and JSON only, nothing is fetched, no code in the folder is run.
+"""Models, classifiers and tokenizers from a folder: safetensors and JSON only; nothing is fetched, no code there is run.
 
 Guarantees: what computes is chosen here, never by a folder's config.json; the control tokens of a conversation are those that
 its chat template writes, whatever its messages and tools say (see `infra.model.controls`).
@@ -17,8 +17,7 @@ from infra.model.controls import FREE_CHARS, Controls
 from infra.model.names import published
 from infra.model.vision import NO_FRAME, Vision, load_vision, takes_pictures
 from infra.model.writing import as_template_takes, content_of, detect_writing
-from infra.policies.tensors import Tensor, from_torch_all, load_tensors, to_torch
-from infra.store.rooms import Rooms
+from infra.policies.tensors import Rooms, Tensor, from_torch_all, load_tensors, to_torch
 from schemas.errors import ConfigError
 from schemas.records import Message
 
@@ -401,3 +400,29 @@ def not_loadable(what: str, folder: str | Path, expected: str, error: Exception)
     """Error where a library cannot load a folder. expected: content of it."""
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return ConfigError(f"{what}: cannot be loaded from {folder}, expected a local folder with {expected}: {first_line}")
+
+
+class Classifier:
+    """A sequence classifier on the CPU."""
+
+    def __init__(self, module: "torch.nn.Module") -> None:
+        self.module = module
+
+    def logits(self, tokens: Sequence[int]) -> list[float]:
+        """One number per class for one sequence."""
+        import torch
+
+        with torch.inference_mode():
+            logits = self.module(input_ids=torch.tensor([list(tokens)])).logits[0]
+        return [float(value) for value in logits]
+
+
+def build_classifier(folder: str | Path) -> Classifier:
+    """The sequence classifier that a folder's config.json describes, with weights yet to be loaded. Raises ConfigError."""
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        model = AutoModelForSequenceClassification.from_config(own_kernels(folder), trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise not_loadable("classifier", folder, "config.json of a sequence classifier", error) from error
+    return Classifier(model.float().eval())

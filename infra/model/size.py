@@ -10,7 +10,7 @@ import msgspec
 from infra.model.adapter import adapter_shapes
 from infra.model.model import meta_model
 from infra.model.names import published
-from infra.policies.adapter import Adapter
+from infra.policies.policy import Adapter
 
 
 class ModelSize(msgspec.Struct, frozen=True):

@@ -15,14 +15,13 @@ import msgspec
 
 from infra.log.bus import digest_of
 from infra.log.log import Log, LogMessage
-from infra.policies.fold import PoliciesFold
-from infra.policies.summary import Summary
+from infra.policies.fold import PoliciesFold, Summary
 from infra.store.snapshots import SnapshotDamaged, candidates, prune, read, remove, save
 from infra.store.store import Store
 from schemas.errors import StoreError
 from schemas.topics import POLICIES
 
-LAYOUT = 1  # of a summary, and of the rules by which records count
+LAYOUT = 2  # of a summary, and of the rules by which records count
 LOOK = 1024  # a log of no more records is read whole
 KEPT = 32  # summaries: a reader that needs an older version begins with an older one
 PART = "summary"

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from infra.observe.failpoint import reach
-from infra.policies.adapter import Adapter, described
 from infra.policies.chain import Chain, Whole, check_within, read_manifest, walk
 from infra.policies.delta import Part
 from infra.policies.manifest import (
@@ -27,9 +26,8 @@ from infra.policies.manifest import (
     looked_at,
     tensor_entries,
 )
-from infra.policies.policy import Policy
-from infra.policies.tensors import Tensor, load_tensors
-from infra.policies.threads import in_threads
+from infra.policies.policy import Adapter, Policy, described
+from infra.policies.tensors import Tensor, in_threads, load_tensors
 from infra.policies.version_files import Put, VersionFiles, as_it_is
 from infra.store.store import Store
 from schemas.errors import NotInStore, PolicyRefused

@@ -17,10 +17,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from infra.policies.adapter import Adapter, described
-from infra.policies.policy import Probe
-from infra.policies.tensors import ITEM_BYTES, Tensor, are_finite, byte_count, chunks
-from infra.policies.threads import in_threads
+from infra.policies.policy import Adapter, Probe, described
+from infra.policies.tensors import ITEM_BYTES, Tensor, are_finite, byte_count, chunks, in_threads
 
 FORMAT = 5
 

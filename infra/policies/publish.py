@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from infra.observe.failpoint import reach
-from infra.policies.adapter import Adapter
 from infra.policies.chain import NUM_SLICES, names_of_slice, next_index, read_manifest
 from infra.policies.manifest import (
     DeltaPart,
@@ -32,7 +31,7 @@ from infra.policies.manifest import (
     other_adapter,
     sha256_hex,
 )
-from infra.policies.policy import Probe
+from infra.policies.policy import Adapter, Probe
 from infra.policies.share import (
     SHARD_BYTES,
     EncodedShare,

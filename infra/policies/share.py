@@ -14,8 +14,7 @@ import msgspec
 from infra.observe.failpoint import reach
 from infra.policies.delta import Encoded, encode_tensor, sampled_share
 from infra.policies.manifest import DeltaPart, Look, Shard, TensorEntry, differing, looked_at
-from infra.policies.tensors import ITEM_BYTES, CopiedTensors, Tensor, bits, pieces_of
-from infra.policies.threads import in_threads
+from infra.policies.tensors import ITEM_BYTES, CopiedTensors, Tensor, bits, in_threads, pieces_of
 from infra.store.store import Pieces, Store, digest_of, name_of, total_bytes
 
 SHARD_BYTES = 128 * 1024 * 1024  # as much as one connection should be asked to begin again

@@ -5,19 +5,90 @@ reading is bounded and strict (no gaps, no overlaps, no unknown dtypes) and neve
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import IO, TYPE_CHECKING, Annotated, Any
+import os
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
-from infra.policies.threads import in_threads
-from infra.store.rooms import Rooms
 from infra.store.store import joined
 
 if TYPE_CHECKING:
     import torch
+
+
+LEAST_BYTES = 1024 * 1024  # what is smaller comes from memory that the process has anyway
+
+
+class Rooms:
+    """Memory of which nothing is in use any more, by its size. Threads may share it.
+
+    Guarantee: a room is given out again only once the array that was given before, and all views of it, are gone. So at most
+    as much lies here as was in use at once.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[np.ndarray]] = {}
+
+    def take(self, num_bytes: int) -> np.ndarray:
+        """[num_bytes] u8, that holds anything. It comes back by itself."""
+        if num_bytes < LEAST_BYTES:
+            return np.empty(num_bytes, np.uint8)
+        try:
+            room = self._free[num_bytes].pop()  # one step of the interpreter, as `append` is: no lock is needed
+        except LookupError:
+            room = np.empty(num_bytes, np.uint8)
+        given = np.frombuffer(room.data, np.uint8)  # NumPy has a slice of `room[:]` hold `room`, and not what was given
+        weakref.finalize(given, self._free.setdefault(num_bytes, []).append, room).atexit = False
+        return given
+
+    def clear(self) -> None:
+        """Give what is not in use back to the machine."""
+        for rooms in self._free.values():
+            rooms.clear()
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+MAX_THREADS = 16  # more share the memory's bandwidth, not the work
+
+
+def in_threads(
+    work: Callable[[Item], Result],
+    items: Iterable[Item],
+    *,
+    most: int = MAX_THREADS,
+    size: Callable[[Item], int] = lambda item: 0,
+    same: Callable[[Item], Hashable] | None = None,
+) -> list[Result]:
+    """`work` of each item, in order. Raises what the first item that failed raised; what has not begun then is left out.
+
+    most: threads, where what one item needs is not small. size: the largest begin, so that none of them is left for the end.
+    same: items of which it gives the same are worked on once, such as tied matrices under each of their names.
+    """
+    listed = list(items)
+    if same is not None:
+        keys = [same(item) for item in listed]
+        once = dict(zip(keys, listed, strict=True))
+        found = dict(zip(once, in_threads(work, once.values(), most=most, size=size), strict=True))
+        return [found[key] for key in keys]
+    threads = min(len(listed), most, len(os.sched_getaffinity(0)))
+    if threads < 2:
+        return [work(item) for item in listed]
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="tensors")
+    try:
+        begun = {
+            at: pool.submit(work, listed[at]) for at in sorted(range(len(listed)), key=lambda at: -size(listed[at]))
+        }
+        return [begun[at].result() for at in range(len(listed))]
+    finally:
+        pool.shutdown(cancel_futures=True)
+
 
 ITEM_BYTES: dict[str, int] = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,

@@ -84,7 +84,7 @@ async def fit_of(log: Log, store: Store, floor: Floor) -> Fit:
     if here is None:
         first = await asyncio.to_thread(lambda: next(iter(store.keys(f"checkpoints/{floor.run or floor.app}/")), ""))
         return Fit("log lost" if first else "new")
-    events = (await folded(log)).of(floor.policy.name).events()
+    events = (await folded(log)).of(floor.policy.name).events
     newest = events[max(events)].manifest if events else ""
     missing = newest if newest and not await asyncio.to_thread(_has, store, newest) else ""
     return Fit("store lost" if missing else "unclaimed", here, missing=missing)

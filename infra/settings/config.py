@@ -1,4 +1,4 @@
-"""Settings: how tables become frozen structs, and the sections every role needs.
+"""Settings: how a TOML file becomes frozen structs, and the sections every role needs.
 
 Guarantees: an unknown key fails with its path and the nearest known name; a wrong type fails with its path, what was
 got and what was expected; both name the file. Every setting has its default here or in the `config.py` of its wing.
@@ -7,14 +7,14 @@ got and what was expected; both name the file. Every setting has its default her
 import difflib
 import os
 import re
+import tomllib
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
-from infra.settings.words import join, mismatch, words_of
 from schemas.errors import ConfigError
 
 Decoded = TypeVar("Decoded")
@@ -399,3 +399,100 @@ def _chosen(value: object, expected: Any) -> Any:
         if (isinstance(value, Mapping) and is_table) or (isinstance(value, list) and is_list):
             return base
     return object
+
+
+def words_of(expected: Any) -> str:
+    """A type as a person says it."""
+    if get_origin(expected) is Annotated:
+        for note in get_args(expected)[1:]:
+            if isinstance(note, msgspec.Meta) and note.description:
+                return note.description
+        return words_of(get_args(expected)[0])
+    origin = get_origin(expected)
+    if origin in (Union, types.UnionType):
+        return " or ".join(words_of(option) for option in get_args(expected) if option is not type(None))
+    if origin is not None and getattr(origin, "__name__", "") == "Literal":
+        return "one of " + ", ".join(f'"{option}"' for option in get_args(expected))
+    if origin in (tuple, list):
+        return f"a list of {words_of(get_args(expected)[0])}"
+    if origin is dict or (isinstance(expected, type) and issubclass(expected, msgspec.Struct)):
+        return "a table"
+    names = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
+    return names.get(expected, getattr(expected, "__name__", str(expected)))
+
+
+def mismatch(value: object, expected: str, path: str, where: str) -> str:
+    """Message with the value and what was expected, at a place of a file. expected: in words."""
+    kinds = {str: "string", int: "whole number", float: "number", bool: "boolean", list: "list", dict: "table"}
+    shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
+    kind = kinds.get(type(value), type(value).__name__)
+    return f"{where}: {path + ': ' if path else ''}got {shown} ({kind}), expected {expected}"
+
+
+def join(path: str, key: str) -> str:
+    """The name of a setting below another; "" is the top."""
+    return f"{path}.{key}" if path else key
+
+
+def read_toml(path: Path, sets: Iterable[str] = ()) -> Table:
+    """The file's tables with every `--set a.b=c` applied on top; raises ConfigError naming the file and line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a TOML file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text; expected a TOML file") from error
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    for setting in sets:
+        _apply_set(table, setting)
+    if "folder" in table:
+        raise ConfigError(f"{path}: folder: unknown key; the folder is where the file lies")
+    return table
+
+
+def _apply_set(table: Table, setting: str) -> None:
+    """Put the value of `a.b=c` into `table`: TOML syntax, else a bare string; a number steps into a list."""
+    key, equals, value_text = setting.partition("=")
+    where = f"--set {setting}"
+    if not equals:
+        raise ConfigError(f"{where}: got no '=', expected a.b=value")
+    try:
+        value: Any = tomllib.loads(f"value = {value_text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = value_text.strip()
+    keys = _split_key(key.strip(), where)
+    node: Any = table
+    for depth, name in enumerate(keys):
+        last = depth == len(keys) - 1
+        if isinstance(node, list):
+            if not name.isdigit() or int(name) >= len(node):
+                table_path = ".".join(keys[:depth])
+                raise ConfigError(f"{where}: got {name!r}, expected an index below {len(node)} of {table_path}")
+            if last:
+                node[int(name)] = value
+            else:
+                node = node[int(name)]
+        elif isinstance(node, dict):
+            if last:
+                node[name] = value
+            else:
+                node = node.setdefault(name, {})
+        else:
+            raise ConfigError(f"{where}: {'.'.join(keys[:depth])} is a value, expected a table")
+
+
+def _split_key(key: str, where: str) -> list[str]:
+    try:
+        node: Any = tomllib.loads(f"{key} = 0")
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where}: got the key {key!r}, expected names joined by dots") from error
+    names = []
+    while isinstance(node, dict):
+        (name, node), *more = node.items()
+        if more:
+            raise ConfigError(f"{where}: got the key {key!r}, expected names joined by dots")
+        names.append(name)
+    return names

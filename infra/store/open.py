@@ -1,12 +1,16 @@
-"""Opening the store that a URL names: a folder, or S3."""
+"""Opening the store that a URL names, and stores around it: one counts its traffic, one keeps secrets elsewhere."""
 
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
+from infra.observe.metrics import Metrics
 from infra.store.directory import DirectoryStore
 from infra.store.s3 import open_s3
-from infra.store.store import Store
-from schemas.errors import ConfigError
+from infra.store.store import PRIVATE, Hashed, Pieces, Store, WrappedStore, total_bytes
+from schemas.errors import ConfigError, NotInStore, StoreError
 
 
 def open_store(url: str, *, base: Path) -> Store:
@@ -29,3 +33,87 @@ def open_store(url: str, *, base: Path) -> Store:
 def _without_secrets(url: str) -> str:
     scheme, _, rest = url.partition("://")
     return f"{scheme}://{rest.rpartition('@')[2]}"
+
+
+T = TypeVar("T")
+
+
+class MeasuredStore(WrappedStore):
+    """Counts bytes, seconds and failures of puts and gets. Concurrent requests each count their own seconds."""
+
+    def __init__(self, inner: Store, metrics: Metrics) -> None:
+        super().__init__(inner)
+        self._metrics = metrics
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self._counted("put", lambda: self.inner.put(key, data), lambda done: len(data))
+
+    def put_pieces(self, key: str, pieces: Pieces) -> None:
+        self._counted("put", lambda: self.inner.put_pieces(key, pieces), lambda done: total_bytes(pieces))
+
+    def get(self, key: str) -> bytes:
+        return self._counted("get", lambda: self.inner.get(key), len)
+
+    def get_hashed(self, key: str) -> Hashed:
+        return self._counted("get", lambda: self.inner.get_hashed(key), lambda found: len(found[0]))
+
+    def read(self, key: str, start: int, length: int) -> bytes:
+        return self._counted("get", lambda: self.inner.read(key, start, length), len)
+
+    def _counted(self, verb: str, request: Callable[[], T], num_bytes: Callable[[T], int]) -> T:
+        began = time.monotonic()
+        try:
+            answer = request()
+        except NotInStore:
+            raise
+        except StoreError:
+            self._metrics.counter("store_failed", verb=verb).inc()
+            raise
+        self._metrics.counter("store_bytes", verb=verb).inc(num_bytes(answer))
+        self._metrics.counter("store_seconds", verb=verb).inc(time.monotonic() - began)
+        return answer
+
+
+class DividedStore(Store):
+    """Objects below PRIVATE in one store, all others in another."""
+
+    def __init__(self, data: Store, secrets: Store) -> None:
+        self._data = data
+        self._secrets = secrets
+
+    def __repr__(self) -> str:
+        return f"{self._data!r} with keys in {self._secrets!r}"
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self._holder(key).put(key, data)
+
+    def put_pieces(self, key: str, pieces: Pieces) -> None:
+        self._holder(key).put_pieces(key, pieces)
+
+    def get(self, key: str) -> bytes:
+        return self._holder(key).get(key)
+
+    def get_hashed(self, key: str) -> Hashed:
+        return self._holder(key).get_hashed(key)
+
+    def read(self, key: str, start: int, length: int) -> bytes:
+        return self._holder(key).read(key, start, length)
+
+    def size(self, key: str) -> int:
+        return self._holder(key).size(key)
+
+    def keys(self, prefix: str) -> Iterator[str]:
+        if prefix.startswith(PRIVATE):
+            return self._secrets.keys(prefix)
+        public = (key for key in self._data.keys(prefix) if not key.startswith(PRIVATE))
+        secret = [key for folder in PRIVATE if folder.startswith(prefix) for key in self._secrets.keys(folder)]
+        return iter(sorted([*public, *secret])) if secret else public
+
+    def delete(self, key: str) -> None:
+        self._holder(key).delete(key)
+
+    def disk_usage(self) -> tuple[int, int] | None:
+        return self._data.disk_usage()
+
+    def _holder(self, key: str) -> Store:
+        return self._secrets if key.startswith(PRIVATE) else self._data

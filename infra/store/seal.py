@@ -53,7 +53,7 @@ _SEALED_TEXT = re.compile(rf"sealed:({_KEY_ID.pattern}(?:,{_KEY_ID.pattern})*):(
 
 def app_secret(store: Store) -> bytes:
     """The app's secret, made by the first that needs it: `headrace keys create`, before a gateway has clients. All names in the
-    log are made with it (`schemas.names`): if it is lost, `forget` finds no user. Raises StoreError.
+    log are made with it (`schemas.ids`): if it is lost, `forget` finds no user. Raises StoreError.
     """
     try:
         return store.get(SECRET)
@@ -170,7 +170,7 @@ class SealKey:
 def new_key(subject: str) -> tuple[str, bytes]:
     """Id and secret of a subject's next key."""
     key_id = f"{subject}-{os.urandom(8).hex()}"
-    assert _KEY_ID.fullmatch(key_id), f"subject {subject!r}: expected one of schemas.names"
+    assert _KEY_ID.fullmatch(key_id), f"subject {subject!r}: expected one of schemas.ids"
     return key_id, os.urandom(KEY_BYTES)
 
 

@@ -15,7 +15,7 @@ import struct
 
 import msgspec
 
-from schemas.bulk.sections import FindSeal
+from schemas.bulk import FindSeal
 from schemas.errors import BadFrame, UnknownMajor
 from schemas.experience import encoder
 from schemas.ids import group_of

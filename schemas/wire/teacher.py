@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from schemas.bulk.bulk import Logprobs, logprobs_fault
+from schemas.bulk import Logprobs, logprobs_fault
 from schemas.errors import BadFrame
 from schemas.experience import Experience
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import msgspec
 
 from infra.chain.chain import ChainResult, Context, Dropped
-from infra.log.lookup import letter_at
+from infra.log.log import letter_at
 from schemas import Block, Closure, DeadLetter, Experience
 from schemas.experience import withdrawal_of
 from schemas.wire.block import split_blocks

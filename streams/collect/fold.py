@@ -17,8 +17,7 @@ import msgspec
 
 from infra.chain.chain import Context, Step, run_chain
 from schemas import Block, Closure, DropMarker, Experience, Feedback, Lane, Tick, encode
-from schemas.ids import group_of
-from schemas.names import tenant_in
+from schemas.ids import group_of, tenant_in
 from streams.collect.decision import Chain, Decision, Folded, counted_feedback, dead_letter, judged, learned
 from streams.collect.feedback import (
     OpenText,

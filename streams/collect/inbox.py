@@ -17,7 +17,7 @@ from infra.log.log import Log
 from infra.log.memory import wall_ms
 from infra.observe.failpoint import reach
 from infra.observe.metrics import Metrics
-from schemas.reports import together
+from schemas.records import together
 from streams.collect.collector import Collector, CollectSettings, TakenAway
 from streams.collect.state import State
 from streams.stages.stage import Delivery, Waiting, end_for

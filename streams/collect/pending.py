@@ -18,7 +18,7 @@ from infra.chain.processor import Memory, Value, entries_in
 from infra.observe.failpoint import reach
 from infra.store.snapshots import SnapshotDamaged, SnapshotManifest, read
 from infra.store.store import Store
-from schemas.bulk.sections import FindSeal
+from schemas.bulk import FindSeal
 from streams.collect.group import Group
 from streams.collect.state import Frames, State
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from infra.chain.processor import Memory
 from schemas import Block, FeedbackWait, decode, encode
-from schemas.bulk.sections import FindSeal
+from schemas.bulk import FindSeal
 from schemas.ids import session_of
 from streams.collect.group import BlockPlace, Group
 

@@ -30,8 +30,8 @@ import msgspec
 
 from schemas import Block, Control, Experience, Feedback, Join
 from schemas.experience import is_withdrawal
+from schemas.fields import HISTORY_REWRITTEN
 from schemas.ids import experience_id, session_of
-from schemas.parts import HISTORY_REWRITTEN
 from streams.collect.decision import Decision
 from streams.collect.feedback import FeedbackRules, mean_values
 from streams.collect.group import Group, LaterCredit

@@ -17,8 +17,7 @@ import msgspec
 from infra.log.blobs import is_claim
 from infra.log.bus import Partition, Record
 from infra.log.follower import Follower
-from infra.log.log import Log, LogMessage
-from infra.log.lookup import letter_at, records_at
+from infra.log.log import Log, LogMessage, letter_at, records_at
 from infra.store.seal import open_event
 from schemas import DeadLetter, UnknownMajor, decode
 from schemas.errors import BadFrame, BrokerUnavailable, RecordTooLarge

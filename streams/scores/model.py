@@ -21,15 +21,13 @@ from typing import Literal
 import msgspec
 
 from infra.chain.processor import Verdict, score
-from infra.log.log import Log, LogMessage
-from infra.log.reading import follow
-from infra.model.classifier import Classifier, build_classifier
-from infra.model.model import Tokenizer, load_into, load_tokenizer
+from infra.log.log import Log, LogMessage, follow
+from infra.model.model import Classifier, Tokenizer, build_classifier, load_into, load_tokenizer
 from infra.observe.metrics import Metrics
-from infra.policies.adapter import described
 from infra.policies.beginning import newest_summary
 from infra.policies.fetch import PolicyFetcher
-from infra.policies.policy_feed import PolicyFeed
+from infra.policies.fold import PolicyFeed
+from infra.policies.policy import described
 from infra.store.store import Store
 from schemas import Experience, Message, PolicyEvent
 from schemas.errors import ConfigError, PolicyRefused, StoreError

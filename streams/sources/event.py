@@ -18,13 +18,12 @@ import msgspec
 
 from infra.chain import calls
 from infra.chain.redact import Redactor
-from infra.log.log import Log
-from infra.log.lookup import letter_at
+from infra.log.log import Log, letter_at
 from infra.observe.metrics import Metrics
 from infra.store.seal import MAX_SESSIONS, Keys, open_event, open_text, seal_event, seal_text
 from schemas import Feedback, ids
 from schemas.errors import BadFrame, Sealed
-from schemas.names import pseudonym
+from schemas.ids import pseudonym
 from schemas.records import MAX_LETTER_BYTES
 from schemas.topics import DEAD_LETTERS, VERIFIED
 from streams.config import LangfuseConfig

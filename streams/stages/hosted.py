@@ -18,7 +18,7 @@ from faust.exceptions import ConsumerNotStarted
 
 from infra.log.access import Access, TokenProvider
 from infra.log.bus import Record
-from infra.log.kafka_reader import METADATA_AGE_MS
+from infra.log.kafka import METADATA_AGE_MS
 from infra.log.log import Log
 from schemas.topics import MAX_RECORD_BYTES, Topic
 from streams.stages.stage import Delivery, Waiting, end_crashed, end_for

@@ -17,8 +17,7 @@ import msgspec
 
 from infra.chain.faults import STEP_FAULTS
 from infra.log.bus import Record
-from infra.log.log import Log, LogMessage, asks_store
-from infra.log.lookup import letter_of
+from infra.log.log import Log, LogMessage, asks_store, letter_of
 from infra.log.retry import DENIED, doubling, retry, within
 from infra.observe.metrics import Metrics
 from schemas import Block, Control, FeedbackWait, UnknownMajor

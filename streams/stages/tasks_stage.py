@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from infra.chain.chain import ChainTurn, Context, Step, call_step, new_memories, step_extras
+from infra.chain.chain import ChainTurn, Context, Step, call_step, new_memories, run_task_chain, step_extras, task_fault
 from infra.chain.processor import Memory
-from infra.chain.task_chain import run_task_chain, task_fault
 from infra.log.log import Log, LogMessage
 from schemas import Task
 from schemas.topics import TASKSET

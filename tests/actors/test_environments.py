@@ -26,7 +26,7 @@ from actors.rollout.environments.guess import Guess
 from actors.rollout.environments.gymnasium import Gymnasium
 from actors.rollout.environments.http import HttpEnvironment
 from actors.rollout.environments.openenv import OpenEnv
-from infra.local.address import choose_address
+from infra.local.broker import choose_address
 from schemas import Task
 from schemas.errors import ConfigError
 from tests.actors.rig import serving_child

@@ -13,7 +13,7 @@ from actors.master.gate.gate import Gate
 from actors.master.gate.replies import Replies
 from schemas import Answered, Client, Closure, EvalResult, Experience, Message, PolicyEvent, Progress
 from schemas.fields import End
-from schemas.names import fallback_rater
+from schemas.ids import fallback_rater
 from tests.actors.rig import BLOCK_MS, decisions, rated
 from tests.schemas.record_samples import group_block
 

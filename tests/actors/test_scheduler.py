@@ -18,7 +18,7 @@ from infra.observe.metrics import Metrics
 from infra.settings.config import Pacing
 from schemas import Closure, Drawn, DropMarker, Issued, Message, Progress, Score, Task
 from schemas.fields import ENOUGH, GROUP_OVER
-from schemas.reports import MAX_HELD
+from schemas.records import MAX_HELD
 from schemas.topics import EXPERIENCES, PROGRESS, REPORTS, TASKS, VERIFIED
 from tests.actors.rig import (
     EOS,

@@ -20,7 +20,7 @@ import pytest
 from actors.rollout.tool import ParsedCall, ToolResult, answer, read_call
 from actors.rollout.tools.mcp import McpServer
 from actors.rollout.workflow import EpisodeFailed, Workflow
-from infra.local.address import choose_address
+from infra.local.broker import choose_address
 from infra.settings.plugin import load
 from schemas import Experience
 from schemas.errors import ConfigError

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from actors.engines.vllm.settings import CPU_DEFAULTS, DEFAULTS, environment
-from infra.local.address import choose_address
+from infra.local.broker import choose_address
 from infra.local.process import Watched, start_watched
 from tests.bench._echo import STREAMS, TOKEN_S, TOKENS
 from tests.bench.measuring import against, cpu_s, ended, idle_share, last_words, started

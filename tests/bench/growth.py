@@ -15,12 +15,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from infra.ledger.audit import audit
+from infra.ledger.account import audit
 from infra.ledger.index import LogIndex
 from infra.ledger.trace import trace_answer
-from infra.log.log import Log
+from infra.log.log import Log, lately
 from infra.log.memory import MemoryBus
-from infra.log.reports import lately
 from infra.observe.metrics import Metrics
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore

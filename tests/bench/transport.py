@@ -17,8 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from infra.local.address import choose_address
-from infra.local.broker import EmbeddedKafka
+from infra.local.broker import EmbeddedKafka, choose_address
 from infra.local.process import start_watched
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log

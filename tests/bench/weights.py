@@ -21,13 +21,12 @@ from infra.policies.fetch import PolicyFetcher
 from infra.policies.manifest import hash_tensor
 from infra.policies.publish import NewVersion, publish
 from infra.policies.share import HashedTensors
-from infra.policies.tensors import Tensor, bits, from_torch, from_torch_all, to_torch
+from infra.policies.tensors import Rooms, Tensor, bits, from_torch, from_torch_all, to_torch
 from infra.policies.version_files import VersionFiles
 from infra.roles.memory import give_back_large_blocks
 from infra.store.directory import DirectoryStore
 from infra.store.host_cache import CachedStore, HostCache
 from infra.store.memory import MemoryStore
-from infra.store.rooms import Rooms
 from infra.store.store import Store
 from schemas import PolicyEvent
 from tests.bench.report import Row

@@ -5,10 +5,9 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from infra.log.bus import Bus, CommitRefused, Partition, Reader, Record
+from infra.log.bus import Bus, CommitRefused, Partition, Reader, Record, partition_for
 from infra.log.kafka import KafkaBus
 from infra.log.memory import MemoryBus
-from infra.log.placing import partition_for
 from schemas.errors import ConfigError, OffsetOutOfRange, RecordTooLarge
 from schemas.topics import EXPERIENCES, MAX_RECORD_BYTES, topic_config
 

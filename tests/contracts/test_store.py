@@ -17,10 +17,9 @@ from infra.policies.tensors import from_numpy
 from infra.store.directory import DirectoryStore
 from infra.store.host_cache import CachedStore, HostCache
 from infra.store.memory import MemoryStore
-from infra.store.s3 import S3Store
-from infra.store.s3_keys import S3Credentials
+from infra.store.open import MeasuredStore
+from infra.store.s3 import S3Credentials, S3Store
 from infra.store.store import MAX_KEY_BYTES, Store, digest_of, joined
-from infra.store.wrapped import MeasuredStore
 from schemas.errors import NotInStore, StoreError
 from tests import minio
 from tests.infra.every_kind import Shelf

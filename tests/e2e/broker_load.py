@@ -20,7 +20,7 @@ import numpy as np
 from actors.gateway.recording.held import HeldKeys
 from actors.gateway.recording.outbox import Outbox, Outgoing
 from actors.gateway.recording.spool import Spool
-from infra.ledger.audit import audit
+from infra.ledger.account import audit
 from infra.log.bus import CommitRefused
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log

@@ -23,8 +23,7 @@ import yaml
 
 from infra.cli.run.up import child_environment
 from infra.cli.settings import load_settings
-from infra.local.address import HOST, choose_address, plan_address
-from infra.local.broker import EmbeddedKafka
+from infra.local.broker import HOST, EmbeddedKafka, choose_address, plan_address
 from infra.local.process import Watched, start_watched
 
 REPOSITORY = Path(__file__).parents[2]

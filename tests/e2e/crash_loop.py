@@ -34,7 +34,7 @@ from infra.cli.demo.record import READ, RunRecord
 from infra.cli.demo.settings import DemoOptions, task_of
 from infra.cli.run.up import broker_child, role_child
 from infra.cli.settings import Settings, load_settings
-from infra.ledger.audit import audit
+from infra.ledger.account import audit
 from infra.local.supervisor import Child, Supervisor
 from infra.log.follower import Follower
 from infra.log.log import Log

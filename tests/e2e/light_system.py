@@ -22,7 +22,7 @@ from actors.gateway.access.keys import create_key
 from infra.cli.demo.char_model import Size, build_char_model
 from infra.cli.run.up import child_environment
 from infra.cli.settings import load_settings
-from infra.ledger.audit import audit
+from infra.ledger.account import audit
 from infra.local.process import Watched, start_watched
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log

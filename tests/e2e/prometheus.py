@@ -12,7 +12,7 @@ import httpx
 import pytest
 import yaml
 
-from infra.local.address import HOST, choose_address
+from infra.local.broker import HOST, choose_address
 from infra.local.process import start_watched
 
 STARTS_S = 60.0

@@ -12,8 +12,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
 
-from infra.local.address import HOST, choose_address, plan_address
-from infra.local.broker import EmbeddedKafka
+from infra.local.broker import HOST, EmbeddedKafka, choose_address, plan_address
 
 USER, PASSWORD = "headrace", "one-two-three"
 

@@ -17,7 +17,7 @@ from actors.engines.scripted import TENSOR
 from actors.gateway.access.keys import create_key
 from actors.gateway.http.canary import position_in_trial
 from infra.cli.govern.channel import run_channel
-from infra.local.address import choose_address
+from infra.local.broker import choose_address
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.policies.publish import NewVersion, publish
@@ -26,7 +26,7 @@ from infra.store.directory import DirectoryStore
 from infra.store.seal import SECRET
 from schemas import PolicyEvent
 from schemas.fields import Channel
-from schemas.names import keyed_session
+from schemas.ids import keyed_session
 from schemas.topics import POLICIES
 from tests.e2e.test_gateway_kafka import ASK, running, table_in
 

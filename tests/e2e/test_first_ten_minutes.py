@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from infra.cli.demo.char_model import build_char_model
-from infra.local.address import choose_address
+from infra.local.broker import choose_address
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from infra.local.address import choose_address
-from infra.local.broker import EmbeddedKafka
+from infra.local.broker import EmbeddedKafka, choose_address
 from schemas.topics import EXPERIENCES
 from tests.e2e.test_gateway_kafka import TOML, ask, headrace, read, running, table_in, wait_until_served
 

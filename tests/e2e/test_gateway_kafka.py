@@ -23,7 +23,7 @@ from actors.gateway.recording.spool import entries_in
 from infra.cli.demo.char_model import build_char_model
 from infra.cli.run.up import child_environment
 from infra.cli.settings import load_settings
-from infra.local.address import choose_address
+from infra.local.broker import choose_address
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.model.model import load_tokenizer
@@ -31,7 +31,7 @@ from infra.policies.tensors import from_numpy, save_tensors
 from infra.store.directory import DirectoryStore
 from infra.store.seal import app_secret
 from schemas import Block, Experience, Feedback, decode
-from schemas.names import pseudonym
+from schemas.ids import pseudonym
 from schemas.topics import EXPERIENCES, VERIFIED, Topic
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from actors.master.plan import Plan
-from infra.ledger.drain import Draining, drain
+from infra.ledger.account import Draining, drain
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.settings.config import Pacing

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from actors.gateway.access.keys import create_key
-from infra.local.address import choose_address
+from infra.local.broker import choose_address
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.log.memory import MemoryBus

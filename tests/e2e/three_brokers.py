@@ -13,8 +13,7 @@ from uuid import uuid4
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
-from infra.local.address import HOST, plan_address
-from infra.local.broker import EmbeddedKafka
+from infra.local.broker import HOST, EmbeddedKafka, plan_address
 
 NODES = (1, 2, 3)
 Leaders = dict[tuple[str, int], int]

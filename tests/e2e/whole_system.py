@@ -9,8 +9,7 @@ from typing import Any
 from actors.engines.engine import Completion, OnChunk, Sampling
 from actors.engines.torch import TorchEngine
 from infra.cli.demo.char_model import CHARACTERS, TURNS_TEMPLATE, Size, Vocabulary, build_char_model
-from infra.model.classifier import build_classifier
-from infra.model.model import Tokenizer, model_tensors
+from infra.model.model import Tokenizer, build_classifier, model_tensors
 from infra.policies.publish import NewVersion, publish
 from infra.store.images import Pixels
 from infra.store.store import Store

@@ -15,9 +15,8 @@ import msgspec
 
 from infra.policies.publish import NewVersion, publish
 from infra.policies.share import HashedTensors, VersionTensors
-from infra.policies.tensors import from_torch_all
+from infra.policies.tensors import Rooms, from_torch_all
 from infra.store.memory import MemoryStore
-from infra.store.rooms import Rooms
 from infra.store.store import Pieces
 from schemas.errors import ConfigError
 from tests.memory import wait_for_card

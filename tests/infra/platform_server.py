@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from infra.store.s3_keys import S3Credentials
+from infra.store.s3 import S3Credentials
 
 ROLES = "/latest/meta-data/iam/security-credentials/"
 CONTAINER = "/v2/credentials"

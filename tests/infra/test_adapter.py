@@ -19,7 +19,7 @@ from infra.model.adapter import (
     write_adapter_folder,
 )
 from infra.model.model import load_into, load_model, meta_model, model_tensors, unlike
-from infra.policies.adapter import Adapter
+from infra.policies.policy import Adapter
 from infra.policies.tensors import Tensor, from_torch, load_tensors, save_tensors, to_torch
 from schemas.errors import ConfigError
 from tests.eye_model import build_eye_model

@@ -19,10 +19,9 @@ from actors.rollout.tools.mcp import McpServer
 from actors.rollout.workflow import EpisodeFailed
 from infra.cli.run.roles import read_webhooks
 from infra.cli.settings import load_settings
-from infra.settings.config import Duration, Floor, Section, Use, decode, duration_s
+from infra.settings.config import Duration, Floor, Section, Use, decode, duration_s, read_toml
 from infra.settings.outside import checked_url, shared_tls
 from infra.settings.secret import bearer, read_secret
-from infra.settings.toml import read_toml
 from schemas import Message, Task
 from schemas.errors import ConfigError
 from streams.config import LangfuseConfig

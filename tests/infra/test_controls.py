@@ -17,8 +17,8 @@ from actors.engines.scripted import ScriptedEngine
 from actors.rollout.session import LONG_CHARS, Session
 from actors.tasksets.loader import expert, pair_block
 from actors.tasksets.taskset import Demonstration, Preference
+from infra.model.controls import Pieces, cuts
 from infra.model.model import Tokenizer, load_tokenizer
-from infra.model.pieces import Pieces, cuts
 from infra.model.spelling import TokenizerFile
 from schemas import Message
 from tests.infra.chat_models import CHATML, STYLES, Style, build_chat_model

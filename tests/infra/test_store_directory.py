@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from infra.policies.tensors import from_torch_all
+from infra.policies.tensors import LEAST_BYTES, Rooms, from_torch_all
 from infra.store.directory import STALE_AFTER_S, DirectoryStore
 from infra.store.open import open_store
-from infra.store.rooms import LEAST_BYTES, Rooms
 from schemas.errors import ConfigError, StoreError
 
 

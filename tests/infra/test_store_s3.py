@@ -19,8 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 import certifi
 import pytest
 
-from infra.store.s3 import RANGE_BYTES, S3Store, body_of, connections, open_s3
-from infra.store.s3_keys import S3Credentials, keys_of
+from infra.store.s3 import RANGE_BYTES, S3Credentials, S3Store, body_of, connections, keys_of, open_s3
 from schemas.errors import ConfigError, StoreError
 from tests import minio
 from tests.infra.platform_server import CONTAINER, Platform, platform

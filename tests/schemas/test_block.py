@@ -16,8 +16,7 @@ from msgspec.structs import replace
 from record_samples import group_block
 
 from schemas import BadFrame, Block, Experience, Message, Score, Span, decode, encode, make_experience
-from schemas.bulk.bulk import MANY, MAX_MESSAGES, Bulk, LogprobValues, TokenValues, logprob_array
-from schemas.bulk.sections import MAX_READ_BYTES
+from schemas.bulk import MANY, MAX_MESSAGES, MAX_READ_BYTES, Bulk, LogprobValues, TokenValues, logprob_array
 from schemas.experience import encoder
 from schemas.journal import Ranges
 

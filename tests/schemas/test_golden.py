@@ -23,7 +23,7 @@ from schemas import (
     decode,
     encode,
 )
-from schemas.bulk.sections import Column
+from schemas.bulk import Column
 from schemas.topics import Topic
 
 GOLDEN = Path(__file__).parent / "golden"

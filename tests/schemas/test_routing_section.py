@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from record_samples import experiences, group_block
 
 from schemas import BadFrame, Block, Message, Span, decode, encode
-from schemas.bulk.sections import MAX_SECTION_BYTES
+from schemas.bulk import MAX_SECTION_BYTES
 from schemas.experience import MAX_MEMBERS
 from schemas.wire import routing as wire
 from schemas.wire.block import split_blocks

@@ -20,8 +20,7 @@ from infra.log.log import Log
 from infra.store.seal import SECRET
 from infra.store.store import Store
 from schemas import Block, Experience, Message, Span, Task, make_experience
-from schemas.ids import answer_id, experience_id
-from schemas.names import keyed_session
+from schemas.ids import answer_id, experience_id, keyed_session
 from schemas.topics import EXPERIENCES, EXPERTS, FEEDBACK, TASKSET_RAW
 from streams.config import FEEDBACK_PATH
 from tests.simulator.faults import BOMB, JUNK

@@ -11,9 +11,8 @@ from functools import partial
 from typing import Protocol
 
 from actors.master.snapshot import series
-from infra.log.bus import CommitRefused, Headers, Partition, Reader, Record, RecordPosition, check_size
+from infra.log.bus import CommitRefused, Headers, Partition, Reader, Record, RecordPosition, check_size, partition_for
 from infra.log.memory import MemoryBus
-from infra.log.placing import partition_for
 from infra.policies.manifest import decode_manifest
 from infra.store.memory import MemoryStore
 from infra.store.store import Store

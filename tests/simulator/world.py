@@ -12,8 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NoReturn
 
-from infra.ledger.account import Account, Ledger
-from infra.ledger.audit import ORDER
+from infra.ledger.account import ORDER, Account, Ledger
 from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.store.memory import MemoryStore

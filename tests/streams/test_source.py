@@ -14,9 +14,8 @@ import pytest
 
 from infra.chain.processor import feedback
 from infra.log.bus import CommitRefused, Headers, Partition
-from infra.log.log import Log
+from infra.log.log import Log, record_key
 from infra.log.memory import MemoryBus
-from infra.log.placing import key_of
 from infra.observe.metrics import Metrics
 from infra.settings.config import decode
 from infra.store.memory import MemoryStore
@@ -299,7 +298,7 @@ async def read(
     await log.create_topics(partitions=2, keep_ms=3_600_000)
     for record in records:
         headers = (*kafka_headers(record), *more_headers)
-        await log.bus.send(log.name(FEEDBACK), encode(record), key=key_of(FEEDBACK, record), headers=headers)
+        await log.bus.send(log.name(FEEDBACK), encode(record), key=record_key(FEEDBACK, record), headers=headers)
     by_path = {source.webhook: source for source in sources}
     reader = await log.subscribed(FEEDBACK, group=GROUP)
     seen: OrderedDict[str, None] = OrderedDict()

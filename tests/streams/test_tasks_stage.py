@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.chain.chain import Context, make_step, new_memories
+from infra.chain.chain import Context, TaskOutcome, make_step, new_memories, run_task_chain
 from infra.chain.processor import Drop, processor, score
-from infra.chain.task_chain import TaskOutcome, run_task_chain
 from infra.log.bus import Record
 from infra.log.log import Log, LogMessage
 from infra.log.memory import MemoryBus

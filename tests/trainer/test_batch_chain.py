@@ -12,7 +12,7 @@ from infra.chain.processor import Drop, processor
 from infra.store.directory import DirectoryStore
 from schemas import Batch, Experience, Span, decode, encode
 from schemas.errors import ConfigError
-from schemas.parts import Stretch
+from schemas.fields import Stretch
 from tests.role import role_of
 from tests.trainer.memory_run import CONFIG, FLOOR, KillingBus, ends, filled_log, journal
 from tests.trainer.trainer_samples import make_item

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.log.bus import Partition
-from infra.log.log import Log
-from infra.log.lookup import MAX_HOLE, runs
+from infra.log.log import MAX_HOLE, Log, runs
 from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
 from schemas import Block, decode, encode, topics

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.ledger.audit import audit
+from infra.ledger.account import audit
 from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus

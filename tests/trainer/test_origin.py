@@ -23,7 +23,7 @@ NO_BIT_CHANGES: dict[str, Edit] = {
     "a docstring of a module": ("infra/model/vision.py", '"""', '"""Said anew. '),
     "the trainer's report": ("trainer/loop/report.py", "PERIOD_S = 1.0", "PERIOD_S = 2.0"),
     "a screen": ("infra/cli/exit_codes.py", "FAILED = 1", "FAILED = 9"),
-    "a field of a report": ("schemas/reports.py", 'reason: str = ""', 'reason: str = ""\n    mood: str = ""'),
+    "a field of a report": ("schemas/records.py", 'reason: str = ""', 'reason: str = ""\n    mood: str = ""'),
     "another lane's loss": (
         "trainer/losses/losses.py",
         "LossOutput(gradient_term",
@@ -36,9 +36,9 @@ NO_BIT_CHANGES: dict[str, Edit] = {
 BITS_MAY_CHANGE: dict[str, Edit] = {
     "how pictures are prepared": ("infra/model/vision.py", "def prepare(self", "def prepare(self, more"),
     "how pictures are decoded": ("infra/store/images.py", "MAX_PIXELS = ", "MAX_PIXELS = 1 + "),
-    "how tokens are read": ("schemas/bulk/bulk.py", "np.uint32", "np.uint64"),
-    "how sections are cut": ("schemas/bulk/sections.py", "WIDTHS", "WIDE"),
-    "what a member of a block is": ("schemas/parts.py", "ratio: bool = True", "ratio: bool = False"),
+    "how tokens are read": ("schemas/bulk.py", "np.uint32", "np.uint64"),
+    "how sections are cut": ("schemas/bulk.py", "WIDTHS", "WIDE"),
+    "what a member of a block is": ("schemas/fields.py", "ratio: bool = True", "ratio: bool = False"),
     "the teacher's logprobs": ("schemas/wire/teacher.py", "WIDTH", "WIDE"),
     "how items are packed": ("trainer/batch/batch.py", "ATTENTION_TOKENS = ", "ATTENTION_TOKENS = 1 + "),
     "the learning rate": (

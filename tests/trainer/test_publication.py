@@ -11,9 +11,8 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.policies.beginning import LOOK, newest_summary, read_on
 from infra.policies.fetch import PolicyFetcher
-from infra.policies.fold import PoliciesFold
+from infra.policies.fold import PoliciesFold, published
 from infra.policies.share import HashedTensors
-from infra.policies.summary import published
 from infra.policies.tensors import Tensor
 from infra.store.memory import MemoryStore
 from schemas import Directive, PolicyEvent, topics

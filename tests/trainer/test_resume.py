@@ -14,7 +14,7 @@ from infra.log.bus import Record
 from infra.log.log import Log
 from infra.log.memory import MemoryBus, MemoryReader
 from infra.policies.fetch import PolicyFetcher
-from infra.policies.policy_feed import PolicyFeed
+from infra.policies.fold import PolicyFeed
 from infra.policies.tensors import Tensor
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore

@@ -15,9 +15,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from infra.chain.chain import Step
+from infra.chain.chain import Step, run_whole
 from infra.chain.insert import ProcessorConfig, with_processors
-from infra.chain.whole import run_whole
 from infra.settings.config import Pacing
 from schemas import Batch, BatchItem, Block, Experience
 from schemas.errors import BadFrame

@@ -16,7 +16,7 @@ import numpy as np
 from infra.log.blobs import is_claim
 from infra.log.log import Log, LogMessage
 from schemas import Block, Lane, decode, encode, topics
-from schemas.bulk.sections import FindSeal
+from schemas.bulk import FindSeal
 from schemas.errors import BadFrame, OffsetOutOfRange
 from schemas.experience import MAX_TOKENS, WITHDRAWN, is_withdrawal, pair_fault, pair_side
 from trainer.buffer.draw import Awaited

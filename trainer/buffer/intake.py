@@ -16,8 +16,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
-from infra.log.log import Log, LogMessage
-from infra.log.reports import lately
+from infra.log.log import Log, LogMessage, lately
 from infra.observe.metrics import Metrics
 from infra.policies.beginning import read_on
 from infra.policies.fold import PoliciesFold

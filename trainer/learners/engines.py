@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from infra.model.parts import FolderParts, hollow_model, put
-from infra.policies.adapter import Adapter
+from infra.policies.policy import Adapter
 from infra.policies.tensors import Tensor, from_torch, to_torch
 from infra.roles.memory import give_back_large_blocks
 from schemas.errors import ConfigError

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from infra.model.adapter import REFERENCE, adapter_parameters, computing_with, find_adapter, put_adapter
 from infra.model.model import load_model
 from infra.model.vision import load_vision, model_inputs, probe_inputs
-from infra.policies.adapter import Adapter
+from infra.policies.policy import Adapter
 from schemas.errors import ConfigError
 from schemas.fields import Lane
 from trainer.batch.batch import Microbatch

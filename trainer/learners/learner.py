@@ -12,8 +12,7 @@ from typing import Literal, Protocol, runtime_checkable
 import msgspec
 import numpy as np
 
-from infra.policies.adapter import Adapter
-from infra.policies.policy import Probe
+from infra.policies.policy import Adapter, Probe
 from infra.policies.share import HashedTensors, VersionTensors
 from infra.policies.tensors import Tensor
 from infra.settings.plugin import load

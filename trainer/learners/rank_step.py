@@ -11,9 +11,8 @@ import torch
 
 from infra.model.names import published
 from infra.policies.share import HashedTensors, VersionTensors
-from infra.policies.tensors import CopiedTensors
+from infra.policies.tensors import CopiedTensors, Rooms
 from infra.roles.memory import give_back_freed
-from infra.store.rooms import Rooms
 from schemas.fields import Lane
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.config import TrainerConfig

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from infra.policies.adapter import Adapter
-from infra.policies.policy import Probe
+from infra.policies.policy import Adapter, Probe
 from infra.policies.tensors import Tensor
 from trainer.batch.batch import PackedBatch
 from trainer.config import TrainerConfig

@@ -16,8 +16,7 @@ import torch
 from infra.model.model import model_tensors
 from infra.model.names import published
 from infra.policies.policy import Probe
-from infra.policies.tensors import Tensor, from_torch, to_torch
-from infra.store.rooms import Rooms
+from infra.policies.tensors import Rooms, Tensor, from_torch, to_torch
 from trainer.batch.batch import PackedBatch
 from trainer.config import TrainerConfig
 from trainer.learners.card.tensors import CardCopies, CardTensors

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 
 from infra.log.log import Log
-from infra.policies.adapter import Adapter, described
 from infra.policies.fetch import PolicyFetcher
-from infra.policies.summary import published
+from infra.policies.fold import published
+from infra.policies.policy import Adapter, described
 from infra.policies.tensors import Tensor
 from infra.store.store import Store
 from schemas import PolicyEvent, topics

@@ -15,11 +15,10 @@ import msgspec
 
 from infra.log.bus import Partition
 from infra.log.log import Log
-from infra.policies.adapter import Adapter
 from infra.policies.beginning import folded, read_on, write_summary
 from infra.policies.fold import PoliciesFold
 from infra.policies.manifest import decode_manifest, first_difference
-from infra.policies.policy import Probe
+from infra.policies.policy import Adapter, Probe
 from infra.policies.prune import prune as prune_weights
 from infra.policies.prune import remove_unfinished
 from infra.policies.publish import NewVersion
@@ -146,7 +145,7 @@ class WeightPublisher:
             self._kept = await folded(self._log, stop=stop)
         else:
             await read_on(self._log, self._kept, stop=stop)
-        found = self._kept.of(self._policy).published()
+        found = self._kept.of(self._policy).published
         return max((version for version, event in found.items() if event.event == "published"), default=-1)
 
     def prune(self, oldest: int) -> int:

@@ -14,8 +14,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from infra.log.log import Log, LogMessage
-from infra.log.lookup import runs
+from infra.log.log import Log, LogMessage, runs
 from infra.policies.tensors import Tensor, to_numpy
 from infra.store.seal import FORGOTTEN
 from infra.store.store import Store

@@ -14,8 +14,7 @@ from functools import partial
 
 from infra.log.log import Log
 from infra.policies.beginning import newest_summary, reading
-from infra.policies.fold import PoliciesFold
-from infra.policies.summary import published
+from infra.policies.fold import PoliciesFold, published
 from infra.roles.role import Role
 from infra.store.seal import FORGOTTEN
 from infra.store.store import Store

@@ -57,9 +57,8 @@ from actors.engines.vllm.settings import (
 from infra.model.adapter import adapter_shapes, find_adapter, write_adapter_folder
 from infra.model.model import folder_tensors, load_model, meta_model, model_folder, model_tensors
 from infra.model.vision import load_vision
-from infra.policies.adapter import Adapter, described
 from infra.policies.manifest import sha256_hex, tensor_entries
-from infra.policies.policy import Policy, Probe
+from infra.policies.policy import Adapter, Policy, Probe, described
 from infra.policies.tensors import Tensor
 from infra.policies.version_files import FileTensors, Put, VersionFiles
 from infra.store.images import Pixels

@@ -23,7 +23,7 @@ import msgspec
 from actors.engines.engine import EngineStopped
 from actors.engines.vllm.adapters import MIN_SLOTS
 from infra.model.vision import Vision, probe_picture
-from infra.policies.adapter import Adapter
+from infra.policies.policy import Adapter
 from schemas.errors import ConfigError
 
 SLOTS = 4  # versions of an adapter that live at once

@@ -16,8 +16,7 @@ from actors.gateway.access.keys import TRAINS, ApiKey, KeyBook, Refused, Scope, 
 from actors.gateway.errors import ApiError
 from infra.newest import Newest
 from infra.observe.metrics import Metrics
-from schemas.ids import group_of, session_of
-from schemas.names import belongs_to, session_consent
+from schemas.ids import belongs_to, group_of, session_consent, session_of
 
 BEARER = "bearer "
 MINUTE_S = 60.0

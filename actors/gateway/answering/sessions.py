@@ -19,7 +19,7 @@ from actors.rollout.parts import OTHER, TEMPLATE_DIFFERS
 from infra.model.model import Tokenizer
 from infra.newest import Newest
 from schemas import Message
-from schemas.parts import HISTORY_REWRITTEN
+from schemas.fields import HISTORY_REWRITTEN
 
 TOKENS = "I"  # the type code of an array of them: 4 bytes each
 BRANCHED = "goes on from an earlier turn"

@@ -32,8 +32,7 @@ from infra.newest import Newest
 from infra.observe.metrics import Metrics
 from infra.store.seal import MAX_SESSIONS, Keys, seal_event, seal_text
 from schemas import Control, Received
-from schemas.ids import ANSWER_PREFIX, sessions_in
-from schemas.names import belongs_to, fallback_rater, pseudonym, session_consent
+from schemas.ids import ANSWER_PREFIX, belongs_to, fallback_rater, pseudonym, session_consent, sessions_in
 from schemas.topics import FEEDBACK
 
 PATH = "/v1/feedback"

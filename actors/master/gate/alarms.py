@@ -6,7 +6,7 @@ from actors.config import CanaryConfig
 from actors.master.evaluation import wilson
 from actors.master.gate.counts import Comparison
 from actors.master.gate.trial import CLUMPED, SOLE_TENANT, Strata, clumping
-from infra.policies.channel import Stable
+from infra.policies.fold import Stable
 
 MANY = 200  # ratings, or people, of which something can be said
 CROWDED = 5.0  # ratings of one person, on average, above which there are few people

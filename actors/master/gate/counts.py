@@ -18,8 +18,7 @@ import msgspec
 from actors.config import PeopleConfig
 from infra.settings.config import duration_s
 from schemas import Closure, Progress, Rating
-from schemas.ids import session_of
-from schemas.names import is_person, tenant_in
+from schemas.ids import is_person, session_of, tenant_in
 
 MAX_ANSWERS = 100_000
 MAX_PEOPLE = 100_000

@@ -16,7 +16,7 @@ from actors.master.gate.counts import Counts
 from actors.master.gate.replies import Replies
 from actors.master.gate.suites import drop, total_drop
 from actors.master.gate.trial import MEASURES, Evidence, Strata, ending, evidence, power, strata
-from infra.policies.channel import MASTERS, Stable, fenced, is_overtaken, moved
+from infra.policies.fold import MASTERS, Stable, fenced, is_overtaken, moved
 from infra.settings.config import duration_s
 from schemas import Closure, Directive, EvalResult, Experience, PolicyEvent, Progress
 from schemas.fields import Channel, Numbers, PolicyEventKind

@@ -7,7 +7,7 @@ import msgspec
 from infra.cli.connect import broker_address, kafka_folder, main_store, quieten_client
 from infra.cli.plan.model import configured_adapter
 from infra.cli.settings import Settings
-from infra.local.address import read_address
+from infra.local.broker import read_address
 from infra.log.access import kafka_access
 from infra.log.log import Log
 from infra.log.memory import MemoryBus

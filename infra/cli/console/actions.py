@@ -17,7 +17,7 @@ from infra.cli.console.access import Viewer
 from infra.cli.console.letters import opened_letter
 from infra.cli.console.pages import Console, answer_values, letter_name, letter_place, letter_values
 from infra.cli.govern.channel import check_move, versions_and_stable
-from infra.policies.channel import MASTERS
+from infra.policies.fold import MASTERS
 from schemas import Directive, PolicyEvent, topics
 from schemas.errors import BadFrame, ConfigError, Sealed
 from schemas.fields import Channel, DirectiveKind, PolicyEventKind

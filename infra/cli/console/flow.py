@@ -13,7 +13,7 @@ from infra.cli.look.status import grown_line
 from infra.cli.look.status_screen import State
 from infra.observe.alarms import anchor, parse_alarm
 from infra.observe.measures import MEASURES
-from infra.policies.channel import Stable
+from infra.policies.fold import Stable
 
 MISSING = "missing"
 WAITS = 0.4  # share of a minute above which a wait is worth a word

@@ -33,7 +33,7 @@ from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_pol
 from infra.log.follower import Follower
 from infra.log.log import Log, LogMessage
 from infra.observe.alarms import MAX_LAG
-from infra.policies.channel import Stable
+from infra.policies.fold import Stable
 from schemas import DeadLetter, PolicyEvent, topics
 from schemas.errors import BadFrame, BrokerUnavailable, HeadraceError, NotInLog, StoreError
 from schemas.topics import Topic

@@ -13,8 +13,7 @@ from infra.cli.look.reader import READS, Group
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen
 from infra.log.bus import CommitRefused, Partition
-from infra.log.log import Log
-from infra.log.lookup import letter_at
+from infra.log.log import Log, letter_at
 from schemas import topics
 from schemas.errors import ConfigError
 

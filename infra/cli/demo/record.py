@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from infra.log.follower import Follower
 from infra.log.log import Log, LogMessage
-from infra.policies.channel import Stable, fenced, moved
+from infra.policies.fold import Stable, fenced, moved
 from schemas import Directive, EvalResult, PolicyEvent, Progress, topics
 
 READ = (topics.REPORTS, topics.POLICIES, topics.EVALS)

@@ -17,7 +17,7 @@ from infra.cli.demo.settings import DemoOptions, task_of
 from infra.cli.demo.traffic import USERS_FILE
 from infra.cli.demo.users import Seen
 from infra.cli.settings import Settings
-from infra.ledger.audit import audit
+from infra.ledger.account import audit
 from infra.local.supervisor import ChildState
 from infra.log.log import Log
 from schemas import Batch, Block, topics

@@ -13,7 +13,7 @@ from infra.cli.demo.tasks import ADD, ADD_WARMUP
 from infra.cli.exit_codes import CONFIG_ERROR
 from infra.cli.run.up import child_environment
 from infra.cli.settings import Settings
-from infra.local.address import choose_address
+from infra.local.broker import choose_address
 from infra.local.supervisor import Child
 
 TENANT = "demo"

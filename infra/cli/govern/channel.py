@@ -15,7 +15,7 @@ from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen, clock
 from infra.log.log import Log
 from infra.policies.beginning import folded
-from infra.policies.channel import Stable, moved
+from infra.policies.fold import Stable, moved
 from schemas import Directive, PolicyEvent, topics
 from schemas.errors import ConfigError
 from schemas.fields import Channel, DirectiveKind, Numbers, PolicyEventKind
@@ -120,7 +120,7 @@ async def versions_and_stable(log: Log, policy: str, version: int) -> tuple[Coll
     """
     known = (await folded(log)).of(policy)
     if version < 0 or version >= known.known_from:
-        return [version for version, event in known.published().items() if event.event == "published"], known.stable
+        return [version for version, event in known.published.items() if event.event == "published"], known.stable
     words = await words_about(log, policy, version)
     return servable(words.events), words.stable
 

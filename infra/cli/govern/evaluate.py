@@ -70,7 +70,7 @@ async def request(log: Log, policy: str, suite: str, version: int | None) -> int
     An engine cannot go back, so what explorers left behind could only be missed. What is in the log already is not asked
     for again.
     """
-    newest = max((await folded(log)).of(policy).published(), default=0)
+    newest = max((await folded(log)).of(policy).published, default=0)
     wanted = newest if version is None else version
     done = [message.value async for message in log.read_all(EVALS)]
     if any(isinstance(record, EvalResult) and is_answer(record, policy, suite, wanted) for record in done):

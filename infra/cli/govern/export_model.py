@@ -26,13 +26,11 @@ from infra.ledger.archive import MODEL_SUFFIXES
 from infra.log.log import Log
 from infra.model.adapter import base_hash, merged_model, write_adapter_folder
 from infra.model.model import DTYPE_NAMES, model_tensors
-from infra.policies.adapter import Adapter
 from infra.policies.beginning import newest_summary
 from infra.policies.fetch import PolicyFetcher
-from infra.policies.policy import Policy
-from infra.policies.policy_feed import PolicyFeed
+from infra.policies.fold import PolicyFeed, Summary
+from infra.policies.policy import Adapter, Policy
 from infra.policies.share import SHARD_BYTES, split_runs
-from infra.policies.summary import Summary
 from infra.policies.tensors import Tensor, write_tensors
 from infra.store.store import Store
 from schemas import Directive, PolicyEvent, topics

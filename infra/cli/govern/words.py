@@ -5,8 +5,7 @@ from contextlib import aclosing
 from infra.log.follower import Follower
 from infra.log.log import Log, LogMessage
 from infra.policies.beginning import LOOK, newest_summary
-from infra.policies.channel import Stable, fenced, moved
-from infra.policies.summary import LeaseFence, Summary
+from infra.policies.fold import LeaseFence, Stable, Summary, fenced, moved
 from schemas import Directive, PolicyEvent, topics
 
 RECENT = 8 * LOOK  # records that a look back shows at least

@@ -10,9 +10,7 @@ from rich.table import Table
 from infra.cli.connect import connected, reading
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen, printable_json
-from infra.ledger.account import Account
-from infra.ledger.audit import audit
-from infra.ledger.drain import Draining, drain, go_on
+from infra.ledger.account import Account, Draining, audit, drain, go_on
 from infra.settings.config import duration_s
 
 SHOWN_IDS = 5

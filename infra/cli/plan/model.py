@@ -20,8 +20,8 @@ from infra.cli.settings import Settings
 from infra.model.adapter import named_adapter
 from infra.model.model import gpu_bytes
 from infra.model.size import ModelSize, model_size
-from infra.policies.adapter import Adapter
 from infra.policies.chain import NUM_SLICES
+from infra.policies.policy import Adapter
 from infra.settings.config import Use, duration_s
 from schemas.errors import ConfigError
 

@@ -11,9 +11,8 @@ from rich.markup import escape
 from infra.cli.connect import app_store, broker_address, reading
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen, printable
-from infra.ledger.backup import committed_offsets, copy_all, open_backup
+from infra.ledger.backup import committed_offsets, copy_all, open_backup, put_keys, restore
 from infra.ledger.bundle import Bundle, StoreWriter, Tell, describe, require_unfinished
-from infra.ledger.restore import put_keys, restore
 from infra.log.access import kafka_access
 from infra.log.placing import PlacingConnection
 from infra.settings.config import duration_s

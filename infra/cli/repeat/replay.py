@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from infra.cli.repeat.source import ReplaySource, opened
 from infra.cli.terminal import Screen, printable_json
 from infra.ledger.archive import MAX_BYTES
-from infra.log.lookup import runs
+from infra.log.log import runs
 from infra.observe.metrics import Metrics
 from infra.settings.plugin import add_plugin_folders
 from infra.store.seal import FORGOTTEN

@@ -15,9 +15,8 @@ from infra.cli.connect import connected, reading
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen, printable_json
 from infra.settings.config import Table as Tables
-from infra.settings.config import decode
+from infra.settings.config import decode, read_toml
 from infra.settings.plugin import add_plugin_folders
-from infra.settings.toml import read_toml
 from schemas.errors import ConfigError
 
 if TYPE_CHECKING:

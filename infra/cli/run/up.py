@@ -17,7 +17,7 @@ from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT, INTERRUPTED, STOPPED,
 from infra.cli.run.roles import CODE_VARIABLE, metrics_address
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen, printable
-from infra.local.folder_lock import lock_folder
+from infra.files import lock_folder
 from infra.local.supervisor import ALARM_AFTER, Child, ChildEvent, ChildState, Supervisor
 from infra.observe.metrics import LISTEN_VARIABLE
 from infra.roles.process import unless

@@ -11,7 +11,7 @@ HOMES: dict[str, dict[str, str]] = {
     "records": {
         "Experience": "schemas.experience",
         **dict.fromkeys(("Feedback", "Image", "Message", "Task"), "schemas.records"),
-        **dict.fromkeys(("Score", "Span"), "schemas.parts"),
+        **dict.fromkeys(("Score", "Span"), "schemas.fields"),
     },
     "processors, scores and feedback sources": {
         **dict.fromkeys(("Drop", "Memory", "Verdict", "feedback", "processor", "score"), "infra.chain.processor"),

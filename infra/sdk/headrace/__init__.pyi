@@ -36,9 +36,9 @@ from schemas.errors import NotInStore as NotInStore
 from schemas.errors import PolicyRefused as PolicyRefused
 from schemas.errors import StoreError as StoreError
 from schemas.experience import Experience as Experience
+from schemas.fields import Score as Score
+from schemas.fields import Span as Span
 from schemas.ids import synthetic_group as synthetic_group
-from schemas.parts import Score as Score
-from schemas.parts import Span as Span
 from schemas.records import Feedback as Feedback
 from schemas.records import Image as Image
 from schemas.records import Message as Message

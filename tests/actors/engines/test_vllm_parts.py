@@ -33,7 +33,7 @@ from actors.engines.vllm.settings import (
     give_cache,
 )
 from infra.model.vision import load_vision
-from infra.policies.adapter import Adapter
+from infra.policies.policy import Adapter
 from infra.policies.tensors import Tensor, from_numpy
 from infra.store.images import decode_image
 from schemas import Span

@@ -25,8 +25,7 @@ from infra.store.seal import app_secret
 from infra.store.store import Store
 from schemas import Block, Experience, Received
 from schemas.errors import BrokerUnavailable
-from schemas.ids import answer_id, experience_id, request_group
-from schemas.names import keyed_session
+from schemas.ids import answer_id, experience_id, keyed_session, request_group
 from schemas.topics import EXPERIENCES, FEEDBACK
 from tests.actors.rig import until
 from tests.names import secret_store

@@ -19,8 +19,7 @@ from actors.gateway.recording.feedback_intake import check_signature, nth_answer
 from infra.store.memory import MemoryStore
 from infra.store.seal import FOLDER, Keys, open_event, open_text
 from schemas.errors import StoreError
-from schemas.ids import group_of, session_of
-from schemas.names import belongs_to
+from schemas.ids import belongs_to, group_of, session_of
 from tests.actors.gateway.gateway_rig import AwayBus, engine, says, serving
 from tests.actors.rig import until
 from tests.names import SECRET, session_name

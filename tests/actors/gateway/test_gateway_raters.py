@@ -13,7 +13,7 @@ from infra.store.memory import MemoryStore
 from infra.store.seal import FOLDER, SECRET
 from schemas import Received
 from schemas.errors import StoreError
-from schemas.names import keyed_session, keyed_subject
+from schemas.ids import keyed_session, keyed_subject
 from tests.actors.gateway.gateway_rig import RunningGateway, serving
 from tests.actors.gateway.test_gateway_privacy import stored
 

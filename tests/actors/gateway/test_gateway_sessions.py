@@ -11,7 +11,7 @@ from gateway_rig import engine, serving
 from actors.gateway.answering.sessions import BRANCHED, MAX_ENDS
 from actors.rollout.parts import OTHER
 from schemas import Experience
-from schemas.parts import HISTORY_REWRITTEN
+from schemas.fields import HISTORY_REWRITTEN
 
 SESSION = {"x-session-id": "s"}
 Conversation = list[dict[str, Any]]

@@ -13,7 +13,7 @@ from actors.gateway.recording.tallies import MAX_CLIENTS, MAX_SEEN, MAX_VERSIONS
 from infra.log.memory import MemoryBus
 from infra.observe.release import full_release
 from schemas import Answered, Client, Progress
-from schemas.names import TAG_LETTERS
+from schemas.ids import TAG_LETTERS
 from schemas.topics import REPORTS
 from tests.actors.gateway.gateway_rig import engine, serving
 

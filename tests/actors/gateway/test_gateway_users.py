@@ -14,7 +14,7 @@ from infra.store.memory import MemoryStore
 from infra.store.seal import Keys, sealed
 from schemas import Block, decode, encode
 from schemas.errors import StoreError
-from schemas.names import keyed_subject
+from schemas.ids import keyed_subject
 from schemas.topics import EXPERIENCES
 from tests.actors.gateway.gateway_rig import RunningGateway, engine, says, serving
 from tests.actors.rig import until

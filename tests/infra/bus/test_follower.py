@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from infra.log.bus import Partition, Reader, Record
 from infra.log.follower import Follower
-from infra.log.kafka import KafkaBus
-from infra.log.kafka_reader import KafkaReader
+from infra.log.kafka import KafkaBus, KafkaReader
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from schemas import topics

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.log.bus import Partition, Reader
-from infra.log.log import Log, LogMessage
+from infra.log.bus import Partition, Reader, murmur2, partition_for
+from infra.log.log import Log, LogMessage, record_key
 from infra.log.memory import MemoryBus
-from infra.log.placing import key_of, murmur2, partition_for
 from infra.store.directory import DirectoryStore
 from infra.store.store import Store
 from schemas import (
@@ -113,7 +112,7 @@ KEYS: list[tuple[Topic, Control | Block, bytes]] = [
 @pytest.mark.parametrize(("topic", "record", "key"), KEYS)
 def test_the_key_comes_from_the_record(topic: Topic, record: Control | Block, key: bytes) -> None:
     expected = key or GROUP.encode()
-    assert key_of(topic, record) == expected
+    assert record_key(topic, record) == expected
 
     async def check(log: Log) -> None:
         position = await log.publish(topic, record)

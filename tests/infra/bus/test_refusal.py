@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from infra.log.access import Access, TokenFailed, TokenProvider, kafka_access
-from infra.log.refusal import KEPT_S, Refusals, refusal
+from infra.log.access import Access, TokenFailed, TokenProvider, kafka_access, refusal
+from infra.log.kafka import KafkaBus
 from infra.settings.config import Floor, Kafka
 from schemas.errors import ConfigError
 
@@ -34,23 +34,16 @@ async def silent(connections: list[object]) -> asyncio.Server:
     return await asyncio.start_server(take, "127.0.0.1", 0)
 
 
-def test_a_thousand_sends_that_fail_at_once_ask_one_question_and_its_answer_is_kept_for_a_while() -> None:
+def test_callers_at_once_ask_the_brokers_one_question_and_share_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     connections: list[object] = []
-    now_s = [0.0]
+    monkeypatch.setattr("infra.log.kafka.ASK_S", 0.2)
 
     async def main() -> None:
         async with await silent(connections) as server:
             port = server.sockets[0].getsockname()[1]
-            access = Access(protocol="SASL_PLAINTEXT", username="u", password="p")
-            refusals = Refusals(f"127.0.0.1:{port}", access, ask_s=0.2, clock=lambda: now_s[0])
-            assert await asyncio.gather(*(refusals.lately() for _ in range(1024))) == [None] * 1024
+            bus = KafkaBus(f"127.0.0.1:{port}", access=Access(protocol="SASL_PLAINTEXT", username="u", password="p"))
+            assert await asyncio.gather(*(bus.why_refused() for _ in range(1024))) == [None] * 1024
             assert len(connections) == 1
-            now_s[0] = KEPT_S - 1
-            await refusals.lately()
-            assert len(connections) == 1
-            now_s[0] = KEPT_S
-            await refusals.lately()
-            assert len(connections) == 2
 
     asyncio.run(main())
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from infra.cli.check.connect import consumer_groups, object_fault, store_tried
 from infra.cli.main import app
 from infra.cli.settings import load_settings
-from infra.local.address import HOST, BrokerPorts, choose_address
+from infra.local.broker import HOST, BrokerPorts, choose_address
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.policies.tensors import Tensor

@@ -35,7 +35,7 @@ from infra.cli.terminal import clock
 from infra.ledger.index import LogIndex
 from infra.log.log import Log
 from infra.log.memory import MemoryBus, wall_ms
-from infra.policies.channel import Stable
+from infra.policies.fold import Stable
 from infra.store.memory import MemoryStore
 from schemas import Block, DropMarker, PolicyEvent, Progress, topics
 from schemas.errors import ConfigError

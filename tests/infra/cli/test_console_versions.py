@@ -17,7 +17,7 @@ from infra.cli.govern.channel import ChannelDecision
 from infra.cli.terminal import printable
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from infra.policies.channel import Stable
+from infra.policies.fold import Stable
 from infra.store.memory import MemoryStore
 from infra.store.seal import seal_text
 from schemas import Batch, BatchItem, Block, EvalResult, Feedback, PolicyEvent, topics

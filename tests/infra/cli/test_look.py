@@ -44,9 +44,8 @@ from schemas import (
     topics,
 )
 from schemas.errors import BadFrame
-from schemas.fields import Lane
+from schemas.fields import Lane, Span
 from schemas.ids import experience_id
-from schemas.parts import Span
 from schemas.topics import BATCHES, BUFFER, EXPERIENCES, POLICIES, PROGRESS, VERIFIED, Topic
 from tests.infra.ledger.ledger_records import RUN, batch, closure
 from tests.schemas.record_samples import CONTROL_KINDS, blocks, controls, example_of, group_block

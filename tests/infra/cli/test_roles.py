@@ -29,7 +29,7 @@ from infra.settings.config import Use
 from infra.store.directory import DirectoryStore
 from infra.store.seal import Keys, app_secret
 from schemas.errors import ConfigError
-from schemas.names import keyed_subject
+from schemas.ids import keyed_subject
 from streams.config import FeedbackConfig, From, StreamsConfig
 from trainer.config import LoraConfig, TrainerConfig
 

@@ -22,7 +22,7 @@ from infra.cli.run.stay_down import VARIABLE
 from infra.cli.run.up import ROLES, broker_child, failed_roles, role_child, roles_to_start, teller
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen
-from infra.local.folder_lock import lock_folder
+from infra.files import lock_folder
 from infra.local.supervisor import Child, ChildEvent, Supervisor
 from infra.observe.metrics import LISTEN_VARIABLE
 

@@ -19,8 +19,8 @@ from actors.tasksets.guess import HIGH, guess
 from infra.cli.demo.char_model import VOCABULARY_SIZE, build_char_model
 from infra.cli.demo.settings import TASKS, DemoOptions, demo_toml
 from infra.model.model import load_tokenizer
+from infra.settings.config import read_toml
 from infra.settings.plugin import load
-from infra.settings.toml import read_toml
 from schemas import Experience, Score, Task
 from tests.frameworks import frameworks_or_skip
 

@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.ledger.account import Ledger
-from infra.ledger.audit import audit
-from infra.ledger.drain import Draining, drain, go_on
+from infra.ledger.account import Draining, Ledger, audit, drain, go_on
 from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus

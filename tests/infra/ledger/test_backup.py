@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from infra.ledger.backup import copy_all, open_backup
+from infra.ledger.backup import MARK, begin, copy_all, open_backup, placed, put_keys
 from infra.ledger.bundle import (
     Bundle,
     PartitionRange,
@@ -17,7 +17,6 @@ from infra.ledger.bundle import (
     recorded,
     require_unfinished,
 )
-from infra.ledger.restore import MARK, begin, placed, put_keys
 from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.ledger.audit import audit
+from infra.ledger.account import audit
 from infra.ledger.index import (
     FILE,
     MAX_TASKS,

@@ -8,7 +8,7 @@ import pytest
 
 from actors.master.plan import ATTEMPTS_PER_LEASE, Plan
 from actors.rollout.scheduler import require_issued
-from infra.ledger.drain import drain
+from infra.ledger.account import drain
 from infra.log.bus import Partition, Reader, Record
 from infra.log.log import Log
 from infra.log.memory import MemoryBus

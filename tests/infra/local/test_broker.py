@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.local.address import read_address
-from infra.local.broker import EmbeddedKafka
+from infra.local.broker import EmbeddedKafka, read_address
 from infra.local.jars import Jar, class_path, read_lock
 from infra.log.access import Access, embedded_access
 from infra.log.kafka import KafkaBus, answers

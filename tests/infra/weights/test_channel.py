@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from infra.policies.channel import MASTERS, Stable, fenced, is_overtaken, moved
-from infra.policies.policy_feed import PolicyFeed
+from infra.policies.fold import MASTERS, PolicyFeed, Stable, fenced, is_overtaken, moved
 from schemas import Directive, PolicyEvent
 from schemas.fields import DirectiveKind, PolicyEventKind
 

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.policies.adapter import Adapter
 from infra.policies.chain import NUM_SLICES, names_of_slice, read_manifest
 from infra.policies.delta import encode_tensor
 from infra.policies.fetch import PolicyFetcher
-from infra.policies.policy import Probe
+from infra.policies.policy import Adapter, Probe
 from infra.policies.publish import NewVersion, publish, publish_shares
 from infra.policies.share import HashedTensors, Share
 from infra.policies.tensors import Tensor, from_numpy, from_torch_all

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from infra.policies.tensors import (
     CHUNK_VALUES,
     ITEM_BYTES,
+    Rooms,
     Tensor,
     bits,
     from_numpy,
     from_torch,
     from_torch_all,
+    in_threads,
     is_finite,
     joined,
     load_tensors,
@@ -26,8 +28,6 @@ from infra.policies.tensors import (
     to_numpy,
     to_torch,
 )
-from infra.policies.threads import in_threads
-from infra.store.rooms import Rooms
 
 
 def any_tensor(dtype: str, shape: tuple[int, ...], seed: int = 0) -> Tensor:

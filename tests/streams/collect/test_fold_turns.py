@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from schemas import Block, Control, Experience, Join, Score
+from schemas.fields import HISTORY_REWRITTEN
 from schemas.ids import partition_key, request_group
-from schemas.parts import HISTORY_REWRITTEN
 from schemas.topics import BUFFER, PROGRESS, VERIFIED
 from streams.collect.decision import Folded
 from streams.collect.feedback import USUAL_PRIOR, FeedbackRules

@@ -12,11 +12,10 @@ from infra.chain.chain import Context, make_step, run_chain
 from infra.cli.demo.char_model import build_char_model
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from infra.model.classifier import build_classifier
-from infra.model.model import model_tensors
+from infra.model.model import build_classifier, model_tensors
 from infra.observe.metrics import Metrics
-from infra.policies.adapter import Adapter
 from infra.policies.beginning import LOOK
+from infra.policies.policy import Adapter
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, from_numpy, to_numpy
 from infra.store.memory import MemoryStore

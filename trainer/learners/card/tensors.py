@@ -18,9 +18,7 @@ import torch
 from infra.policies.delta import K1_SHARE, SAMPLE_VALUES, Encoded, Move, encode_moves
 from infra.policies.manifest import TensorEntry
 from infra.policies.share import HashedTensors, VersionTensors, encode_rest
-from infra.policies.tensors import CopiedTensors, Tensor, from_torch, place_of
-from infra.policies.threads import in_threads
-from infra.store.rooms import Rooms
+from infra.policies.tensors import CopiedTensors, Rooms, Tensor, from_torch, in_threads, place_of
 from trainer.learners.card.xxh3 import Mix, hash_on_card, mix_on_host
 
 logger = logging.getLogger(__name__)
