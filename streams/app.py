@@ -69,7 +69,7 @@ async def run_worker(
     floor, log, metrics = role.floor, role.log, role.metrics
     steps: Steps = {
         "tasks": build_tasks(config),
-        "verify": build_verify(config),
+        "verify": build_verify(config, floor.model_path),
         "collect": build_collect(config, floor.model_path),
     }
     sources = build_sources(config.feedback, floor.folder, config.verify.redact)

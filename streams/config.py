@@ -215,8 +215,33 @@ class FilterConfig(Section, frozen=True):
     """Treatment of answers that were cut off."""
 
 
+class TeacherConfig(Section, frozen=True):
+    """[verify.teacher]: an OpenAI-compatible endpoint with a stronger model, which tells its log-probability of each token that
+    the policy sampled. The loss distill needs it. The endpoint must know `prompt_logprobs` (vLLM, a gateway of headrace), and
+    its model must have the policy's tokenizer. An experience that the teacher cannot judge is dropped with a reason.
+
+    Example: TeacherConfig(url="http://teacher:8000/v1", model="Qwen/Qwen3-8B")
+    """
+
+    url: str
+    """Base URL, up to and with /v1."""
+    model: str
+    """Model name at the endpoint."""
+    api_key_env: str = ""
+    """Environment variable of the stream workers with the endpoint's key. "" for no key."""
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=110, description="a number of seconds above 0, at most 110")] = (
+        60.0
+    )
+    """Seconds for one experience, with all tries and waits; later it is dropped as "teacher unavailable"."""
+    attempts: Positive = 4
+    """Maximum requests for one experience."""
+
+    def __post_init__(self) -> None:
+        checked_url(self.url)
+
+
 class VerifyConfig(Section, frozen=True):
-    """[verify]: validate, redact, dedupe, filter, then the scores.
+    """[verify]: validate, redact, dedupe, filter, then the scores, then the teacher.
 
     Example: VerifyConfig(dedupe=DedupeConfig(on=False))
     """
@@ -225,6 +250,7 @@ class VerifyConfig(Section, frozen=True):
     redact: RedactConfig = RedactConfig()
     dedupe: DedupeConfig = DedupeConfig()
     filter: FilterConfig = FilterConfig()
+    teacher: TeacherConfig | None = None
 
 
 class AdvantageConfig(Section, frozen=True):

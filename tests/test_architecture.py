@@ -70,8 +70,8 @@ MAX_FUNCTION_LINES = 60
 # Lines of Python, blank ones and docstrings included, and files. Lower a number when a folder shrinks; raise one only with the
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
-    "schemas": 2_826, "infra": 18_100, "infra/cli": 8_010, "infra/cli/console": 2_720, "infra/cli/demo": 1_730,
-    "streams": 10_185,
+    "schemas": 2_830, "infra": 18_100, "infra/cli": 8_020, "infra/cli/console": 2_720, "infra/cli/demo": 1_730,
+    "streams": 10_380,
     "actors": 18_290, "actors/master/gate": 1_000, "trainer": 12_640, "tests": 76_810, "tests/bench": 4_000,
 }  # fmt: skip
 MAX_PRODUCT_FILES, MAX_TEST_FILES = 440, 380

@@ -30,6 +30,11 @@ def teacher_logprobs(experience: Experience) -> Logprobs | None:
     return logprobs
 
 
+def is_taught(experience: Experience) -> bool:
+    """True if it has a teacher's logprobs; decodes nothing."""
+    return bool(experience.held().extra_sizes().get(SECTION))
+
+
 def with_teacher_logprobs(experience: Experience, logprobs: Sequence[float] | npt.NDArray[np.float32]) -> Experience:
     """The same experience with the teacher's logprobs of its sampled tokens. Raises ValueError for what does not fit."""
     values = np.asarray(logprobs, "<f4")

@@ -78,7 +78,7 @@ async def reprocess(
     if order.stage == "collect":
         steps = build_collect(config, floor.model_path)
     else:
-        steps = build_tasks(config) if order.stage == "tasks" else build_verify(config)
+        steps = build_tasks(config) if order.stage == "tasks" else build_verify(config, floor.model_path)
     record, run_again = STAGES[order.stage]
     with tempfile.TemporaryDirectory(prefix="headrace-reprocess-") as folder:
         table = OutcomeTable(Path(folder) / "recorded.sqlite")

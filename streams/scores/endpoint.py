@@ -1,8 +1,8 @@
-"""One question to an OpenAI-compatible endpoint: within a deadline, a budget and a number of tries.
+"""Questions to an OpenAI-compatible endpoint: within a deadline, a budget and a number of tries.
 
-Guarantees: an answer that was given is asked for once (see `streams.scores.endpoint`); the budget of a day is reserved
-before a request and settled after, so it is never passed; whatever goes wrong is a reason, never an exception or a
-number. The key comes from the environment and goes into the request's header only.
+Guarantees: a question that was answered is not asked again; the budget of a day is reserved before a request and settled
+after, so it is never passed; whatever goes wrong is a reason, never an exception or a number. The key comes from the
+environment and goes into the request's header only.
 
 The ledger of a judge, in SQLite: a bounded cache of replies by content, and the spending of each day. Guarantees: the
 oldest entries go first; a reservation is one transaction, so workers that share a file never pass the budget together; a
@@ -33,8 +33,6 @@ from schemas.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-UNAVAILABLE = "judge unavailable"
-REFUSED = "judge refused"
 UNREADABLE = "judge reply unreadable"
 OVER_BUDGET = "judge budget spent"
 MAX_REPLY_BYTES = 1024 * 1024
@@ -78,10 +76,6 @@ class EndpointConfig(Section, frozen=True):
             )
 
 
-class _Busy(Exception):
-    """A status that may pass."""
-
-
 class ModelReply(msgspec.Struct, frozen=True):
     """The result of a question.
 
@@ -91,6 +85,86 @@ class ModelReply(msgspec.Struct, frozen=True):
     reply: str | None
     reason: str = ""
     cost_usd: float = 0.0
+
+
+class _Busy(Exception):
+    """A status that may pass."""
+
+
+class Posted(msgspec.Struct, frozen=True):
+    """The result of a request. content: the body of status 200, None without one. reason: why there is none. is_charged:
+    whether the endpoint may have worked for it.
+    """
+
+    content: bytes | None
+    reason: str = ""
+    is_charged: bool = True
+
+
+class Connection:
+    """Posts requests to an endpoint, each with retries within a deadline; one event loop at a time.
+
+    who: what the endpoint is, for reasons and the log. key_env: environment variable with the key, "" for none.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        url: str,
+        model: str,
+        *,
+        key_env: str,
+        deadline_s: float,
+        attempts: int,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self._who, self._url, self._model = who, url, model
+        self._deadline_s, self._attempts = deadline_s, attempts
+        self._jitter = jitter
+        self._headers = {"Authorization": f"Bearer {_key(key_env)}"} if key_env else {}
+        self._client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
+
+    async def post(self, path: str, body: Mapping[str, Any], max_bytes: int) -> Posted:
+        """The answer to a JSON body; never raises but CancelledError."""
+
+        async def once() -> Posted:
+            try:
+                response, content = await bounded_answer(self._session(), "POST", path, max_bytes, json=body)
+            except AnswerRefused as error:
+                logger.warning("%s_reply_refused model=%s error=%s", self._who, self._model, error)
+                return Posted(None, f"{self._who} reply unreadable")
+            if response.status_code == 200:
+                return Posted(content)
+            logger.warning("%s_status model=%s status=%d", self._who, self._model, response.status_code)
+            if response.status_code not in (408, 409, 429) and response.status_code < 500:
+                return Posted(None, f"{self._who} refused", is_charged=False)
+            raise _Busy
+
+        def again(error: Exception) -> bool:
+            if isinstance(error, httpx.HTTPError):
+                logger.warning("%s_unreachable model=%s error=%s", self._who, self._model, type(error).__name__)
+            return isinstance(error, httpx.HTTPError | _Busy)
+
+        unavailable = f"{self._who} unavailable"
+        pauses = (pause_s * (0.5 + self._jitter()) for pause_s in doubling(FIRST_BACKOFF_S))
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await retry(once, islice(pauses, self._attempts - 1), again)
+        except TimeoutError:  # what was under way may be charged
+            return Posted(None, unavailable)
+        except (httpx.HTTPError, _Busy):
+            return Posted(None, unavailable, is_charged=False)
+
+    async def aclose(self) -> None:
+        if self._client is not None:
+            await self._client[1].aclose()
+
+    def _session(self) -> httpx.AsyncClient:
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._client[0] is not loop:
+            client = httpx.AsyncClient(base_url=self._url, headers=self._headers, timeout=None, verify=shared_tls())
+            self._client = (loop, client)
+        return self._client[1]
 
 
 class Endpoint:
@@ -105,10 +179,11 @@ class Endpoint:
     ) -> None:
         self.config = config
         self._now = now
-        self._jitter = jitter
-        self._headers = {"Authorization": f"Bearer {_key(config.api_key_env)}"} if config.api_key_env else {}
+        self._connection = Connection(
+            "judge", config.url, config.model,
+            key_env=config.api_key_env, deadline_s=config.deadline_s, attempts=config.attempts, jitter=jitter,
+        )  # fmt: skip
         self._ledger = JudgeLedger(config.cache or ":memory:", config.cache_entries)
-        self._client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
 
     async def ask(self, system: str, user: str, schema: Mapping[str, Any], accept: Callable[[str], bool]) -> ModelReply:
         """The model's reply to `user` under `system`, once `accept` takes it; never raises but CancelledError."""
@@ -122,7 +197,11 @@ class Endpoint:
             return ModelReply(None, OVER_BUDGET)
         spent = 0.0
         try:
-            reply, spent, reason = await self._tries(body, reserved)
+            posted = await self._connection.post("/chat/completions", body, MAX_REPLY_BYTES)
+            spent = reserved if posted.is_charged else 0.0
+            reply, reason = None, posted.reason
+            if posted.content is not None:
+                reply, spent, reason = self._read(posted.content, reserved)
         except asyncio.CancelledError:  # it may have been answered, and charged
             spent = reserved
             raise
@@ -135,8 +214,7 @@ class Endpoint:
         return ModelReply(reply, reason, spent)
 
     async def aclose(self) -> None:
-        if self._client is not None:
-            await self._client[1].aclose()
+        await self._connection.aclose()
         self._ledger.close()
 
     def _body(self, system: str, user: str, schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,38 +231,6 @@ class Endpoint:
         prices = self.config.usd_per_million_input, self.config.usd_per_million_output
         return (input_tokens * prices[0] + output_tokens * prices[1]) / 1e6
 
-    async def _tries(self, body: dict[str, Any], reserved: float) -> tuple[str | None, float, str]:
-
-        async def once() -> tuple[str | None, float, str]:
-            session = self._session()
-            try:
-                response, content = await bounded_answer(
-                    session, "POST", "/chat/completions", MAX_REPLY_BYTES, json=body
-                )
-            except AnswerRefused as error:
-                logger.warning("judge_reply_refused model=%s error=%s", self.config.model, error)
-                return None, reserved, UNREADABLE
-            if response.status_code == 200:
-                return self._read(content, reserved)
-            logger.warning("judge_status model=%s status=%d", self.config.model, response.status_code)
-            if response.status_code not in (408, 409, 429) and response.status_code < 500:
-                return None, 0.0, REFUSED
-            raise _Busy
-
-        def again(error: Exception) -> bool:
-            if isinstance(error, httpx.HTTPError):
-                logger.warning("judge_unreachable model=%s error=%s", self.config.model, type(error).__name__)
-            return isinstance(error, httpx.HTTPError | _Busy)
-
-        pauses = (pause_s * (0.5 + self._jitter()) for pause_s in doubling(FIRST_BACKOFF_S))
-        try:
-            async with asyncio.timeout(self.config.deadline_s):
-                return await retry(once, islice(pauses, self.config.attempts - 1), again)
-        except TimeoutError:  # what was under way may be charged
-            return None, reserved, UNAVAILABLE
-        except (httpx.HTTPError, _Busy):
-            return None, 0.0, UNAVAILABLE
-
     def _read(self, body: bytes, reserved: float) -> tuple[str | None, float, str]:
         try:
             found = msgspec.json.decode(body, type=ChatCompletion)
@@ -194,15 +240,6 @@ class Endpoint:
         usage = found.usage
         cost_usd = reserved if usage is None else self._cost(usage.prompt_tokens, usage.completion_tokens)
         return (content, cost_usd, "") if content else (None, cost_usd, UNREADABLE)
-
-    def _session(self) -> httpx.AsyncClient:
-        loop = asyncio.get_running_loop()
-        if self._client is None or self._client[0] is not loop:
-            client = httpx.AsyncClient(
-                base_url=self.config.url, headers=self._headers, timeout=None, verify=shared_tls()
-            )
-            self._client = (loop, client)
-        return self._client[1]
 
 
 class _CompletionMessage(msgspec.Struct):

@@ -73,6 +73,15 @@ def verify_chain(config: StreamsConfig) -> list[BuiltIn]:
     ]
 
 
+def teacher_chain(config: StreamsConfig, model: str = "") -> list[BuiltIn]:
+    """The teacher of [verify.teacher], if there is one. model: folder or name of the policy's."""
+    teacher = config.verify.teacher
+    if teacher is None:
+        return []
+    built = built_in("verify", "teacher", teacher, use="streams.processors.teacher:Teacher", policy=model)
+    return [built._replace(table=msgspec.structs.replace(built.table, timeout_s=teacher.deadline_s + 5.0))]
+
+
 def collect_chain(config: StreamsConfig, model: str = "") -> list[BuiltIn]:
     """correct, reward, synthesize, advantage, difficulty, prioritize.
 
@@ -107,11 +116,12 @@ def build_tasks(config: StreamsConfig) -> tuple[Step, ...]:
     )
 
 
-def build_verify(config: StreamsConfig) -> tuple[Step, ...]:
-    """`verify_chain`, [[processor]] without a place, [[score]]."""
+def build_verify(config: StreamsConfig, model: str = "") -> tuple[Step, ...]:
+    """`verify_chain`, [[processor]] without a place, [[score]], `teacher_chain`. model: folder or name of the policy's."""
     chain = verify_chain(config)
     scores = [_score_step(score, f"score[{index}]") for index, score in enumerate(config.score)]
-    return with_processors([*_steps(chain), *scores], config.processor, "verify", len(chain), _off(chain))
+    steps = [*_steps(chain), *scores, *_steps(teacher_chain(config, model))]
+    return with_processors(steps, config.processor, "verify", len(chain), _off(chain))
 
 
 def build_collect(config: StreamsConfig, model: str = "") -> tuple[Step, ...]:

@@ -120,6 +120,8 @@ def test_what_a_lanes_loss_cannot_learn_from_is_named_with_one_reason() -> None:
     assert unfit(every, ratio=True, pairs=True) == [
         (plain, "not a pair"), (bare, "not a pair"), (bare_pair, "no ratio")
     ]  # fmt: skip
+    taught = replace(plain, is_taught=True)
+    assert unfit((plain, taught), ratio=True, pairs=False, teacher=True) == [(plain, "no teacher")]
 
 
 def test_groups_nobody_issued_are_drawn_first_in_the_order_of_their_arrival() -> None:

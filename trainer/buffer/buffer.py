@@ -19,6 +19,7 @@ from schemas import Block, Lane, decode, encode, topics
 from schemas.bulk import FindSeal
 from schemas.errors import BadFrame, OffsetOutOfRange
 from schemas.experience import MAX_TOKENS, WITHDRAWN, is_withdrawal, pair_fault, pair_side
+from schemas.wire.teacher import is_taught
 from trainer.buffer.draw import Awaited
 from trainer.buffer.pool import Candidate, LaneRows, Pool, make_pool
 
@@ -327,4 +328,5 @@ def make_candidate(offset: int, block: Block, uses: int, digest: bytes = b"") ->
         is_pair=bool(pair_side(first)),
         key_id=first.key_id if first.is_sealed else "",
         join="" if first.join is None else first.join.name,
+        is_taught=all(is_taught(experience) for experience in block.experiences),
     )

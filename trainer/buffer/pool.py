@@ -25,7 +25,8 @@ class Candidate(msgspec.Struct, frozen=True):
     has_ratio: every span's logprob is the policy's own. digest: of its record. is_pair: the two sides of a preference pair.
     weight: multiplies its loss terms, where the draw was not fair. key_id: what it is sealed under, "" for an open block.
     retrained: see Experience. num_tokens: sampled ones. tenant, subject: whose data, "" for data without one. has_signal: not
-    all of its advantages are 0. join: name of what it is drawn together with, "" for alone.
+    all of its advantages are 0. join: name of what it is drawn together with, "" for alone. is_taught: each of its
+    sampled tokens has a logprob of a teacher.
 
     Example: Candidate(group="add-3745.2", lane="usual", offset=981, sequence=412, min_version=11, num_experiences=16)
     """
@@ -51,6 +52,7 @@ class Candidate(msgspec.Struct, frozen=True):
     has_signal: bool = True
     join: str = ""
     max_version: int = -1
+    is_taught: bool = False
 
 
 class Draw(msgspec.Struct, frozen=True):
@@ -74,15 +76,20 @@ def stale(candidates: Iterable[Candidate], version: int, max_staleness: int) -> 
     return [(candidate, "stale") for candidate, sampled_by in newest if version - sampled_by > max_staleness]
 
 
-def unfit(candidates: Iterable[Candidate], *, ratio: bool, pairs: bool) -> list[tuple[Candidate, str]]:
-    """Those a lane's loss cannot learn from, with the reason. ratio: it forms importance ratios. pairs: it compares."""
-    found = [(candidate, "not a pair") for candidate in candidates if not candidate.is_pair] if pairs else []
-    if ratio:
-        found += [
-            (candidate, "no ratio")
-            for candidate in candidates
-            if not candidate.has_ratio and (candidate.is_pair or not pairs)
-        ]
+def unfit(
+    candidates: Iterable[Candidate], *, ratio: bool, pairs: bool, teacher: bool = False
+) -> list[tuple[Candidate, str]]:
+    """Those a lane's loss cannot learn from, with the reason. ratio: it forms importance ratios. pairs: it compares. teacher:
+    it needs a teacher's logprobs.
+    """
+    found = []
+    for candidate in candidates:
+        if pairs and not candidate.is_pair:
+            found.append((candidate, "not a pair"))
+        elif ratio and not candidate.has_ratio:
+            found.append((candidate, "no ratio"))
+        elif teacher and not candidate.is_taught:
+            found.append((candidate, "no teacher"))
     return found
 
 
@@ -157,6 +164,7 @@ COLUMNS = {
     "has_ratio": np.bool_,
     "is_pair": np.bool_,
     "is_joined": np.bool_,
+    "is_taught": np.bool_,
 }
 FIRST_ROWS = 64
 
@@ -304,6 +312,7 @@ def _values(candidate: Candidate, codes: dict[Party, int]) -> tuple[float, ...]:
     return (
         candidate.offset, candidate.priority, candidate.num_experiences, candidate.num_tokens, candidate.uses, tenant, user,
         bool(candidate.tenant), bool(candidate.subject), candidate.has_ratio, candidate.is_pair, bool(candidate.join),
+        candidate.is_taught,
     )  # fmt: skip
 
 

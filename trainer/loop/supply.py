@@ -135,11 +135,12 @@ def drawn_from(
 def split_fit(supply: Supply, lane: Lane, pool: Pool) -> tuple[Pool, list[tuple[Candidate, str]]]:
     """The groups that the lane's loss can learn from, and the others with the reason."""
     objective = supply.objectives[lane]
-    ratio, pairs = objective.ratio, objective.mean == "pairs"
+    ratio, pairs, teacher = objective.ratio, objective.mean == "pairs", objective.teacher
     doubtful_N = (ratio & ~pool.column("has_ratio")) | (pairs & ~pool.column("is_pair"))
+    doubtful_N |= teacher & ~pool.column("is_taught")
     if not doubtful_N.any():
         return pool, []
-    return pool.chosen(~doubtful_N), unfit(pool.chosen(doubtful_N), ratio=ratio, pairs=pairs)
+    return pool.chosen(~doubtful_N), unfit(pool.chosen(doubtful_N), ratio=ratio, pairs=pairs, teacher=teacher)
 
 
 def lane_share(config: LaneConfig, paced: LaneConfig) -> float:

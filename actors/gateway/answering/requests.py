@@ -114,11 +114,13 @@ class ChatRequest(Common, frozen=True, kw_only=True):
 
 class TextRequest(Common, frozen=True, kw_only=True):
     """Body of /v1/completions. prompt: a text is spelled without control tokens, as any; ids are taken as they are.
-    logprobs: of how many tokens at each place.
+    logprobs: of how many tokens at each place. prompt_logprobs: 0 asks for the log-probability of each token of the prompt but
+    the first, at temperature 1, as vLLM does; not with stream.
     """
 
     prompt: str | list[int]
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=0)] | None = None
 
 
 class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,8 +129,8 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: the conversation or text. model: as the client called it. stream: whether the answer goes out piece by piece. usage:
     whether the last piece counts tokens. choices: how many. stops: texts that end one. seed, temperature, top_p, shaping: of
     the sampling. max_tokens: None where the client named none. logprobs: wanted in the answer. top_logprobs: so many others
-    at each place. store: whether it may be recorded. user: the person behind it, as the client calls them. num_chars: of
-    the prompt, tools included.
+    at each place. prompt_logprobs: those of the prompt are wanted. store: whether it may be recorded. user: the person behind
+    it, as the client calls them. num_chars: of the prompt, tools included.
 
     must_call: the tool that the answer must call, "" for any, None for no must. force: the text it then begins with.
     json_schema: of the answer, "" for none. shows_thoughts: thoughts are sent, apart from the words. said: the
@@ -153,6 +155,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     store: bool
     user: str
     num_chars: int
+    prompt_logprobs: bool = False
     must_call: str | None = None
     force: str = ""
     json_schema: str = ""
@@ -235,6 +238,7 @@ def read_text(body: bytes, limits: GatewayLimits) -> ParsedRequest:
         max_tokens=request.max_tokens,
         logprobs=request.logprobs is not None,
         top_logprobs=request.logprobs or 0,
+        prompt_logprobs=request.prompt_logprobs is not None and not request.stream,
     )
 
 

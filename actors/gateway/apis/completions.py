@@ -69,7 +69,7 @@ def whole_text(reply: Reply) -> bytes:
     choices = []
     for index, answer in enumerate(reply.in_flight.answers):
         found = _text_logprobs(reply.request, reply.decode, *_seen(reply, index))
-        choices.append(_text_choice(reply, index, answer.text, answer.finish, found))
+        choices.append(_text_choice(reply, index, answer.text, answer.finish, found) | _prompt_logprobs(reply))
     return _whole(reply, "text_completion", choices)
 
 
@@ -171,6 +171,18 @@ def _text_logprobs(
     offsets = [sum(len(text) for text in texts[:at]) for at in range(len(texts))]
     top = [{text: logprob} for text, logprob in zip(texts, logprobs, strict=True)] if request.top_logprobs else None
     return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": top, "text_offset": offsets}
+
+
+def _prompt_logprobs(reply: Reply) -> Object:
+    """Log-probabilities of the prompt as vLLM spells them: null for the first token, then an object by token id."""
+    if not reply.prompt_logprobs:
+        return {}
+    tokens = reply.in_flight.tokens[1:]
+    entries = [
+        {str(token): {"logprob": logprob, "decoded_token": reply.decode((token,))}}
+        for token, logprob in zip(tokens, reply.prompt_logprobs, strict=True)
+    ]
+    return {"prompt_logprobs": [None, *entries]}
 
 
 def _call(reply: Reply, index: int, at: int, call: Called) -> Object:

@@ -255,6 +255,11 @@ class Site:
             self._gateway.release(in_flight)
             self._charge(in_flight)
         self._keep(reply, session)
+        if parsed.prompt_logprobs:
+            engine = self._gateway.engine
+            reply = msgspec.structs.replace(reply, version=engine.version)
+            told = await unless_gone(request, engine.score_tokens(in_flight.tokens))
+            reply = msgspec.structs.replace(reply, prompt_logprobs=told)
         return json_response(api.whole(reply))
 
     async def _from_canary(self, request: Request, body: bytes, parsed: ParsedRequest, api: Api) -> Response | None:

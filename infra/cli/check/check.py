@@ -16,7 +16,7 @@ from infra.chain.chain import Step
 from infra.chain.processor import declared_mark
 from infra.cli.check.state import check_fit, check_state
 from infra.cli.connect import connected, create_topics
-from infra.cli.run.roles import implied_options, open_to_others, read_webhooks
+from infra.cli.run.roles import check_teacher, implied_options, open_to_others, read_webhooks
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen
 from infra.settings.config import Use, duration_s
@@ -43,7 +43,7 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
     duration_s(settings.keep.replay)
     streams = settings.streams()
     collect = build_collect(streams, settings.model_path)
-    chains = {"tasks": build_tasks(streams), "verify": build_verify(streams), "collect": collect}
+    chains = {"tasks": build_tasks(streams), "verify": build_verify(streams, settings.model_path), "collect": collect}
     if batch := build_batch(settings.processor):
         chains["batch"] = batch
     sources = build_sources(settings.feedback, settings.folder)
@@ -122,6 +122,7 @@ def check_plugins(settings: Settings) -> list[str]:
     if settings.gateway is not None and settings.gateway.engine is not None:
         notes += check_engine(settings, settings.gateway.engine, "gateway.engine.use")
     find(settings.trainer.learner.use, "trainer.learner.use")
+    check_teacher(settings)
     for lane, config in settings.trainer.lanes.items():
         if open_objective(config, f"trainer.lanes.{lane}").mean == "pairs" and lane == "human":
             check_late(settings, config.loss)

@@ -237,6 +237,7 @@ async def _process(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
 
 async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
     folder = model_folder(settings)  # before the imports: they take seconds, and this may be a mistake
+    check_teacher(settings)
     from infra.model.model import context_tokens
     from trainer.batch.assemble import build_batch
     from trainer.batch.image_inputs import open_sight
@@ -302,6 +303,28 @@ def implied_options(settings: Settings, use: Use) -> dict[str, object]:
     if lora is not None and "lora" in takes:
         found["lora"] = {"rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets}
     return found
+
+
+def check_teacher(settings: Settings) -> None:
+    """Raise ConfigError for a loss that needs a teacher which nothing asks, or which cannot answer."""
+    from trainer.losses.loss import open_objective
+
+    taught = [
+        lane
+        for lane, config in settings.trainer.lanes.items()
+        if open_objective(config, f"trainer.lanes.{lane}").teacher
+    ]
+    if taught and settings.verify.teacher is None:
+        lane = taught[0]
+        raise ConfigError(
+            f'trainer.lanes.{lane}.loss: "{settings.trainer.lanes[lane].loss}" needs the log-probabilities of a teacher, and '
+            "nothing asks for them; expected a table [verify.teacher] with url and model"
+        )
+    if "usual" in taught and settings.master.temperature != 1.0:
+        raise ConfigError(
+            f"master.temperature: got {settings.master.temperature:g}, expected 1 with [verify.teacher]: endpoints tell "
+            "log-probabilities of a prompt at temperature 1 alone"
+        )
 
 
 def at_port(listen: str, port: int) -> str:

@@ -1,0 +1,107 @@
+"""Each shipped loss from its settings to three steps, through the torch engine; distillation also again without its teacher."""
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from actors.engines.torch import TorchEngine
+from infra.cli.demo.char_model import Size, build_char_model
+from infra.cli.main import app
+from infra.cli.run.roles import check_teacher
+from infra.cli.settings import Settings
+from infra.model.model import load_tokenizer
+from infra.observe.metrics import Metrics
+from schemas import Batch, Block, Experience, topics
+from schemas.errors import ConfigError
+from schemas.wire.teacher import teacher_logprobs
+from tests.actors.gateway.gateway_rig import serving
+from tests.own_sources import ROOT
+from tests.whole_run import trained, written
+from trainer.config import LOSSES
+from trainer.journal.checkpoint import Position
+from trainer.learners.learner import open_learner
+from trainer.loop.report import TrainerReport
+from trainer.loop.state import Learning
+from trainer.replay.replay import find_start, replay
+from trainer.state import whole_hash
+
+PAGE = (
+    (ROOT / "infra/docs/howto/distill.md").read_text().partition("```toml\n")[2].partition("```")[0]
+)  # what users paste
+LANES = {"sft": 'expert = { loss = "sft" }', "dpo": 'human = { loss = "dpo" }'}
+BESIDE = {"ppo": "[trainer.critic]\n"}
+
+
+def settings(loss: str) -> str:
+    """What a user adds to the settings of a run for a loss."""
+    lane = LANES.get(loss) or f'usual = {{ loss = "{loss}" }}'
+    return f"[trainer.lanes]\n{lane}\n{BESIDE.get(loss, '')}"
+
+
+@asynccontextmanager
+async def taught(folder: Path) -> AsyncIterator[Settings]:
+    """Settings of distill, whose teacher is a gateway in front of a larger model."""
+    model = build_char_model(folder / "teacher", seed=9, size=Size(hidden=64, layers=2))
+    async with serving(folder / "gateway", TorchEngine(model=str(model)), tokenizer=load_tokenizer(model)) as served:
+        os.environ["HEADRACE_TEST_TEACHER"] = await served.new_key(scopes=("serve",), train="no")
+        try:
+            key = f'{served.url}/v1"\napi_key_env = "HEADRACE_TEST_TEACHER"'
+            yield written(folder, PAGE.replace('http://teacher:8001/v1"', key))
+            assert not await served.experiences()
+        finally:
+            del os.environ["HEADRACE_TEST_TEACHER"]
+
+
+@pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"distill"}))
+async def test_three_steps_from_settings_to_weights(tmp_path: Path, loss: str) -> None:
+    log, _, _ = await trained(written(tmp_path, settings(loss)))
+    assert [
+        message.value.step async for message in log.read_all(topics.BATCHES) if isinstance(message.value, Batch)
+    ] == [0, 1, 2]
+
+
+async def test_a_distilled_run_replays_to_the_bit_without_its_teacher(tmp_path: Path) -> None:
+    async with taught(tmp_path) as found:
+        log, store, learner = await trained(found)
+    buffered = [
+        experience
+        async for message in log.read_all(topics.BUFFER)
+        if isinstance(message.value, Block)
+        for experience in message.value.experiences
+    ]
+    assert len(buffered) >= 12 and all(teacher_logprobs(experience) is not None for experience in buffered)
+    assert {teacher_of(experience) for experience in buffered} == {"1+Qwen/Qwen3-8B@v0"}
+    start = await find_start(log, store, found.app, from_step=-1, to_step=None)
+    again = open_learner(found.trainer, found.model_path)
+    run = Learning(
+        floor=found, config=found.trainer, learner=again, report=TrainerReport(Metrics("replay")), position=Position()
+    )
+    compared = [checkpoint async for checkpoint in replay(run, found.app, log, store, start)]
+    assert compared and all(checkpoint.equal for checkpoint in compared)
+    assert whole_hash(again.save()) == whole_hash(learner.save())
+
+
+def teacher_of(experience: Experience) -> str:
+    return next(score.version for score in experience.scores if score.name == "teacher")
+
+
+def test_distillation_without_a_teacher_is_refused_by_check_and_by_the_trainer_before_a_step(tmp_path: Path) -> None:
+    found = written(tmp_path, '[trainer.lanes]\nusual = { loss = "distill" }\n')
+    with pytest.raises(
+        ConfigError, match=r"needs the log-probabilities of a teacher.*expected a table \[verify\.teacher\]"
+    ):
+        check_teacher(found)
+    result = CliRunner().invoke(app, ["check", "-c", str(tmp_path / "headrace.toml")])
+    assert result.exit_code == 2 and "[verify.teacher]" in result.output
+
+
+def test_a_temperature_at_which_no_endpoint_answers_is_refused(tmp_path: Path) -> None:
+    written(tmp_path, PAGE)
+    refused = ["check", "-c", str(tmp_path / "headrace.toml"), "--set", "master.temperature=0.7"]
+    result = CliRunner().invoke(app, refused)
+    assert result.exit_code == 2 and "master.temperature: got 0.7, expected 1" in result.output
+    assert CliRunner().invoke(app, refused[:3]).exit_code == 0
