@@ -253,16 +253,25 @@ def part_options(taken: Any) -> dict[str, tuple[str, str]]:
 
 def commands() -> Iterator[str]:
     """The sections of all commands, in the order of `headrace --help`."""
-    import typer.main
-
-    from infra.cli.main import app
 
     def below(group: Any, path: str) -> Iterator[str]:
         for name, command in group.commands.items():
             yield f"\n## `{path} {name}`\n\n{plain(command.help)}\n"
             yield from below(command, f"{path} {name}") if hasattr(command, "commands") else options(command)
 
-    yield from below(typer.main.get_command(app), "headrace")
+    yield from below(command_tree(), "headrace")
+
+
+def command_tree(group: Any = None) -> Any:
+    """The group `headrace`, with every command imported."""
+    import typer.main
+
+    from infra.cli.main import LazyCommand, app
+
+    group = group or typer.main.get_command(app)
+    for name, command in group.commands.items():
+        group.commands[name] = command.load() if isinstance(command, LazyCommand) else command_tree(command)
+    return group
 
 
 def options(command: Any) -> Iterator[str]:

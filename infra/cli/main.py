@@ -1,23 +1,140 @@
-"""The `headrace` command: what there is to type. Each command is a function in `infra/cli/commands/`.
+"""The `headrace` command: what there is to type.
 
-Bodies import what they need when they run, so that `--help` stays fast and `master` never loads torch.
+A command is a function with annotated options. Its module is imported when the command is called or explained, so that `--help`
+stays fast and `master` never loads torch.
 """
 
+import importlib
 import os
 import signal
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.main
+from typer.core import TyperCommand, TyperGroup
 
-from infra.cli.commands import capacity, data, govern, look, repeat, roles, start
+from infra.cli.exit_codes import CONFIG_ERROR
 from infra.cli.options import file_umask
 from infra.local.process import SAFE_PATH
 from infra.observe.release import full_release
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "README.md"
+# Panel of the help → command → its function and its first sentence.
+COMMANDS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "Start": {
+        "demo": ("commands.start:demo", "Train a small model through the whole system, and show what happens."),
+        "init": ("commands.init:init", "Write a folder to begin with: a commented headrace.toml, plugins and a README."),
+        "up": ("run.up:up", "Start the broker (unless one is configured) and one process per role; Ctrl-C stops them."),
+        "check": ("check.check:check", "Check the settings, plugins, log and store, and show each stage's resolved chain."),
+        "plan": ("plan.plan:plan", "Plan capacity: what the model needs, and what rates need of brokers and processes."),
+    },
+    "Roles": {
+        "master": ("run.roles:master", "Issue tasks as the staleness budget allows, repeat unfinished ones, request evals."),
+        "explore": ("run.roles:explore", "Run tasks on an engine, publish experiences, follow new policies while generating."),
+        "process": ("run.roles:process", "Run the stream processors: tasks, verify, collect and the feedback sources."),
+        "train": ("run.roles:train", "Train on the buffer, journal every batch, publish every policy."),
+        "serve": ("run.roles:serve", "Serve an OpenAI-compatible API on an engine, record answers with consent."),
+    },
+    "Look": {
+        "status": ("look.status:status", "Roles, versions, rates, lags, drops by reason, and alarms."),
+        "console": ("console.serve:console", "Show a run in the browser: flow, curves, every answer, versions and why, data."),
+        "peek": ("look.peek:peek", "Show the newest records of a topic as a person reads them."),
+        "audit": ("look.audit:audit_log", "Account for every published experience: trained, dropped for a reason, pending."),
+        "trace": ("look.trace:trace", "Follow an answer to the steps that trained on it, or a policy back to its answers."),
+        "eval": ("govern.evaluate:evaluate", "Have exactly one version answer a suite, and print the result."),
+    },
+    "Data": {
+        "forget": ("data.forget:forget", "Destroy a user's keys, so that nothing sealed for them can be opened again."),
+        "skip": ("data.skip:skip", "Go on behind records that retention deleted before they were read."),
+        "keys create": ("data.keys:create", "Make a key and print it, once: the store keeps a hash."),
+        "keys list": ("data.keys:show_keys", "List the keys, without their secrets."),
+        "keys revoke": ("data.keys:revoke", "End a key."),
+        "load tasks": ("data.load:tasks", "Load tasks of a file or of a taskset."),
+        "load experts": ("data.load:experts", "Load demonstrations, tokenized as the model does."),
+        "load pairs": ("data.load:pairs", "Load preference pairs, for a lane with dpo."),
+        "load prompts": ("data.load:prompts", "Load recorded production prompts as an eval suite."),
+        "topic create": ("data.topic:create", "Make a topic that a feedback source names and the broker does not have."),
+    },
+    "Serve": {
+        "export-model": ("govern.export_model:export_model", "Write a version as a model folder."),
+        "channel": ("govern.channel:channel", "Show the version customers are served, and the newest decisions about it."),
+        "promote": ("govern.channel:promote", "Serve a version to customers from here on."),
+        "pin": ("govern.channel:pin", "Hold customers at a version, whatever the gate promotes, until `headrace unpin`."),
+        "unpin": ("govern.channel:unpin", "End a pin: customers go to the newest promoted version."),
+        "rollback": ("govern.channel:rollback", "Take customers back to an older version."),
+        "pause": ("govern.channel:pause", "Stop learning while serving continues."),
+        "resume": ("govern.channel:resume", "Let learning go on after a pause or a drain."),
+    },
+    "Repeat": {
+        "backup": ("repeat.backup:backup", "Copy an app, its topics and its store, while it runs."),
+        "restore": ("repeat.backup:restore", "Put a backup back, into a broker and a store that have nothing of the app."),
+        "recover": ("repeat.recover:recover", "Go on after the log's data or the store was lost, or say what can be done."),
+        "replay": ("repeat.replay:replay", "Do a run again from a checkpoint and the log alone, and compare the weights."),
+        "export": ("repeat.export:export", "Write all that a replay needs into one file."),
+        "reprocess": ("repeat.reprocess:reprocess", "Run a stage over any part of the log again, exactly as the workers do."),
+    },
+}  # fmt: skip
+
+
+class LazyCommand(TyperCommand):
+    """A command whose module is imported when it is called or explained."""
+
+    def __init__(self, path: str, where: str, about: str, panel: str) -> None:
+        super().__init__(path.rpartition(" ")[2], help=about, rich_help_panel=panel)
+        self._path, self._where, self._panel = path, where, panel
+
+    def load(self) -> TyperCommand:
+        """The command itself. Ends with a line where a library is missing."""
+        module, _, name = self._where.partition(":")
+        try:
+            function = getattr(importlib.import_module(f"infra.cli.{module}"), name)
+        except ModuleNotFoundError as error:
+            extra = "console" if self._path == "console" else "all"
+            print(
+                f"headrace: {self._path}: {error.name} is not installed: pip install 'headrace[{extra}]'",
+                file=sys.stderr,
+            )
+            raise typer.Exit(CONFIG_ERROR) from error
+        alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
+        alone.command(self.name, rich_help_panel=self._panel)(function)
+        command = typer.main.get_command(alone)
+        assert isinstance(command, TyperCommand)
+        return command
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """The context of the command itself."""
+        return self.load().make_context(info_name, args, parent, **extra)
+
+
+class LazyGroup(TyperGroup):
+    """The commands of COMMANDS that begin with the group's name; of `headrace` those of a single word."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        own = {command.name: command for command in commands_below(self.name or "")}
+        self.commands = {str(name): command for name, command in own.items()} | dict(self.commands)
+
+
+def commands_below(group: str) -> Iterator[LazyCommand]:
+    for panel, entries in COMMANDS.items():
+        for path, (where, about) in entries.items():
+            if path.rpartition(" ")[0] == group.removeprefix("headrace"):
+                yield LazyCommand(path, where, about, panel)
+
+
+def show_version(wanted: bool) -> None:
+    """Print it and end."""
+    if wanted:
+        print(f"headrace {full_release()}")
+        raise typer.Exit
+
+
 app = typer.Typer(
     name="headrace",
+    cls=LazyGroup,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -31,13 +148,13 @@ app = typer.Typer(
     " process has taken this role over, 130 stopped with Ctrl-C.\n\n"
     f"Documentation: {DOCS}",
 )
-
-
-def show_version(wanted: bool) -> None:
-    """Print it and end."""
-    if wanted:
-        print(f"headrace {full_release()}")
-        raise typer.Exit
+for group, about in {
+    "keys": "API keys of the gateway: create, list, revoke.",
+    "load": "Put tasks or demonstrations into the log, from JSONL files. Rows whose id is there already are left out, so a "
+    "load can be repeated.",
+    "topic": "Topics that feedback sources read.",
+}.items():
+    app.add_typer(typer.Typer(cls=LazyGroup, no_args_is_help=True, help=about), name=group, rich_help_panel="Data")
 
 
 @app.callback()
@@ -47,59 +164,6 @@ def every(
     ] = False,
 ) -> None:
     """Options of every command."""
-
-
-load_app = typer.Typer(
-    no_args_is_help=True,
-    help="Put tasks or demonstrations into the log, from JSONL files. Rows whose id is there already are left out, so a "
-    "load can be repeated.",
-)
-topic_app = typer.Typer(no_args_is_help=True, help="Topics that feedback sources read.")
-keys_app = typer.Typer(no_args_is_help=True, help="API keys of the gateway: create, list, revoke.")
-app.add_typer(keys_app, name="keys", rich_help_panel="Data")
-app.add_typer(load_app, name="load", rich_help_panel="Data")
-app.add_typer(topic_app, name="topic", rich_help_panel="Data")
-
-app.command(rich_help_panel="Start")(start.demo)
-app.command(rich_help_panel="Start")(start.init)
-app.command(rich_help_panel="Start")(start.up)
-app.command(rich_help_panel="Start")(start.check)
-app.command(rich_help_panel="Start")(capacity.plan)
-app.command(rich_help_panel="Roles")(roles.master)
-app.command(rich_help_panel="Roles")(roles.explore)
-app.command(rich_help_panel="Roles")(roles.process)
-app.command(rich_help_panel="Roles")(roles.train)
-app.command(rich_help_panel="Roles")(roles.serve)
-app.command(rich_help_panel="Look")(look.status)
-app.command(rich_help_panel="Look")(look.console)
-app.command(rich_help_panel="Look")(look.peek)
-app.command(rich_help_panel="Look")(look.audit)
-app.command(rich_help_panel="Look")(look.trace)
-app.command("eval", rich_help_panel="Look")(look.evaluate)
-app.command(rich_help_panel="Data")(data.forget)
-app.command(rich_help_panel="Data")(data.skip)
-app.command("export-model", rich_help_panel="Serve")(govern.export_model)
-app.command(rich_help_panel="Serve")(govern.channel)
-app.command(rich_help_panel="Serve")(govern.promote)
-app.command(rich_help_panel="Serve")(govern.pin)
-app.command(rich_help_panel="Serve")(govern.unpin)
-app.command(rich_help_panel="Serve")(govern.rollback)
-app.command(rich_help_panel="Serve")(govern.pause)
-app.command(rich_help_panel="Serve")(govern.resume)
-app.command(rich_help_panel="Repeat")(repeat.backup)
-app.command(rich_help_panel="Repeat")(repeat.restore)
-app.command(rich_help_panel="Repeat")(repeat.recover)
-app.command(rich_help_panel="Repeat")(repeat.replay)
-app.command(rich_help_panel="Repeat")(repeat.export)
-app.command(rich_help_panel="Repeat")(repeat.reprocess)
-keys_app.command("create")(data.create_key)
-keys_app.command("list")(data.list_keys)
-keys_app.command("revoke")(data.revoke_key)
-topic_app.command("create")(data.create_topic)
-load_app.command("tasks")(data.load_tasks)
-load_app.command("experts")(data.load_experts)
-load_app.command("pairs")(data.load_pairs)
-load_app.command("prompts")(data.load_prompts)
 
 
 def main() -> None:

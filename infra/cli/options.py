@@ -8,29 +8,45 @@ import sys
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import msgspec
 import typer
 
 from infra.cli.exit_codes import DONE, FAILED, INTERRUPTED, exit_code, leaves
 
-ConfigOption = Annotated[
-    Path,
-    typer.Option(
-        "--config", "-c", help="The TOML file.", show_default=True, metavar="FILE", rich_help_panel="Settings"
-    ),
-]
-SetOption = Annotated[
-    list[str],
-    typer.Option("--set", help="Override one setting, as a.b=c.", metavar="A.B=C", rich_help_panel="Settings"),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
-Answer = TypeVar("Answer")
+if TYPE_CHECKING:
+    from infra.cli.settings import Settings
 
-DEFAULT = Path("headrace.toml")
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 UMASK = "HEADRACE_UMASK"
 OWNERS_ALONE = 0o077
+
+
+class SettingsFile(msgspec.Struct, frozen=True):
+    """The options that name the settings."""
+
+    config: Annotated[
+        Path,
+        typer.Option(
+            "--config", "-c", help="The TOML file.", show_default=True, metavar="FILE", rich_help_panel="Settings"
+        ),
+    ] = Path("headrace.toml")
+    sets: Annotated[
+        list[str],
+        typer.Option("--set", help="Override one setting, as a.b=c.", metavar="A.B=C", rich_help_panel="Settings"),
+    ] = []
+
+    def load(self) -> "Settings":
+        """Read and check them. Raises ConfigError."""
+        from infra.cli.settings import load_settings
+
+        return load_settings(self.config, self.sets)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What another process takes to read the same settings."""
+        return ("--config", str(self.config), *(argument for each in self.sets for argument in ("--set", each)))
 
 
 def file_umask(environment: Mapping[str, str]) -> int:
@@ -41,29 +57,44 @@ def file_umask(environment: Mapping[str, str]) -> int:
     return int(mask, 8) if mask and len(mask) <= 4 and set(mask) <= set("01234567") else OWNERS_ALONE
 
 
-def with_flags(command: Callable[..., Answer]) -> Callable[..., Answer]:
+def flags(body: Callable[..., Any]) -> Callable[..., Any]:
     """Have Typer, which makes each parameter of a function a flag, make each field of the records among them one instead."""
     parameters: list[inspect.Parameter] = []
     records: dict[str, type[msgspec.Struct]] = {}
-    for parameter in inspect.signature(command).parameters.values():
+    for parameter in inspect.signature(body).parameters.values():
         if not (inspect.isclass(parameter.annotation) and issubclass(parameter.annotation, msgspec.Struct)):
-            parameters.append(parameter)
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
             continue
         records[parameter.name] = parameter.annotation
         hints = get_type_hints(parameter.annotation, include_extras=True)
         parameters += [
-            inspect.Parameter(field.name, parameter.kind, default=field.default, annotation=hints[field.name])
+            inspect.Parameter(
+                field.name,
+                parameter.KEYWORD_ONLY,
+                default=[] if field.default is msgspec.NODEFAULT else field.default,
+                annotation=hints[field.name],
+            )
             for field in msgspec.structs.fields(parameter.annotation)
         ]
 
-    @functools.wraps(command)
-    def run(**values: Any) -> Answer:
+    @functools.wraps(body)
+    def run(**values: Any) -> Any:
         for name, record in records.items():
             values[name] = record(**{field: values.pop(field) for field in record.__struct_fields__})
-        return command(**values)
+        return body(**values)
 
     vars(run)["__signature__"] = inspect.Signature(parameters)
     return run
+
+
+def command(body: Callable[..., Coroutine[Any, Any, int] | int]) -> Callable[..., None]:
+    """A command of Typer from a function that returns its exit code; its mistakes become a line each, see `exit_with`."""
+
+    @functools.wraps(body)
+    def run(**values: Any) -> None:
+        exit_with(lambda: body(**values))
+
+    return flags(run)
 
 
 def exit_with(

@@ -32,6 +32,7 @@ from infra.cli.connect import connected
 from infra.cli.demo.demo import children, prepare, write_settings
 from infra.cli.demo.record import READ, RunRecord
 from infra.cli.demo.settings import DemoOptions, task_of
+from infra.cli.options import SettingsFile
 from infra.cli.run.up import broker_child, role_child
 from infra.cli.settings import Settings, load_settings
 from infra.ledger.account import audit
@@ -218,7 +219,7 @@ async def crash_loop(
     broker = broker_child(settings)
     assert broker is not None
     loads = [child for child in children(settings, config) if child.name.startswith("load-")]
-    roles = [patient(role_child(settings, config, (), role)) for role in TARGETS if role != "kafka"]
+    roles = [patient(role_child(settings, SettingsFile(config), role)) for role in TARGETS if role != "kafka"]
     overtaken = [child for child in roles if stops_only and child.name in OVERTAKEN]
     lasting = [*(child for child in roles if child not in overtaken), *loads]
     record, seen = RunRecord(started_s=time.time()), RolesSeen()
@@ -236,7 +237,7 @@ async def crash_loop(
             times = await fire(folder, shots, seen, until_s)
             say("draining")
             await (shifts if stops_only else running).stop("master")
-            finish = patient(role_child(settings, config, FINISH, "master"))
+            finish = patient(role_child(settings, SettingsFile(config, [*FINISH]), "master"))
             async with Supervisor([finish]):
                 await until(lambda: record.done, "the run to drain", 300.0)
             await shifts.stop()

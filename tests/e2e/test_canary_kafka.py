@@ -12,11 +12,12 @@ import msgspec
 import numpy as np
 import openai
 import pytest
+from typer.testing import CliRunner
 
 from actors.engines.scripted import TENSOR
 from actors.gateway.access.keys import create_key
 from actors.gateway.http.canary import position_in_trial
-from infra.cli.govern.channel import run_channel
+from infra.cli.main import app
 from infra.local.broker import choose_address
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
@@ -288,9 +289,7 @@ def test_a_trial_through_kafka_is_decided_by_what_people_say_and_a_killed_canary
         canary = stack.enter_context(running(tmp_path, "serve", "--channel", "canary"))
         stack.enter_context(running(tmp_path, "serve"))
         asyncio.run(check(canary))
-    capsys.readouterr()  # what libraries said that were imported meanwhile
-    assert asyncio.run(run_channel(tmp_path / "headrace.toml", [], as_json=True)) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(CliRunner().invoke(app, ["channel", "--json", "-c", str(tmp_path / "headrace.toml")]).stdout)
     assert (told["stable"], told["trial"]) == (2, 4)
     by_people = [(one["event"], one["version"]) for one in told["decisions"] if one["by"] == "canary"]
     assert by_people == [("promoted", 2), ("held", 3)]

@@ -16,6 +16,7 @@ import pytest
 
 from actors.master.master import run_master
 from actors.rollout.explorer import run_explorer
+from infra.cli.options import SettingsFile
 from infra.cli.run.up import role_child
 from infra.cli.settings import Settings, load_settings
 from infra.local.supervisor import Supervisor
@@ -133,7 +134,7 @@ async def play(file: Path, settings: Settings, store: Store) -> TrainedByClient:
     engine = CallingEngine(model=settings.model_path, tokenizer=tokenizer)
     learner = TorchLearner(settings.model_path, settings.trainer, device="cpu")
     listening = [asyncio.create_task(one.listen()) for one in heard.values()]
-    async with running(*listening), Supervisor([role_child(settings, file, [], "process")]):
+    async with running(*listening), Supervisor([role_child(settings, SettingsFile(file), "process")]):
         # A pass goes over the tasks there are: with fewer at its beginning some would be drawn twice, and others never.
         await until(lambda: len(heard[topics.TASKSET].of(Task)) == len(clients()), seconds=120.0)
         roles = [

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 from actors.master.master import run_master
 from actors.rollout.explorer import run_explorer
 from infra.cli.main import app
+from infra.cli.options import SettingsFile
 from infra.cli.run.up import role_child
 from infra.cli.settings import Settings, load_settings
 from infra.local.supervisor import Supervisor
@@ -124,7 +125,7 @@ async def turn(file: Path, settings: Settings, store: Store, quality: PolicyEven
     await log.bus.start()
     await log.publish(topics.POLICIES, quality)
     flow = Flow(log)
-    worker = role_child(settings, file, [], "process")
+    worker = role_child(settings, SettingsFile(file), "process")
     listening = [asyncio.create_task(one.listen()) for one in flow.heard.values()]
     async with running(*listening), Supervisor([worker]) as first:
         await until(lambda: len(flow.of(topics.TASKSET, Task)) == 2 * len(DRAWN) + 3, seconds=90)

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from infra.cli import docs
 from infra.cli.commands.init import EXAMPLES
-from infra.cli.main import app
 from infra.cli.run import stay_down
 from infra.cli.run.up import METRICS_ORDER
 from infra.cli.settings import load_settings
@@ -56,7 +55,7 @@ def compose() -> dict[str, Any]:
 
 def takes(arguments: list[str]) -> bool:
     """Whether `headrace` has the command, with these options."""
-    command = typer.main.get_command(app).commands[arguments[0]]  # type: ignore[attr-defined]
+    command = docs.command_tree().commands[arguments[0]]
     options = {name for parameter in command.params for name in parameter.opts}
     return all(one in options for one in arguments[1:] if one.startswith("--"))
 

@@ -18,13 +18,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-import typer.main
 
 import headrace
 from actors.gateway.config import GatewayLimits, Webhook
 from infra.cli import docs
 from infra.cli.commands.init import files_of
-from infra.cli.main import app
 from infra.cli.settings import Settings, load_settings
 from schemas import topics
 from tests.actors.gateway.gateway_rig import engine, says, serving
@@ -67,7 +65,7 @@ def find_fences(page: Path) -> Iterator[FencedBlock]:
         yield FencedBlock(page.relative_to(ROOT).as_posix(), text.count("\n", 0, found.start()) + 1, kind, found[2])
 
 
-WHOLE: Any = typer.main.get_command(app)  # of all commands; to make it takes a while
+WHOLE: Any = docs.command_tree()
 FENCES = [fence for page in PAGES for fence in find_fences(page)]
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from infra.cli.main import app
-from infra.cli.repeat.recover import recover
+from infra.cli.repeat.recover import recover_log
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -32,7 +32,7 @@ MORE = msgspec.structs.replace(CONFIG, max_steps=2 * STEPS)
 
 async def told(log: Log, store: Store, floor: Floor = FLOOR, *, agreed: bool = True) -> tuple[int, str]:
     page = io.StringIO()
-    code = await recover(log, store, floor, Console(file=page, soft_wrap=True, markup=False), agreed=agreed)
+    code = await recover_log(log, store, floor, Console(file=page, soft_wrap=True, markup=False), agreed=agreed)
     return code, page.getvalue()
 
 

@@ -6,18 +6,21 @@ Everything that a role would refuse when it starts is refused here, with the sam
 import importlib.util
 import inspect
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.table import Table
 
 from actors.config import CanaryConfig
 from actors.master.gate.trial import power
 from infra.chain.chain import Step
 from infra.chain.processor import declared_mark
+from infra.cli.check.connect import try_connections
 from infra.cli.check.state import check_fit, check_state
 from infra.cli.connect import connected, create_topics
+from infra.cli.options import SettingsFile, command
 from infra.cli.run.roles import check_teacher, implied_options, open_to_others, read_webhooks
-from infra.cli.settings import Settings, load_settings
+from infra.cli.settings import Settings
 from infra.cli.terminal import Screen
 from infra.settings.config import Use, duration_s
 from infra.settings.plugin import add_plugin_folders, check_names, find, option_defaults
@@ -32,13 +35,37 @@ NOT_SAID = (
 )
 
 
-async def run_check(config: Path, sets: list[str], create: bool) -> int:
+@command
+async def check(
+    chosen: SettingsFile,
+    create: Annotated[bool, typer.Option("--create", help="Create missing topics in the broker.")] = False,
+    connect: Annotated[
+        bool, typer.Option("--connect", help="Try broker, topics, groups and store instead, and say what is missing.")
+    ] = False,
+    role: Annotated[
+        str, typer.Option(help="Whose rights --connect tries: master, train, process, explore, serve, operator.")
+    ] = "operator",
+) -> int:
+    """Check the settings, plugins, log and store, and show the resolved chain of each stage.
+
+    Whatever a role would refuse at its start is refused here: unknown keys, plugins that do not load, wrong options,
+    a model or a secret that is not there, a log and a store that do not belong together. No weights are read.
+
+    With --connect everything that the roles use is tried from this machine, as the user of these settings: the broker, reading
+    and writing each topic, each group, and put, list, get and delete in the store. Nothing is left behind. With --role only
+    the rights that this role needs are tried. Exit code 1: one is missing.
+
+    Example: [cyan]headrace check --create[/] also creates the topics that are missing.
+    """
+    return await try_connections(chosen.load(), role) if connect else await check_settings(chosen.load(), create=create)
+
+
+async def check_settings(settings: Settings, *, create: bool) -> int:
     """Print what was resolved; raises ConfigError for what cannot hold."""
     from streams.sources.source import build_sources
     from streams.stages.chain_builder import build_collect, build_tasks, build_verify
     from trainer.batch.assemble import build_batch
 
-    settings = load_settings(config, sets)
     add_plugin_folders(settings.folder, settings.plugins)
     duration_s(settings.keep.replay)
     streams = settings.streams()

@@ -6,14 +6,13 @@ Nothing is left behind: rights of topics are asked for, and one small object is 
 import asyncio
 import secrets
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.table import Table
 
 from infra.cli.connect import app_store, broker_address, quieten_client
 from infra.cli.look.reader import READS
-from infra.cli.settings import Settings, load_settings
+from infra.cli.settings import Settings
 from infra.cli.terminal import Screen
 from infra.log.access import Access, kafka_access
 from infra.roles.rights import CHECKS, RIGHTS
@@ -37,11 +36,10 @@ class Tried(NamedTuple):
     fault: str = ""
 
 
-async def run_connect(config: Path, sets: list[str], role: str = OPERATOR) -> int:
+async def try_connections(settings: Settings, role: str = OPERATOR) -> int:
     """Print what was tried; 1 where something that the role needs is missing. Raises ConfigError for what cannot hold."""
     if role not in RIGHTS:
         raise ConfigError(f"--role: got {role}, expected one of {', '.join(RIGHTS)}")
-    settings = load_settings(config, sets)
     add_plugin_folders(settings.folder, settings.plugins)
     tried = [*await kafka_tried(settings, role), *await asyncio.to_thread(lambda: list(store_tried(settings, role)))]
     table = Table("tried", "found")

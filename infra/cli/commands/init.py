@@ -5,13 +5,44 @@ Guarantee: nothing that is there is overwritten.
 
 import shutil
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from infra.cli.options import command
 from infra.cli.terminal import Screen
 from schemas.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ENGINES = {"vllm": "actors.engines.vllm.engine:VllmEngine", "torch": "actors.engines.torch:TorchEngine"}
 SETTINGS = "headrace.toml"
+
+
+@command
+def init(
+    directory: Annotated[Path, typer.Argument(help="Where to write; made if it is not there.")],
+    model: Annotated[str, typer.Option(help="Model folder, or a name in the local Hugging Face cache.")] = "model",
+    engine: Annotated[str, typer.Option(help="vllm or torch.")] = "vllm",
+    example: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="EXAMPLE",
+            help="agent (learns from traffic), sorting (tasks with answers), guess (turns with an environment), program (an "
+            "agent that knows a base URL), openai_agents (one of that SDK), verifiers (environments of that package) or "
+            "machines (one trainer on several).",
+        ),
+    ] = "agent",
+    tiny: Annotated[
+        bool,
+        typer.Option("--tiny", help="Write a model too: 0.9 M parameters with random weights, to try things with."),
+    ] = False,
+) -> int:
+    """Write a folder to begin with: a commented headrace.toml, a plugin folder and a README.
+
+    Example: [cyan]headrace init support --model Qwen/Qwen3-0.6B[/], [cyan]headrace init mine --from program --tiny[/]
+    """
+    return run_init(directory, model, engine, example, tiny=tiny)
 
 
 def run_init(directory: Path, model: str, engine: str, example: str, *, tiny: bool = False) -> int:

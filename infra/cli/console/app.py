@@ -125,7 +125,7 @@ class _Site:
             trim_blocks=True, lstrip_blocks=True,
         )  # fmt: skip
         self._templates.filters |= {
-            "clock": clock, "iso": iso, "brief": brief, "short": short, "share": share, "signed": signed, "spark": spark,
+            "clock": clock, "iso": iso, "brief": brief, "short": short, "share": share, "signed": signed,
         }  # fmt: skip
 
     def page(self, path: str) -> Callable[[Request], Awaitable[Response]]:
@@ -281,14 +281,3 @@ def share(value: float | None) -> str:
 def signed(value: float | None) -> str:
     """A number with its sign; a dash for none."""
     return "–" if value is None else f"{value:+.3g}"
-
-
-def spark(values: list[float]) -> str:
-    """The points of a line of 80 by 18 pixels; "" for fewer than two values."""
-    if len(values) < 2:
-        return ""
-    low, high = min(0.0, *values), max(*values, 1e-9)
-    wide = 78 / (len(values) - 1)
-    return " ".join(
-        f"{1 + at * wide:.1f},{17 - 15 * (value - low) / (high - low):.1f}" for at, value in enumerate(values)
-    )

@@ -4,7 +4,6 @@ A figure that no role reports is "missing"; zero is shown only where a role said
 """
 
 import re
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,8 +19,6 @@ WAITS = 0.4  # share of a minute above which a wait is worth a word
 BEHIND = 1000  # records that wait for a stage
 MAX_ALARMS = 30
 IN_TABLE = 16  # counters of one process
-IN_PULSE = 6  # counters of all processes of a role
-PULSE = 120  # values held of each line of the pulse
 OF_STEP = "alarms"  # the trainer's counter of values outside their range: its label is <lane>/<value>
 _LABEL = re.compile(r"(^|,)(\w+)=")
 _NUMBER = re.compile(r"\d[\d.,]*")
@@ -287,40 +284,6 @@ def rates(role: str, per_s: Rates, at_most: int) -> tuple[list[dict[str, Any]], 
             }
         )
     return found, max(0, len(names) - at_most)
-
-
-def together(roles: Sequence[State]) -> dict[str, dict[str, float]]:
-    """Role → counter → rate a second, added up over its processes that run."""
-    found: dict[str, dict[str, float]] = {}
-    for report in roles:
-        if not report["silent"] and report["state"] not in OVER:
-            sums = found.setdefault(report["role"], {})
-            for name, rate in report["rates"].items():
-                sums[name] = sums.get(name, 0.0) + rate
-    return found
-
-
-def beat(pulse: dict[str, deque[float]], roles: Sequence[State]) -> None:
-    """Add the present rates of each role, over all labels, to `pulse`; what no role reports any more goes."""
-    sums = {
-        f"{role}/{name}": sum(labels.values())
-        for role, counters in together(roles).items()
-        for name, labels in by_labels(counters).items()
-    }
-    for key in pulse.keys() - sums.keys():
-        del pulse[key]
-    for key, rate in sums.items():
-        pulse.setdefault(key, deque(maxlen=PULSE)).append(rate)
-
-
-def pulse_rows(state: State, pulse: Mapping[str, Sequence[float]]) -> tuple[list[dict[str, Any]], int]:
-    """The rates of each role with their values of the last minutes; and how many counters are left out."""
-    rows, more = [], 0
-    for role, counters in sorted(together(state["roles"]).items()):
-        found, left = rates(role, counters, IN_PULSE)
-        more += left
-        rows += [row | {"role": role, "values": list(pulse.get(f"{role}/{row['name']}", ()))} for row in found]
-    return rows, more
 
 
 def label_words(labels: str) -> str:

@@ -12,7 +12,7 @@ from starlette.responses import RedirectResponse, Response
 
 from infra.cli.console import data, learning, versions
 from infra.cli.console.answers import Spell, beside, list_scores, shown
-from infra.cli.console.flow import IN_TABLE, MAX_ALARMS, alarms, figures, pulse_rows, rates, sentence
+from infra.cli.console.flow import IN_TABLE, MAX_ALARMS, alarms, figures, rates, sentence
 from infra.cli.console.learning import Run
 from infra.cli.console.letters import shown_letter
 from infra.cli.console.reading import PAGE_S, NotReadYet, Reading, has_answer
@@ -87,10 +87,9 @@ async def flow(console: Console, request: Request) -> Values:
         found, words = [], ARCHIVED
     if (await reading.look(FLOW_S)).fault:
         words = f"The log cannot be read now. {words}"
-    pulse, more_pulse = pulse_rows(state, reading.pulse)
     return {
         "state": state, "sentence": words, "alarms": found[:MAX_ALARMS], "num_alarms": len(found),
-        "figures": figures(state, history.stable, versions.held_back(history)), "pulse": pulse, "more_pulse": more_pulse,
+        "figures": figures(state, history.stable, versions.held_back(history)),
         "roles": [(role, *rates(role["role"], role["rates"], IN_TABLE)) for role in state["roles"]],
     }  # fmt: skip
 

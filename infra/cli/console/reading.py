@@ -11,14 +11,13 @@ import math
 import sqlite3
 import threading
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from infra.cli.console.flow import beat, noted
+from infra.cli.console.flow import noted
 from infra.cli.govern.channel import ChannelDecision, decisions
 from infra.cli.govern.words import RECENT, PolicyWords, recent_words, words_about
 from infra.cli.look.expected import expected_roles
@@ -100,7 +99,6 @@ class Reading:
     def __init__(self, settings: Settings, log: Log, state: Path) -> None:
         self.settings = settings
         self.log = log
-        self.pulse: dict[str, deque[float]] = {}
         self.index_state = IndexState()
         self._fault = ""  # of this process
         self._seen: dict[str, float] = {}  # alarms that there are, with when each was first seen
@@ -159,7 +157,6 @@ class Reading:
             state = await read_status(
                 self.log, now_s=now_s, max_lag=MAX_LAG, wanted=wanted, look=self._newest_shown, hour=self._hour
             )
-            beat(self.pulse, state["roles"])
             self._seen = state["seen"] = noted(self._seen, state["alarms"], now_s)
             return state
 

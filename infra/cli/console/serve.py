@@ -13,7 +13,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Annotated, NamedTuple
 
+import typer
 from starlette.types import ASGIApp
 
 from infra.cli.connect import app_store, log_to_stderr, reading
@@ -25,17 +27,29 @@ from infra.cli.console.pages import Console
 from infra.cli.console.reading import NotReadYet, Reading
 from infra.cli.exit_codes import INTERRUPTED
 from infra.cli.look.trace import open_index
+from infra.cli.options import SettingsFile, command
 from infra.cli.repeat.source import opened
 from infra.cli.run.up import CONSOLE_LINK, CONSOLE_READY
-from infra.cli.settings import DEFAULT_FILE, Settings, load_settings
+from infra.cli.settings import DEFAULT_FILE, Settings
 from infra.ledger.index import EVERY_S, FILE, follow, read_only
 from infra.local.http_server import HttpBounds, bound, make_server, serve_on
+from infra.local.idle_time import take_small_share
 from infra.log.log import Log
 from infra.store.store import Store
 from schemas.errors import ConfigError, HeadraceError
 
 CONSOLE_BOUNDS = HttpBounds(connections=200)
 DRAIN_S = 2.0  # at a stop, for the pages that are being made
+
+
+class ConsoleSource(NamedTuple):
+    """A run that the pages read. state: Folder of its index. command: Arguments that name it, none of an archive."""
+
+    settings: Settings
+    log: Log
+    store: Store
+    state: Path
+    command: tuple[str, ...]
 
 
 class Leaving:
@@ -77,16 +91,35 @@ class Leaving:
             self._end = self._cancel
 
 
-async def run_console(config: Path, sets: list[str], listen: str) -> int:
+@command
+async def console(
+    chosen: SettingsFile,
+    listen: Annotated[
+        str, typer.Option(help="host:port, instead of that of [bold]\\[console][/].", metavar="ADDRESS")
+    ] = "",
+) -> int:
+    """Show a run in the browser: the flow, the curves, every answer, the versions and why, the data.
+
+    Reads the log as [bold]status[/] and [bold]trace[/] do, of a run that is at work, over, or in an archive of
+    [bold]export[/]. [bold]headrace up[/] starts it too. The link it prints looks; promote, pin, rollback, pause and redeliver
+    take a key with the scope operate, sealed texts one with unseal.
+
+    Example: [cyan]headrace console -c runs/demo/headrace.toml --listen 127.0.0.1:8401[/]
+    """
+    take_small_share()
+    return await run_console(chosen, listen)
+
+
+async def run_console(chosen: SettingsFile, listen: str) -> int:
     """Serve until SIGINT or SIGTERM; exit code 130 where one came before there were pages. Raises ConfigError, BadFrame,
     BrokerUnavailable.
     """
     leaving = Leaving()
     log_to_stderr()
     try:
-        async with open_source(config, sets) as source:
+        async with open_source(chosen) as source:
             leaving.check()
-            await _serve_source(source, rerun_arguments(config, sets), listen, leaving)
+            await _serve_source(source, listen, leaving)
     except asyncio.CancelledError:
         if not leaving.is_asked:
             raise
@@ -94,10 +127,8 @@ async def run_console(config: Path, sets: list[str], listen: str) -> int:
     return 0
 
 
-async def _serve_source(
-    source: tuple[Settings, Log, Store, Path], command: Sequence[str], listen: str, leaving: Leaving
-) -> None:
-    settings, log, store, state = source
+async def _serve_source(source: ConsoleSource, listen: str, leaving: Leaving) -> None:
+    settings, log, store, state, command = source
     sock = bound(listen or settings.console.listen, "console.listen")
     sock.listen()  # a link that is opened at once waits for its page
     given = os.environ.get(CONSOLE_LINK, "")  # `up` knows it and prints it; it must not be in a log
@@ -120,29 +151,18 @@ async def _serve_source(
 
 
 @asynccontextmanager
-async def open_source(config: Path, sets: Sequence[str]) -> AsyncIterator[tuple[Settings, Log, Store, Path]]:
-    """Settings, log and store of a run or an archive, and the folder where its indexes lie."""
-    if config.suffix != ".toml" and await asyncio.to_thread(config.is_file):
-        async with opened(config) as archive:
+async def open_source(chosen: SettingsFile) -> AsyncIterator[ConsoleSource]:
+    """What the pages read, of a run or an archive."""
+    if chosen.config.suffix != ".toml" and await asyncio.to_thread(chosen.config.is_file):
+        async with opened(chosen.config) as archive:
             await archive.log.create_topics(partitions=1, keep_ms=-1)
-            yield archive.settings, archive.log, archive.store, archive.settings.folder / "state"
+            yield ConsoleSource(archive.settings, archive.log, archive.store, archive.settings.folder / "state", ())
         return
-    settings = load_settings(config if config.suffix == ".toml" else config / DEFAULT_FILE, sets)
+    if chosen.config.suffix != ".toml":
+        chosen = SettingsFile(chosen.config / DEFAULT_FILE, chosen.sets)
+    settings = chosen.load()
     async with reading(settings) as log:
-        yield settings, log, app_store(settings), settings.folder / "state"
-
-
-def rerun_arguments(config: Path, sets: Sequence[str]) -> tuple[str, ...]:
-    """The arguments by which another command reads the same run with the same settings; none for an archive.
-
-    >>> rerun_arguments(Path("runs/demo"), ["app=mine"])
-    ('--config', 'runs/demo/headrace.toml', '--set', 'app=mine')
-    """
-    if config.suffix != ".toml":
-        if config.is_file():
-            return ()
-        config /= DEFAULT_FILE
-    return ("--config", str(config), *(argument for each in sets for argument in ("--set", each)))
+        yield ConsoleSource(settings, log, app_store(settings), settings.folder / "state", chosen.arguments)
 
 
 @asynccontextmanager

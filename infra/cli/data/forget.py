@@ -2,15 +2,16 @@
 
 import asyncio
 import getpass
-from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import typer
 from rich.console import Console
 
 from infra.cli.connect import app_store, reading
 from infra.cli.look.reader import LastHour, newest
 from infra.cli.look.trace import open_index
-from infra.cli.settings import load_settings
+from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.terminal import Screen, printable_json
 from infra.ledger.forget import ForgetReport, checkpointed, complete, destroy, tell
 from infra.log.bus import Partition
@@ -26,12 +27,25 @@ LATELY_MS = 30_000
 SHOWN_STEPS = 20
 
 
-async def run_forget(user: str, tenant: str, config: Path, sets: list[str], *, as_json: bool, wait: str = "") -> int:
-    """Forget one user of a tenant; wait: how long for a checkpoint, "" for not at all. Raises ConfigError where nothing was
-    ever written of them.
+@command
+async def forget(
+    chosen: SettingsFile,
+    user: Annotated[str, typer.Option(help="As requests named them: user, or safety_identifier.")],
+    tenant: Annotated[str, typer.Option(help="Tenant of the API key of those requests.")] = "default",
+    as_json: JsonOption = False,
+    wait: Annotated[str, typer.Option(help='For a checkpoint that holds nothing of it; "" does not wait.')] = "10m",
+) -> int:
+    """Destroy a user's keys, so that nothing sealed for them can be opened again, and say what had been learned from it.
+
+    Pending and buffered data, all that was made from it, and what was written about it, is dropped by the roles that hold it;
+    while a trainer runs, the command ends with its first checkpoint after that.
+    Names the versions that have learned from it, and the steps that replay can no longer reproduce.
+    The event is in the log, without the user's name. It cannot be undone.
+
+    Example: [cyan]headrace forget --user ann@example.org --tenant acme --json[/]
     """
     wait_s = wait_seconds(wait)
-    settings = load_settings(config, sets)
+    settings = chosen.load()
     keys = Keys(app_store(settings))
     key_ids = await asyncio.to_thread(destroy, keys, tenant, user)
     if not key_ids:

@@ -3,26 +3,42 @@
 import json
 import sys
 import time
-from pathlib import Path
-from typing import get_args
+from typing import Annotated, get_args
 
+import typer
 from rich.table import Table
 
-from actors.gateway.access.keys import SCOPES, ApiKey, Scope, Train, create_key, revoke_key
-from actors.gateway.access.keys import list_keys as keys_in
+from actors.gateway.access.keys import SCOPES, ApiKey, Scope, Train, create_key, list_keys, revoke_key
 from actors.gateway.config import GatewayConfig
 from infra.cli.connect import app_store
-from infra.cli.settings import load_settings
+from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.terminal import Screen, printable, printable_json
 from infra.settings.config import duration_s
 from schemas.errors import ConfigError
 
 
-def run_create(
-    config: Path, sets: list[str], tenant: str, scope: str, train: str, rpm: int, tpm: int, expires: str
+@command
+def create(
+    chosen: SettingsFile,
+    tenant: Annotated[str, typer.Option(help="Whose answers and feedback these are.")] = "default",
+    scope: Annotated[
+        str,
+        typer.Option(
+            help="Any of serve, feedback, admin (the gateway's), look, operate, unseal (the console's), with commas."
+        ),
+    ] = "serve,feedback",
+    train: Annotated[
+        str, typer.Option(help="yes, no or unset: may what this key serves be trained on? See gateway.train_on.")
+    ] = "unset",
+    rpm: Annotated[int, typer.Option(min=0, help="Requests a minute at each gateway, 0 for no limit.")] = 0,
+    tpm: Annotated[int, typer.Option(min=0, help="Tokens a minute at each gateway, 0 for no limit.")] = 0,
+    expires: Annotated[str, typer.Option(help='How long it lives, such as "30d".')] = "",
 ) -> int:
-    """Print a new key on stdout, and what it is for on stderr. Raises ConfigError."""
-    settings = load_settings(config, sets)
+    """Make a key and print it, once: the store keeps a hash. Gateways know it within gateway.keys_reload_s.
+
+    Example: [cyan]headrace keys create --tenant acme --train yes --rpm 600[/]
+    """
+    settings = chosen.load()
     if not tenant or len(tenant) > 200:
         raise ConfigError(f"--tenant: got {len(tenant)} characters, expected 1 to 200")
     lives_s = duration_s(expires) if expires else 0.0
@@ -41,9 +57,10 @@ def run_create(
     return 0
 
 
-def run_list(config: Path, sets: list[str], as_json: bool) -> int:
-    """Print the keys."""
-    found = keys_in(app_store(load_settings(config, sets)))
+@command
+def show_keys(chosen: SettingsFile, as_json: JsonOption = False) -> int:
+    """List the keys, without their secrets."""
+    found = list_keys(app_store(chosen.load()))
     if as_json:
         print(printable_json(json.dumps([_shown(key, revoked) for key, revoked in found])))
         return 0
@@ -55,11 +72,14 @@ def run_list(config: Path, sets: list[str], as_json: bool) -> int:
     return 0
 
 
-def run_revoke(config: Path, sets: list[str], key: str) -> int:
-    """End a key. Raises ConfigError where there is none."""
+@command
+def revoke(
+    chosen: SettingsFile, key: Annotated[str, typer.Argument(help="Id of the key, as listed, or the key itself.")]
+) -> int:
+    """End a key. Gateways refuse it within gateway.keys_reload_s."""
     parts = key.split("-")
     key_id = parts[1] if len(parts) > 1 else key
-    if not revoke_key(app_store(load_settings(config, sets)), key_id):
+    if not revoke_key(app_store(chosen.load()), key_id):
         raise ConfigError(f"keys: there is no key {key_id!r}; `headrace keys list` shows those there are")
     print(f"key {key_id} is revoked")
     return 0

@@ -10,15 +10,16 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+import typer
 from rich.markup import escape
 from rich.progress import Progress, TaskID
 
 from infra.cli.connect import app_store, connected
+from infra.cli.options import SettingsFile, command
 from infra.cli.run.roles import model_folder
-from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen, printable
 from infra.log.log import Log
 from infra.settings.plugin import add_plugin_folders, load
@@ -31,45 +32,45 @@ if TYPE_CHECKING:
     from actors.tasksets.loader import LoadResult
 
 FIELDS = (
-    "id",
-    "messages",
-    "prompt",
-    "answer",
-    "response",
-    "chosen",
-    "rejected",
-    "workflow",
-    "difficulty",
-    "split",
-    "subject",
-    "parent",
-    "meta",
-)
+    "id", "messages", "prompt", "answer", "response", "chosen", "rejected", "workflow", "difficulty", "split", "subject",
+    "parent", "meta",
+)  # fmt: skip
 MAX_NAMED = 20
 
 
-async def run_load_tasks(
-    file: Path | None,
-    use: str,
-    options: list[str],
-    config: Path,
-    sets: list[str],
-    *,
-    fields: list[str] | None = None,
-    split: str = "",
-    rates_from: str = "",
-) -> int:
-    """Load the tasks of a file or of the taskset `use`, and say how many were new, repeated, or there already.
+FileArgument = Annotated[Path, typer.Argument(help="JSONL, CSV, Parquet, or a folder saved by datasets.")]
+MapOption = Annotated[list[str], typer.Option("--map", help="Column of a field, as field=column; meta.name too.")]
+SplitOption = Annotated[str, typer.Option(help="Split of rows that name none.")]
 
-    rates_from: app whose log tells how often they succeeded there.
+
+@command
+async def tasks(
+    chosen: SettingsFile,
+    file: Annotated[Path | None, typer.Argument(help="JSONL, CSV, Parquet, or a folder saved by datasets.")] = None,
+    use: Annotated[str, typer.Option(help="A taskset instead of a file, as module:name.")] = "",
+    options: Annotated[list[str], typer.Option("--option", help="Option of the taskset, as name=value.")] = [],  # noqa: B006
+    fields: MapOption = [],  # noqa: B006
+    split: SplitOption = "",
+    rates_from: Annotated[
+        str, typer.Option(metavar="APP", help="Give tasks the success rates that this app's log has recorded.")
+    ] = "",
+) -> int:
+    """Load tasks of a file, {"id": …, "messages": […] or "prompt": …, "answer": …} a row, or of a taskset.
+
+    Broken rows are named and passed over. The same command, run again after an interruption, continues there.
+    With --rates-from the tasks stage makes a difficulty of what an earlier run recorded, and \\[tasks.difficulty] may drop
+    what was too easy or too hard there.
+
+    Example: [cyan]headrace load tasks gsm8k.parquet --map prompt=question[/], or
+    [cyan]headrace load tasks --use actors.tasksets.reasoning_gym:reasoning_gym --option generator=chain_sum[/]
     """
     from actors.tasksets.files import count_rows, read_rows
     from actors.tasksets.loader import load_tasks, rated, with_images
 
     if (file is None) == (not use):
         raise ConfigError("load tasks: got both or neither, expected a FILE or --use module:name")
-    renamed = field_map(fields or [])
-    settings = load_settings(config, sets)
+    renamed = field_map(fields)
+    settings = chosen.load()
     add_plugin_folders(settings.folder, settings.plugins)
     taskset = load(use, taskset_options(options), "--use") if use else None
     total = None if file is None else count_rows(file)
@@ -96,23 +97,37 @@ async def read_rates(log: Log, app: str) -> dict[str, float]:
     return await recorded_rates(other)
 
 
-async def run_load_answers(
-    kind: Literal["experts", "pairs"],
-    file: Path,
-    config: Path,
-    sets: list[str],
-    *,
-    fields: list[str] | None = None,
-    split: str = "",
+@command
+async def experts(
+    chosen: SettingsFile,
+    file: FileArgument,
+    fields: MapOption = [],  # noqa: B006
+    split: SplitOption = "",
 ) -> int:
-    """Load the demonstrations, or the preference pairs, of a file. split: of demonstrations."""
+    """Load demonstrations: {"id": …, "messages": […] or "prompt": …, "response": …}, tokenized as the model does.
+
+    Example: [cyan]headrace load experts worked.jsonl[/]
+    """
+    return await _load_answers("experts", chosen, file, fields, split)
+
+
+@command
+async def pairs(chosen: SettingsFile, file: FileArgument, fields: MapOption = []) -> int:  # noqa: B006
+    """Load preference pairs: {"id": …, "messages": […] or "prompt": …, "chosen": …, "rejected": …}, for a lane with dpo.
+
+    Example: [cyan]headrace load pairs preferences.jsonl[/]
+    """
+    return await _load_answers("pairs", chosen, file, fields)
+
+
+async def _load_answers(kind: str, chosen: SettingsFile, file: Path, fields: list[str], split: str = "") -> int:
     from actors.tasksets.files import count_rows, read_rows
     from actors.tasksets.loader import different, load_experts, load_preferences, with_images
     from actors.tasksets.taskset import Demonstration, Preference
     from infra.model.model import context_tokens, load_tokenizer
 
-    renamed = field_map(fields or [])
-    settings = load_settings(config, sets)
+    renamed = field_map(fields)
+    settings = chosen.load()
     total = count_rows(file)
     async with connected(settings) as log:
         tokenizer = await asyncio.to_thread(load_tokenizer, model_folder(settings), settings.policy.template)
@@ -198,17 +213,25 @@ def tell(kind: str, done: "LoadResult", bar: Bar) -> int:
     return 0
 
 
-async def run_load_prompts(count: int, suite: str, config: Path, sets: list[str]) -> int:
-    """Load the newest `count` different prompts of production as tasks of `suite`."""
+@command
+async def prompts(
+    chosen: SettingsFile,
+    count: Annotated[int, typer.Argument(min=1, help="Newest records to load at most.")] = 200,
+    suite: Annotated[str, typer.Option(help="Eval suite they become; [master.gate.replies] names it.")] = "production",
+) -> int:
+    """Load recorded production prompts as an eval suite: the gate compares a candidate's answers to them with the stable
+    version's. What named users asked is left out: it is sealed, so that it can be forgotten.
+
+    Example: [cyan]headrace load prompts 200[/]
+    """
     from actors.tasksets.loader import load_tasks
 
-    settings = load_settings(config, sets)
-    async with connected(settings) as log:
+    async with connected(chosen.load()) as log:
         found = await recorded(log)
         sealed = sum(bool(experience.key_id) for _, experience in found)
-        tasks = list(islice(newest_prompts(found, suite), count))
-        with progress_bar("recorded prompts", len(tasks)) as bar:
-            done = await load_tasks(log, tasks, on_progress=bar.moved)
+        newest = list(islice(newest_prompts(found, suite), count))
+        with progress_bar("recorded prompts", len(newest)) as bar:
+            done = await load_tasks(log, newest, on_progress=bar.moved)
     if sealed:
         print(
             f"{sealed} answers were given to named users: what they asked is left out, for they may be forgotten",

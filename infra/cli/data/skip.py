@@ -4,13 +4,14 @@ A stage never skips a record by itself: one that was away for longer than the lo
 command. What is lost is printed, and written to dead-letters as one letter a partition.
 """
 
-from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import typer
 
 from infra.cli.connect import connected
 from infra.cli.look.reader import READS, Group
-from infra.cli.settings import load_settings
+from infra.cli.options import SettingsFile, command
 from infra.cli.terminal import Screen
 from infra.log.bus import CommitRefused, Partition
 from infra.log.log import Log, letter_at
@@ -33,9 +34,19 @@ class Lost(msgspec.Struct, frozen=True):
     stop: int
 
 
-async def run_skip(group: Group, config: Path, sets: list[str]) -> int:
-    """Move the group to the oldest records that are kept. Raises ConfigError while a process of the group runs."""
-    settings = load_settings(config, sets)
+@command
+async def skip(
+    chosen: SettingsFile,
+    group: Annotated[Group, typer.Argument(help="Who is stuck: a stage of the stream workers, or the explorers.")],
+) -> int:
+    """Go on behind records that retention deleted before they were read, and say which are lost.
+
+    A stage that was away for longer than [bold]\\[keep] replay[/] stops instead of skipping anything by itself. Stop all
+    processes of the group first. Each loss is in dead-letters.
+
+    Example: [cyan]headrace skip verify[/]
+    """
+    settings = chosen.load()
     console = Screen()
     async with connected(settings) as log:
         lost = await skip_lost(log, group)

@@ -3,19 +3,32 @@
 The app's own topics are made by `headrace check --create`.
 """
 
-from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from infra.cli.connect import reading
-from infra.cli.settings import load_settings
+from infra.cli.options import SettingsFile, command
 from infra.cli.terminal import Screen
 from infra.settings.config import duration_s
 from schemas.errors import ConfigError
 from schemas.topics import FEEDBACK, topic_config
 
 
-async def run_create_topic(name: str, config: Path, sets: list[str], *, partitions: int, keep: str) -> int:
-    """Make it, unless it is there. Raises ConfigError for one of the app's own topics, or a name that no topic may have."""
-    settings = load_settings(config, sets)
+@command
+async def create(
+    chosen: SettingsFile,
+    name: Annotated[str, typer.Argument(help="Its full name, as in from = { topic = NAME }.")],
+    partitions: Annotated[int, typer.Option(min=1, help="How many workers may read it at once.")] = 1,
+    keep: Annotated[str, typer.Option(help="How long events stay, such as 7d.", show_default="[keep] replay")] = "",
+) -> int:
+    """Make a topic that a feedback source names and the broker does not have. An existing topic stays unchanged.
+
+    Stream workers that wait for it begin to read it by themselves. The embedded broker is started where it does not run.
+
+    Example: [cyan]headrace topic create zendesk.closed[/]
+    """
+    settings = chosen.load()
     if name.startswith(f"{settings.app}."):
         raise ConfigError(f"{name}: topics of the app itself are made by headrace check --create")
     if (

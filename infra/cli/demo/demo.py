@@ -30,6 +30,7 @@ from infra.cli.demo.settings import DemoOptions, demo_toml, task_of
 from infra.cli.demo.tasks import DemoTask
 from infra.cli.demo.traffic import gateway_settings, users_child
 from infra.cli.exit_codes import CONFIG_ERROR, INTERRUPTED, last_error
+from infra.cli.options import SettingsFile
 from infra.cli.run.roles import early
 from infra.cli.run.up import Stopped, broker_child, child_environment, role_child, roles_to_start, wait_for_broker
 from infra.cli.settings import Settings, load_settings
@@ -200,7 +201,7 @@ def children(settings: Settings, config: Path, sets: Sequence[str] = ()) -> list
 
 def role_children(settings: Settings, config: Path, sets: Sequence[str]) -> list[Child]:
     """The roles alone."""
-    return [role_child(settings, config, sets, role) for role in roles_to_start(settings)]
+    return [role_child(settings, SettingsFile(config, [*sets]), role) for role in roles_to_start(settings)]
 
 
 def loads(settings: Settings, config: Path) -> list[Child]:

@@ -3,15 +3,16 @@
 import getpass
 import json
 from collections.abc import Collection, Sequence
-from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import typer
 from rich.table import Table
 
 from infra.cli.connect import connected, reading
 from infra.cli.govern.words import RECENT, recent_words, words_about
 from infra.cli.look.audit import operator
-from infra.cli.settings import load_settings
+from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.terminal import Screen, clock
 from infra.log.log import Log
 from infra.policies.beginning import folded
@@ -23,11 +24,82 @@ from schemas.fields import Channel, DirectiveKind, Numbers, PolicyEventKind
 MOVES = ("promoted", "held", "pinned", "rolled_back")
 
 
-async def run_move(
-    kind: PolicyEventKind, version: int, reason: str, config: Path, sets: list[str], *, channel: Channel = "stable"
+Version = Annotated[int, typer.Argument(min=0, help="A published policy version.")]
+Why = Annotated[str, typer.Option("--why", help="Kept with the decision.")]
+
+
+@command
+async def promote(
+    chosen: SettingsFile,
+    version: Version,
+    why: Why = "",
+    canary: Annotated[bool, typer.Option("--canary", help="To the share of sessions that a canary answers.")] = False,
 ) -> int:
-    """Append one move of a channel. version: -1 with `pinned` ends a pin. Raises ConfigError for one there is not."""
-    settings = load_settings(config, sets)
+    """Serve a version to customers from here on; while a version is pinned it waits for the pin's end.
+
+    With [bold]--canary[/] a share of them tries it ([bold]\\[gateway.canary][/]) until it is promoted, held by the gate, or
+    the stable version moves.
+
+    Example: [cyan]headrace promote 144 --why "looked at fifty answers"[/]
+    """
+    return await _move(chosen, "promoted", version, why, channel="canary" if canary else "stable")
+
+
+@command
+async def pin(chosen: SettingsFile, version: Version, why: Why = "") -> int:
+    """Hold customers at a version, whatever the gate promotes, until `headrace unpin`.
+
+    Example: [cyan]headrace pin 120 --why "launch week"[/]
+    """
+    return await _move(chosen, "pinned", version, why)
+
+
+@command
+async def unpin(chosen: SettingsFile, why: Why = "") -> int:
+    """End a pin: customers go to the newest promoted version."""
+    return await _move(chosen, "pinned", -1, why)
+
+
+@command
+async def rollback(chosen: SettingsFile, version: Version, why: Why = "") -> int:
+    """Take customers back to an older version. Training continues, and what it publishes has to pass the gate again.
+
+    Example: [cyan]headrace rollback 120 --why "refuses too often"[/]
+    """
+    return await _move(chosen, "rolled_back", version, why)
+
+
+@command
+async def pause(chosen: SettingsFile, why: Why = "") -> int:
+    """Stop learning while serving continues: no new groups, no optimizer step, no new version, until [bold]resume[/].
+
+    Answers are still recorded and rated; what they teach waits in the buffer. It outlives restarts.
+
+    Example: [cyan]headrace pause --why "feedback source looks wrong"[/]
+    """
+    done = "learning is paused: no new groups, no new steps; `headrace resume` continues it"
+    return await _order(chosen, "pause", why, done)
+
+
+@command
+async def resume(chosen: SettingsFile, why: Why = "") -> int:
+    """Let learning go on after a [bold]pause[/] or a drain: what has waited is trained on first."""
+    return await _order(chosen, "continue", why, "learning continues")
+
+
+async def _order(chosen: SettingsFile, order: DirectiveKind, reason: str, done: str) -> int:
+    """The master and the trainer hear it within a second, or when they start."""
+    async with connected(chosen.load()) as log:
+        await log.publish(topics.POLICIES, Directive(order=order, owner=operator(), reason=reason))
+    Screen().print(done)
+    return 0
+
+
+async def _move(
+    chosen: SettingsFile, kind: PolicyEventKind, version: int, reason: str, channel: Channel = "stable"
+) -> int:
+    """version: -1 with `pinned` ends a pin."""
+    settings = chosen.load()
     async with connected(settings) as log:
         versions, before = await versions_and_stable(log, settings.policy.name, version)
         check_move(versions, before, kind, version)
@@ -63,9 +135,17 @@ class ChannelDecision(msgspec.Struct, frozen=True):
     channel: Channel = "stable"
 
 
-async def run_channel(config: Path, sets: list[str], *, as_json: bool, every: bool = False) -> int:
-    """Print what customers are served and what was decided about it and about learning. every: of all the app's life."""
-    settings = load_settings(config, sets)
+@command
+async def channel(
+    chosen: SettingsFile,
+    as_json: JsonOption = False,
+    every: Annotated[bool, typer.Option("--all", help="Every decision of the app's life.")] = False,
+) -> int:
+    """Show the version customers are served, and the newest decisions about it with their numbers.
+
+    The gate ([bold]\\[master.gate][/]) promotes what its eval suites let pass; the commands below move it by hand.
+    """
+    settings = chosen.load()
     async with reading(settings) as log:
         words = await recent_words(log, settings.policy.name, at_least=None if every else RECENT)
     stable, made = words.stable, decisions(words.events, words.orders)
@@ -153,18 +233,3 @@ def stable_text(stable: Stable) -> str:
     kept = "keeps a share" if stable.watched else "on trial"
     trial = f", version {stable.trial} {kept}" if stable.trial >= 0 else ""
     return f"version {stable.version}{' (pinned)' if stable.pinned else ''}{trial}"
-
-
-SAID: dict[DirectiveKind, str] = {
-    "pause": "learning is paused: no new groups, no new steps; `headrace resume` continues it",
-    "continue": "learning continues",
-}
-
-
-async def run_learning(order: DirectiveKind, reason: str, config: Path, sets: list[str]) -> int:
-    """Say it in the log; the master and the trainer hear it within a second, or when they start."""
-    settings = load_settings(config, sets)
-    async with connected(settings) as log:
-        await log.publish(topics.POLICIES, Directive(order=order, owner=operator(), reason=reason))
-    Screen().print(SAID[order])
-    return 0

@@ -7,15 +7,16 @@ The request is a record in the log: it outlives this command and the master alik
 
 import asyncio
 from collections.abc import Iterable
-from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import typer
 
 from actors.config import EvalSuite
 from infra.cli.connect import connected
 from infra.cli.look.audit import operator
 from infra.cli.look.status_screen import accuracy_text
-from infra.cli.settings import load_settings
+from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.terminal import Screen, printable_json
 from infra.log.log import Log
 from infra.policies.beginning import folded
@@ -25,11 +26,24 @@ from schemas.errors import ConfigError
 from schemas.topics import EVALS, POLICIES
 
 
-async def run_eval(
-    suite: str, version: int | None, config: Path, sets: list[str], *, within: str, as_json: bool
+@command
+async def evaluate(
+    chosen: SettingsFile,
+    suite: Annotated[str, typer.Argument(help="A suite of [[master.evals]].")],
+    version: Annotated[
+        int | None, typer.Option(min=0, help="A policy version, the newest or one to come; the newest by default.")
+    ] = None,
+    within: Annotated[str, typer.Option(help="How long to wait for the result.")] = "10m",
+    as_json: JsonOption = False,
 ) -> int:
-    """Print the result; exit code 1 where there is none in time. Raises ConfigError for a request that no role can answer."""
-    settings = load_settings(config, sets)
+    """Have exactly one version answer a suite, in addition to its schedule, and print the result.
+
+    The request is in the log, so it outlives this command. An engine cannot go back: an older version is refused,
+    and one that explorers pass meanwhile is answered by a later one.
+
+    Example: [cyan]headrace eval held-out --version 144[/]
+    """
+    settings = chosen.load()
     timeout_s = duration_s(within)
     check_suite(suite, settings.master.evals)
     async with connected(settings) as log:

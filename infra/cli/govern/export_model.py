@@ -13,14 +13,16 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import typer
 
 from infra.cli.connect import app_store, reading
 from infra.cli.govern.channel import ChannelDecision, decisions
 from infra.cli.govern.words import words_about
-from infra.cli.settings import Settings, load_settings
+from infra.cli.options import SettingsFile, command
+from infra.cli.settings import Settings
 from infra.cli.terminal import Screen
 from infra.ledger.archive import MODEL_SUFFIXES
 from infra.log.log import Log
@@ -62,11 +64,24 @@ class ExportedPolicy(msgspec.Struct, frozen=True):
     adapter: Adapter | None = None
 
 
-async def run_export_model(version: str, folder: Path, config: Path, sets: list[str], alone: bool = False) -> int:
-    """Write the version into a new or empty folder. alone: of an adapter nothing else. Raises ConfigError, PolicyRefused,
-    StoreError.
+@command
+async def export_model(
+    chosen: SettingsFile,
+    version: Annotated[str, typer.Argument(help='A published version, "newest" or "stable".')],
+    folder: Annotated[Path, typer.Argument(help="The folder to write; it must not be there, or be empty.")],
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="The adapter alone; for a run with [trainer.lora].")
+    ] = False,
+) -> int:
+    """Write a version as a model folder: configuration, tokenizer, safetensors. transformers and vLLM load it as any other.
+
+    A version of a run with [trainer.lora] is merged into policy.model; --adapter writes the folder that peft writes instead.
+    Every tensor is verified first. headrace.json next to the weights says which version it is, and what the gate and people
+    decided about it.
+
+    Example: [cyan]headrace export-model stable ./support-v144[/]
     """
-    settings = load_settings(config, sets)
+    settings = chosen.load()
     check_new(folder)
     async with reading(settings) as log:
         event = await published(log, settings.policy.name, version)
@@ -78,7 +93,7 @@ async def run_export_model(version: str, folder: Path, config: Path, sets: list[
     )  # fmt: skip
     console = Screen(stderr=True)
     console.print(f"fetching version {event.version} of {event.policy}")
-    num_bytes = await asyncio.to_thread(export, app_store(settings), event, settings, folder, about, alone=alone)
+    num_bytes = await asyncio.to_thread(export, app_store(settings), event, settings, folder, about, alone=adapter)
     console.print(f"{folder}: version {event.version}, {num_bytes:,} bytes of weights; what is known of it: {ABOUT}")
     return 0
 

@@ -2,13 +2,14 @@
 
 import getpass
 import socket
-from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import typer
 from rich.table import Table
 
 from infra.cli.connect import connected, reading
-from infra.cli.settings import load_settings
+from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.terminal import Screen, printable_json
 from infra.ledger.account import Account, Draining, audit, drain, go_on
 from infra.settings.config import duration_s
@@ -16,17 +17,30 @@ from infra.settings.config import duration_s
 SHOWN_IDS = 5
 
 
-async def run_audit(
-    config: Path,
-    sets: list[str],
-    as_json: bool,
-    *,
-    drained: bool = False,
-    within: str = "10m",
-    then_continue: bool = False,
+@command
+async def audit_log(
+    chosen: SettingsFile,
+    as_json: JsonOption = False,
+    drained: Annotated[
+        bool, typer.Option("--drain", help="First have the master issue nothing new, and wait until all is finished.")
+    ] = False,
+    within: Annotated[str, typer.Option("--timeout", metavar="TIMEOUT", help="How long a drain may take.")] = "10m",
+    then_continue: Annotated[
+        bool, typer.Option("--then-continue", help="Afterwards let the master issue again, drained now or earlier.")
+    ] = False,
 ) -> int:
-    """Print the account; exit code 1 if a promise is broken, or if something is on its way after a drain."""
-    settings = load_settings(config, sets)
+    """Account for every published experience: trained, dropped with a reason, or pending.
+
+    Reads the whole kept log and may run at any time. A long log takes room for temporary files (TMPDIR), about 400 MB per
+    million experiences.
+    After a drain nothing is pending but what waits in the buffer to be drawn without an issue order, such as demonstrations.
+    A drained app stays drained, also over restarts, until --then-continue.
+    Exits with 1 if an experience was trained twice, trained without having been published, or is still on its way
+    when a drain's time is up.
+
+    Example: [cyan]headrace audit --drain --then-continue[/], [cyan]headrace audit --json | jq .dropped[/]
+    """
+    settings = chosen.load()
     timeout_s = duration_s(within)
     console = Screen(stderr=as_json)
     run = settings.run or settings.app

@@ -1,17 +1,17 @@
 """`headrace peek TOPIC`: records as a person reads them."""
 
 import time
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.text import Text
 
 from infra.cli.connect import reading
 from infra.cli.look.reader import LastHour, NewestRecords
 from infra.cli.look.status import all_dropped, group_ends
-from infra.cli.settings import load_settings
+from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.terminal import Screen, printable_json
 from infra.log.log import LogMessage
 from schemas import Batch, Block, DeadLetter, Experience, Progress, Task, UnknownMajor, decode, topics
@@ -21,25 +21,39 @@ SHOWN = 8  # members of a block; the rest is counted
 MAX_TEXT = 160
 
 
-async def run_peek(topic: str, config: Path, sets: list[str], *, last: int, follow: bool, as_json: bool) -> int:
-    """Print the newest records of a topic, and go on with `follow`."""
-    settings = load_settings(config, sets)
+@command
+async def peek(
+    chosen: SettingsFile,
+    topic: Annotated[str, typer.Argument(help="With or without the app's prefix.")],
+    last: Annotated[int, typer.Option("--last", "-n", min=0, help="How many of the newest records.")] = 5,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what arrives.")] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Show the newest records of a topic as a person reads them.
+
+    Topics: taskset.raw, taskset, tasks, experiences, experts, feedback, verified, buffer, evals, batches,
+    progress, policies, dead-letters.
+    With --json each record is one line.
+
+    Example: [cyan]headrace peek buffer -n 3[/], [cyan]headrace peek dead-letters --follow[/]
+    """
+    settings = chosen.load()
     try:
-        chosen = topics.by_name(topic.removeprefix(f"{settings.app}."))
+        place = topics.by_name(topic.removeprefix(f"{settings.app}."))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     # Records are read as they are, whatever the terminal's width.
     console = Screen(soft_wrap=True)
     async with reading(settings) as log:
-        messages, following = await NewestRecords(log).newest_and_next(chosen, last)
+        messages, following = await NewestRecords(log).newest_and_next(place, last)
         for message in messages:
             show(console, message, as_json)
         if not messages and last and not follow and not as_json:
             reports = [spoken.reports[-1][0] for spoken in (await LastHour(log).spoken()).values()]
-            why = all_dropped(group_ends(reports)) if chosen is topics.BUFFER else ""
-            console.print(f"{log.name(chosen)} is empty" + (f"; {why}" if why else ""), style="dim")
+            why = all_dropped(group_ends(reports)) if place is topics.BUFFER else ""
+            console.print(f"{log.name(place)} is empty" + (f"; {why}" if why else ""), style="dim")
         if follow:
-            async for message in log.tail(chosen, following):
+            async for message in log.tail(place, following):
                 show(console, message, as_json)
     return 0
 

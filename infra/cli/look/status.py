@@ -6,20 +6,21 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from types import MappingProxyType
+from typing import Annotated
 
 import msgspec
+import typer
 
 from infra.cli.connect import reading
 from infra.cli.look.expected import OVER, Heard, expected_roles, missing
 from infra.cli.look.kept import list_kept
 from infra.cli.look.reader import READS, LastHour, Newest, NewestRecords, Spoken
 from infra.cli.look.status_screen import State, show
-from infra.cli.settings import load_settings
+from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.terminal import Screen, printable_json, span
 from infra.log.log import Log, LogMessage
-from infra.observe.alarms import NO_VERSION_S, STILL
+from infra.observe.alarms import MAX_LAG, NO_VERSION_S, STILL
 from schemas import Block, Directive, EvalResult, PolicyEvent, Progress, Rollback, topics
 from schemas.fields import CANARY_MISSING
 from schemas.ids import answer_id
@@ -39,15 +40,33 @@ _STEP_FAILED = re.compile(r"step_failed\{stage=(?P<stage>[^,]*),step=(?P<step>.*
 Reports = list[tuple[Progress, float]]
 
 
-async def run_status(config: Path, sets: list[str], *, as_json: bool, check: bool, max_lag: int, kept: bool) -> int:
-    """Print the state of the system; with `check`, exit code 1 if there is an alarm. kept: only what is kept, with bounds."""
-    settings = load_settings(config, sets)
+@command
+async def status(
+    chosen: SettingsFile,
+    as_json: JsonOption = False,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if there is an alarm, for monitoring.")] = False,
+    max_lag: Annotated[
+        int, typer.Option(help="Records waiting for a stage above which its lag is an alarm.")
+    ] = MAX_LAG,
+    kept: Annotated[
+        bool, typer.Option("--kept", help="Also print the size and the bound of each topic, folder and file.")
+    ] = False,
+) -> int:
+    """Roles, versions, rates, lags, drops by reason, and alarms.
+
+    Read from the log alone, so it works from any machine that reaches the broker.
+    Rates cover the last minute.
+    An alarm is a role that does not report, a stage that lags, a refused policy, or a diagnostic out of its range.
+
+    Example: [cyan]headrace status --check --json[/]
+    """
+    settings = chosen.load()
     async with reading(settings) as log:
         wanted = expected_roles(settings.expect, serves=settings.gateway is not None)
         state = await read_status(
             log, now_s=time.time(), max_lag=max_lag, wanted=wanted, groups=settings.pacing.groups_per_step
         )
-        state["alarms"] = [line.replace("-c FILE", f"-c {config}") for line in state["alarms"]]
+        state["alarms"] = [line.replace("-c FILE", f"-c {chosen.config}") for line in state["alarms"]]
         if kept:
             state["kept"] = msgspec.to_builtins(await list_kept(log, settings, state["roles"]))
     if as_json:

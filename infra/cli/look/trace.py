@@ -3,14 +3,17 @@
 import asyncio
 import signal
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from infra.cli.connect import connected, reading
 from infra.cli.look.peek import cut
-from infra.cli.settings import Settings, load_settings
+from infra.cli.options import JsonOption, SettingsFile, command
+from infra.cli.settings import Settings
 from infra.cli.terminal import Screen, clock, printable_json
 from infra.ledger.index import FILE, LogIndex, follow
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
@@ -31,11 +34,30 @@ SHOWN_IDS = 10
 PATIENCE_S = 30.0  # with a busy machine, whose keeper of the index runs in its idle time
 
 
-async def run_trace(ref: str | None, policy: int | None, config: Path, sets: list[str], *, as_json: bool) -> int:
-    """Print one trace."""
-    if (ref is None) == (policy is None):
+@command
+async def trace(
+    chosen: SettingsFile,
+    answer: Annotated[str | None, typer.Argument(help="An answer id (hr-…) or an experience id.")] = None,
+    policy: Annotated[int | None, typer.Option(help="A version: show what it learned from.")] = None,
+    keep_up: Annotated[
+        bool, typer.Option("--keep-up", help="Ask nothing: keep the index up until stopped, as `up` does.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Follow an answer to the steps that trained on it, or a policy back to its answers.
+
+    Who sampled what, what every processor and score said, the feedback and when it came, how the group ended, the steps
+    that used it with their advantages, and the first version that learned from it, or what is waited for and until when.
+    Where the records lie is kept in an index next to the TOML, which `headrace up` keeps up with the log; without it the
+    first trace reads the whole log, and the next ones what has come since.
+
+    Example: [cyan]headrace trace hr-add-37-45.2.0-7-0[/], [cyan]headrace trace --policy 40[/]
+    """
+    settings = chosen.load()
+    if keep_up:
+        return await _keep_up(settings)
+    if (answer is None) == (policy is None):
         raise ConfigError("trace: expected an answer id or --policy VERSION, one of them")
-    settings = load_settings(config, sets)
     console = Screen(stderr=as_json, soft_wrap=True)
     index = open_index(settings)
     try:
@@ -48,10 +70,10 @@ async def run_trace(ref: str | None, policy: int | None, config: Path, sets: lis
                 )
             if not is_whole:
                 Screen(stderr=True).print("the index is behind the log: the newest records are missing here")
-            if ref is not None:
-                answer = await trace_answer(log, index, ref)
-                waits = waits_for(answer, settings, wall_ms())
-                print_json(answer_json(answer, waits)) if as_json else show_answer(console, answer, waits)
+            if answer is not None:
+                found = await trace_answer(log, index, answer)
+                waits = waits_for(found, settings, wall_ms())
+                print_json(answer_json(found, waits)) if as_json else show_answer(console, found, waits)
             elif policy is not None:
                 made = await trace_policy(log, index, policy)
                 print_json(msgspec.to_builtins(made)) if as_json else show_policy(console, made)
@@ -60,9 +82,8 @@ async def run_trace(ref: str | None, policy: int | None, config: Path, sets: lis
     return 0
 
 
-async def run_follow(config: Path, sets: list[str]) -> int:
-    """Keep the index up to date in the machine's idle time, until SIGINT or SIGTERM."""
-    settings = load_settings(config, sets)
+async def _keep_up(settings: Settings) -> int:
+    """In the machine's idle time, until SIGINT or SIGTERM."""
     take_idle_time()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

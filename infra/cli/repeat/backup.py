@@ -4,14 +4,18 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import typer
 from rich.markup import escape
 
 from infra.cli.connect import app_store, broker_address, reading
-from infra.cli.settings import Settings, load_settings
+from infra.cli.options import SettingsFile, command
+from infra.cli.settings import Settings
 from infra.cli.terminal import Screen, printable
-from infra.ledger.backup import committed_offsets, copy_all, open_backup, put_keys, restore
+from infra.ledger.backup import committed_offsets, copy_all, open_backup, put_keys
+from infra.ledger.backup import restore as put_back
 from infra.ledger.bundle import Bundle, StoreWriter, Tell, describe, require_unfinished
 from infra.log.access import kafka_access
 from infra.log.placing import PlacingConnection
@@ -26,9 +30,22 @@ FOLLOWS = (
 )
 
 
-async def run_backup(to: str, config: Path, sets: list[str], *, keys: str) -> int:
-    """Copy the app to `to`, its keys to `keys` where that is named; returns the exit code."""
-    settings = load_settings(config, sets)
+@command
+async def backup(
+    chosen: SettingsFile,
+    to: Annotated[str, typer.Argument(help="A folder or s3://bucket/prefix, empty or with an unfinished backup.")],
+    keys: Annotated[
+        str, typer.Option(help="Where keys go: another folder or s3://bucket/prefix. Without it they stay out.")
+    ] = "",
+) -> int:
+    """Copy an app, its topics and its store, while it runs.
+
+    Run again after a stop, it continues. Without --keys what was sealed of users stays shut after a restore, and API keys are
+    made again.
+
+    Example: [cyan]headrace backup s3://backups/support-11-23 --keys /safe/support-11-23[/]
+    """
+    settings = chosen.load()
     store, place = app_store(settings), open_store(to, base=Path.cwd())
     secrets = _apart(keys, to)
     for target in (place, secrets):
@@ -59,9 +76,22 @@ async def run_backup(to: str, config: Path, sets: list[str], *, keys: str) -> in
     return 0
 
 
-async def run_restore(source: str, config: Path, sets: list[str], *, keys: str) -> int:
-    """Put the backup at `source` back, or with "" its keys alone; returns the exit code."""
-    settings = load_settings(config, sets)
+@command
+async def restore(
+    chosen: SettingsFile,
+    source: Annotated[
+        str, typer.Argument(help="A whole backup: a folder or s3://bucket/prefix. Without it keys alone come back.")
+    ] = "",
+    keys: Annotated[str, typer.Option(help="Where the backup's keys are.")] = "",
+) -> int:
+    """Put a backup back, into a broker and a store that have nothing of the app.
+
+    Every record is at its offset with its time again, and every byte is compared with its hash. Stop all roles first. Run
+    again after a stop, it continues. A key that is there is not replaced.
+
+    Example: [cyan]headrace restore s3://backups/support-11-23 --keys /safe/support-11-23[/]
+    """
+    settings = chosen.load()
     store = app_store(settings)
     screen = Screen(stderr=True, soft_wrap=True)
     secrets = _apart(keys, source)
@@ -87,7 +117,7 @@ async def _restore_data(settings: Settings, store: Store, place: Store) -> Bundl
             PlacingConnection(broker_address(settings), access=kafka_access(settings)) as placing,
         ):
             keep_ms, replication = int(duration_s(settings.keep.replay) * 1000), settings.kafka.replication
-            await restore(log, store, placing, place, backup, keep_ms=keep_ms, replication=replication, tell=tell)
+            await put_back(log, store, placing, place, backup, keep_ms=keep_ms, replication=replication, tell=tell)
     return backup
 
 

@@ -3,10 +3,13 @@
 import asyncio
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import typer
 
-from infra.cli.repeat.source import ReplaySource, opened, shaping
+from infra.cli.options import JsonOption, command
+from infra.cli.repeat.source import FromOption, ReplaySource, RunArgument, TrustOption, opened, shaping
 from infra.cli.terminal import Screen, printable_json
 from infra.ledger.archive import Archive, writing
 from infra.ledger.bundle import Bundle, PartitionRange
@@ -16,10 +19,27 @@ from trainer.journal import checkpoint
 from trainer.replay.replay import ReplayStart, find_start
 
 
-async def run_export(run: Path, file: Path, *, from_step: int | None, as_json: bool, trusted: bool = False) -> int:
-    """Write the archive; returns the exit code."""
+@command
+async def export(
+    run: RunArgument,
+    file: Annotated[Path, typer.Argument(help="The archive to write; it must not be there.")],
+    from_step: FromOption = None,
+    trust_plugins: TrustOption = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Write all that a replay needs into one file: checkpoint, model, journal, buffered blocks, settings of the trainer.
+
+    What was decided and measured of every version is in it too, for [bold]headrace console[/].
+
+    No address, no credential and no key is in it: steps that trained on sealed answers, answers of named users, cannot be
+    replayed from it. Their number is printed.
+    Where an objective or a learner comes from a plugin, the plugin must be importable where it is replayed, and
+    `headrace replay` asks for --trust-plugins.
+
+    Example: [cyan]headrace export runs/demo demo.headrace[/], elsewhere [cyan]headrace replay demo.headrace --verify[/]
+    """
     console = Screen(stderr=True)
-    async with opened(run, trusted=trusted) as source:
+    async with opened(run, trusted=trust_plugins) as source:
         with console.status("reading the journal"):
             start = await find_start(source.log, source.store, source.run, from_step=from_step, to_step=None)
         with console.status(f"writing {file}"), writing(file) as archive:

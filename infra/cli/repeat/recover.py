@@ -5,13 +5,14 @@ Guarantee: nothing is changed where they belong together, where the log has a ru
 
 import asyncio
 import sys
-from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from infra.cli.connect import app_store, create_topics, reading
 from infra.cli.look.audit import operator
-from infra.cli.settings import load_settings
+from infra.cli.options import SettingsFile, command
 from infra.log.log import Log
 from infra.roles.identity import Fit, fault, fit_of
 from infra.settings.config import Floor
@@ -30,18 +31,27 @@ The weights, the optimizer's state, large frames and users' keys lay in the stor
   demonstrations again. The old topics stay where they are, for `headrace audit` and `headrace peek` with the old name."""
 
 
-async def run_recover(config: Path, sets: list[str], *, yes: bool) -> int:
-    """Look, say what is lost, ask, and begin a new journal. Raises ConfigError where nothing can be recovered."""
-    settings = load_settings(config, sets)
+@command
+async def recover(chosen: SettingsFile, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False) -> int:
+    """Go on after the log's data or the store was lost, or say what can be done.
+
+    Where the log is lost and the store is there, a new journal begins from the newest checkpoint. It says what is lost and
+    asks first. Where log and store belong together it changes nothing.
+
+    Example: [cyan]headrace recover -c support/headrace.toml[/]
+    """
+    settings = chosen.load()
     store = app_store(settings)
     console = Console(highlight=False, soft_wrap=True, markup=False)
     async with reading(settings, create=True) as log:
         await create_topics(log, settings)
-        return await recover(log, store, settings, console, agreed=yes)
+        return await recover_log(log, store, settings, console, agreed=yes)
 
 
-async def recover(log: Log, store: Store, floor: Floor, console: Console, *, agreed: bool) -> int:
-    """`run_recover` on a log. agreed: do not ask."""
+async def recover_log(log: Log, store: Store, floor: Floor, console: Console, *, agreed: bool) -> int:
+    """Look, say what is lost, ask, and begin a new journal. agreed: do not ask. Raises ConfigError where nothing can be
+    recovered.
+    """
     fit = await fit_of(log, store, floor)
     reason = fault(fit, floor.app, repr(store)).partition(": ")[0]
     if not reason:

@@ -4,13 +4,15 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from infra.cli.repeat.source import ReplaySource, opened
+from infra.cli.options import JsonOption, command
+from infra.cli.repeat.source import FromOption, ReplaySource, RunArgument, TrustOption, opened
 from infra.cli.terminal import Screen, printable_json
 from infra.ledger.archive import MAX_BYTES
 from infra.log.log import runs
@@ -25,7 +27,8 @@ from trainer.journal.origin import differences, made_with
 from trainer.learners.learner import foreign_names, open_learner
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
-from trainer.replay.replay import Compared, ReplayStart, find_start, lost_steps, replay
+from trainer.replay.replay import Compared, ReplayStart, find_start, lost_steps
+from trainer.replay.replay import replay as replay_steps
 
 SHOWN_HASH = 16
 
@@ -69,25 +72,35 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
         return 1 if self.faults or not self.verified or (self.bits_promised and not self.equal) else 0
 
 
-class Trust(msgspec.Struct, frozen=True):
-    """Trust in what came with a run. plugins: what its settings name is imported and called. max_bytes: what an
-    archive may unpack to.
-    """
-
-    plugins: bool = False
-    max_bytes: int = MAX_BYTES
-
-
-async def run_replay(
-    path: Path, *, from_step: int | None, to_step: int | None, verify: bool, as_json: bool, trust: Trust
+@command
+async def replay(
+    run: RunArgument = Path(),
+    from_step: FromOption = None,
+    to_step: Annotated[int | None, typer.Option("--to", help="Stop after this step.", metavar="STEP")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare; exit with 1 on a difference, or where nothing could be.")
+    ] = False,
+    trust_plugins: TrustOption = False,
+    max_unpacked: Annotated[
+        int, typer.Option(help="What an archive may unpack to.", metavar="BYTES", min=1, show_default="32 GiB")
+    ] = MAX_BYTES,
+    as_json: JsonOption = False,
 ) -> int:
-    """Replay the run at `path` and print what came out; returns the exit code."""
+    """Do a run again, from the oldest kept checkpoint and the log alone, and show the weights' hash at every checkpoint.
+
+    Appends nothing to the log and writes nothing to the store. A record that is missing or was altered is named.
+    In one process on the same model of CPU, with the same code, libraries and threads, the hashes are equal; elsewhere the
+    batches are, and it prints what differs. Code that headrace does not ship is imported with --trust-plugins alone, after its
+    names.
+
+    Example: [cyan]headrace replay runs/demo --verify[/]
+    """
     console = Screen(stderr=as_json, soft_wrap=True)
-    async with opened(path, trust.max_bytes, trusted=trust.plugins) as source:
-        check_names(console, source, trusted=trust.plugins)
+    async with opened(run, max_unpacked, trusted=trust_plugins) as source:
+        check_names(console, source, trusted=trust_plugins)
         with console.status("loading the model"):
             learner = await asyncio.to_thread(open_learner, on_one_rank(source.settings.trainer), source.model)
-        run = Learning(
+        learning = Learning(
             floor=source.settings,
             config=source.settings.trainer,
             learner=learner,
@@ -96,9 +109,9 @@ async def run_replay(
             image_inputs=await asyncio.to_thread(open_sight, source.model, source.store),
         )
         try:
-            verdict = await done_again(console, source, run, from_step, to_step, verify=verify)
+            verdict = await done_again(console, source, learning, from_step, to_step, verify=verify)
         finally:
-            run.executor.shutdown()
+            learning.executor.shutdown()
     if as_json:
         print(printable_json(msgspec.json.encode(as_table(verdict)).decode()))
     else:
@@ -151,7 +164,7 @@ async def done_again(
             done.append(step)
             progress.advance(bar)
 
-        steps = replay(run, source.run, source.log, source.store, start, on_step=on_step)
+        steps = replay_steps(run, source.run, source.log, source.store, start, on_step=on_step)
         lost: dict[int, str] = {}
         try:
             async for result in steps:

@@ -4,14 +4,16 @@ import getpass
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from infra.cli.connect import connected, reading
+from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen, printable_json
 from infra.settings.config import Table as Tables
@@ -25,24 +27,60 @@ if TYPE_CHECKING:
     from streams.reprocess.run import ReprocessOrder
 
 
-async def run_reprocess(
-    stage: str, config: Path, sets: list[str], *, other: Path | None, options: dict[str, object], as_json: bool
+class ReprocessFlags(msgspec.Struct, frozen=True):
+    """Input, settings and result of a reprocess."""
+
+    start: Annotated[
+        str,
+        typer.Option(
+            "--from", help='"beginning", an offset, partition:offset[,…], or a time such as 2026-11-21T12:00.'
+        ),
+    ] = "beginning"
+    stop: Annotated[str, typer.Option("--to", help='"end", or a place as in --from; not included itself.')] = "end"
+    topic: Annotated[str, typer.Option(help="Input topic of verify: experiences or experts alone.")] = ""
+    diff: Annotated[bool, typer.Option("--diff", help="Compare with what the log records.")] = False
+    rescore: Annotated[bool, typer.Option("--rescore", help="Ask for outside verdicts again that are on record.")] = (
+        False
+    )
+
+
+@command
+async def reprocess(
+    chosen: SettingsFile,
+    stage: Annotated[str, typer.Argument(help="tasks, verify, collect, or dead-letters.")],
+    flags: ReprocessFlags,
+    other: Annotated[
+        Path | None,
+        typer.Option(
+            "--with",
+            help="Judge by this TOML: whole settings, or tables that override those in -c.",
+            metavar="FILE",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
 ) -> int:
-    """Run the order and print what it found; exit code 0 whether or not something differs."""
+    """Run a stage over any part of the log again, exactly as the workers do, and see what it would have changed.
+
+    The app that is read is only read; with the settings and processors that made the record, nothing differs.
+    Offsets belong to the stage's input: taskset.raw, experiences (or --topic), verified.
+    dead-letters delivers each letter that decodes by now once more to where it came from.
+
+    Example: [cyan]headrace reprocess verify --from 2026-11-20 --with stricter.toml --diff[/]
+    """
     from streams.reprocess.run import INPUTS, ReprocessOrder
 
     if stage not in INPUTS:
         raise ConfigError(f"reprocess: got {stage!r}, expected one of {', '.join(INPUTS)}")
-    order = msgspec.convert({"stage": stage, **options}, ReprocessOrder)
-    settings = load_settings(config, sets)
+    order = msgspec.convert({"stage": stage, **msgspec.structs.asdict(flags)}, ReprocessOrder)
+    settings = chosen.load()
     add_plugin_folders(settings.folder, settings.plugins)
     judged_by = settings
     if other is not None:
-        judged_by = laid_over(config, other, sets)
+        judged_by = laid_over(chosen, other)
         add_plugin_folders(judged_by.folder, judged_by.plugins)
     console = Screen(stderr=as_json)
     if stage == "dead-letters":
-        refused = [name for name in ("diff", "rescore") if options.get(name)]
+        refused = [name for name in ("diff", "rescore") if getattr(flags, name)]
         if refused or other is not None:
             raise ConfigError(f"reprocess dead-letters: takes no --{refused[0] if refused else 'with'}")
         letters = await _letters(settings, order, console)
@@ -53,18 +91,18 @@ async def run_reprocess(
     return 0
 
 
-def laid_over(config: Path, other: Path, sets: list[str]) -> Settings:
+def laid_over(chosen: SettingsFile, other: Path) -> Settings:
     """The settings of `other`, whole where it names an app, else its tables override those in `config`. Raises ConfigError."""
     if not other.is_file():
         raise ConfigError(f"--with {other}: no such file")
-    tables = read_toml(other, sets)
+    tables = read_toml(other, chosen.sets)
     if "app" in tables:
-        return load_settings(other, sets)
-    whole = read_toml(config, sets)
+        return load_settings(other, chosen.sets)
+    whole = read_toml(chosen.config, chosen.sets)
     for name, table in read_toml(other, ()).items():
         both = isinstance(table, dict) and isinstance(whole.get(name), dict)
         whole[name] = merged(whole[name], table) if both else table
-    return msgspec.structs.replace(decode(whole, Settings, f"--with {other}"), folder=config.resolve().parent)
+    return msgspec.structs.replace(decode(whole, Settings, f"--with {other}"), folder=chosen.config.resolve().parent)
 
 
 def merged(under: Tables, over: Tables) -> Tables:

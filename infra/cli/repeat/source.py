@@ -10,9 +10,10 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
+import typer
 
 from infra.cli.connect import app_store, kafka_folder, reading
 from infra.cli.run.roles import model_folder
@@ -27,6 +28,17 @@ from schemas.errors import ConfigError
 SHAPING = ("app", "run", "keep", "policy", "pacing", "trainer")
 UNPACKED_MODEL = "model"
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+FromOption = Annotated[
+    int | None, typer.Option("--from", help="Begin at the newest checkpoint at or before this step.", metavar="STEP")
+]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-plugins", help="Import and call what its settings name and headrace does not ship.")
+]
+RunArgument = Annotated[
+    Path, typer.Argument(help="The folder of a run (or its TOML), or a file that `export` wrote.", metavar="RUN")
+]
 
 
 class ReplaySource(NamedTuple):

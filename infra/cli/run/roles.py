@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import unquote, urlsplit
 
 import msgspec
+import typer
 
 from actors.config import ReloadConfig
 from actors.gateway.config import GatewayConfig, Webhook
@@ -27,8 +28,9 @@ from infra.cli.connect import (
     measured_store,
 )
 from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT, is_final, root_cause
-from infra.cli.options import file_umask
-from infra.cli.settings import Settings, load_settings
+from infra.cli.options import SettingsFile, exit_with, file_umask, flags
+from infra.cli.run.stay_down import VARIABLE, stay_down
+from infra.cli.settings import Settings
 from infra.local.ranks import RankGroup, adopt_slurm, launched_rank, run_ranks
 from infra.local.supervisor import Child
 from infra.log.log import Log
@@ -61,13 +63,85 @@ MAX_REASON = 1000  # characters
 STOP_S = 1800.0  # a trainer finishes its step and writes a checkpoint; to end it sooner, send SIGKILL
 
 
-async def run_role(role: str, config: Path, sets: list[str]) -> int:
+@flags
+def master(chosen: SettingsFile) -> None:
+    """Issue tasks as the staleness budget allows, issue unfinished ones again, request evals.
+
+    One is enough. It keeps no state of its own: everything is counted again from the log when it starts.
+    """
+    _end_with("master", chosen)
+
+
+@flags
+def explore(chosen: SettingsFile) -> None:
+    """Run tasks on an engine, publish experiences, follow new policies while generating.
+
+    Any number of them share the tasks. A new policy is loaded between two tokens; no request is dropped for it.
+
+    Example: [cyan]headrace explore --set engine.use=actors.engines.torch:TorchEngine[/]
+    """
+    _end_with("explore", chosen)
+
+
+@flags
+def process(chosen: SettingsFile) -> None:
+    """Run the stream processors: tasks, verify, collect and the feedback sources.
+
+    Any number of them share the partitions; killed or rebalanced, they decide as one that was never disturbed.
+    """
+    _end_with("process", chosen)
+
+
+@flags
+def train(
+    chosen: SettingsFile,
+    ranks: Annotated[int, typer.Option(help="Processes that train together; 0 takes \\[trainer] ranks.")] = 0,
+) -> None:
+    """Train on the buffer, journal every batch, publish every policy.
+
+    One at a time: a second one takes the lease and the first ends. After a kill it continues with the same batches. With
+    several ranks (a learner of many processes, or torchrun) the first alone touches the log; one that dies takes the
+    others with it, and all start again.
+    """
+    _end_with("train", chosen, f"trainer.ranks={ranks}" if ranks else "")
+
+
+@flags
+def serve(
+    chosen: SettingsFile,
+    channel: Annotated[str, typer.Option(help='stable, canary or candidate; "" takes \\[gateway] channel.')] = "",
+) -> None:
+    """Serve an OpenAI-compatible API on an engine, record answers with consent, follow the policy.
+
+    Any number of them behind one address. It serves while the broker is away, and writes what waited when it is back.
+    Clients need a key: headrace keys create.
+
+    A canary listens where [bold]\\[gateway.canary][/] says, and answers the share of sessions that the other gateways send it.
+
+    Example: [cyan]headrace serve --set gateway.listen=0.0.0.0:8000[/]
+    """
+    _end_with("serve", chosen, f"gateway.channel={channel}" if channel else "")
+
+
+def _end_with(role: str, chosen: SettingsFile, override: str = "") -> None:
+    """Run a role; where a restart cannot fix its end, and VARIABLE says so, wait to be stopped."""
+    chosen = SettingsFile(chosen.config, [*chosen.sets, *([override] if override else [])])
+    try:
+        exit_with(lambda: run_role(role, chosen), role_loop(role))
+    except typer.Exit as end:
+        stays = end.exit_code in (CONFIG_ERROR, FENCED_OUT) and os.environ.get(VARIABLE)
+        if stays and launched_rank(os.environ) is None:
+            stay_down(role, end.exit_code)
+        raise
+
+
+async def run_role(role: str, chosen: SettingsFile) -> int:
     """Run `role` until SIGTERM or SIGINT. Raises ConfigError, BrokerUnavailable and what else must be loud.
 
     Returns 0, but for a role that a signal ended where CODE_VARIABLE names a code for that: so a supervisor can tell it
     from a role that came to its end.
     """
-    settings = load_settings(config, sets)
+    settings = chosen.load()
     log_to_stderr(as_json=settings.logs.format == "json")
     for line in open_to_others(settings):
         logger.warning("open_to_others %s", line)
@@ -87,7 +161,7 @@ async def run_role(role: str, config: Path, sets: list[str]) -> int:
             adopt_slurm(os.environ)
         stop_code = int(os.environ.get(CODE_VARIABLE) or 0) if launched_rank(os.environ) is None else 0
         if role == "train" and settings.trainer.ranks > 1 and launched_rank(os.environ) is None:
-            code = await train_on_ranks(settings, config, sets, stop)
+            code = await train_on_ranks(settings, chosen, stop)
             return code or (stop_code if stop.is_set() else 0)
         try:
             await _run(role, settings, stop)
@@ -412,14 +486,13 @@ def _mode(path: Path) -> int:
         return 0
 
 
-async def train_on_ranks(settings: Settings, config: Path, sets: list[str], stop: asyncio.Event) -> int:
+async def train_on_ranks(settings: Settings, chosen: SettingsFile, stop: asyncio.Event) -> int:
     """Start the ranks and wait: this process is not one of them."""
     found = find(settings.trainer.learner.use, "trainer.learner.use")
     if not hasattr(found, "follow"):
         raise ConfigError(several_ranks(settings))
-    overrides = [argument for override in sets for argument in ("--set", override)]
     group = RankGroup(
-        argv=(sys.executable, "-m", "infra.cli.main", "train", "--config", str(config), *overrides),
+        argv=(sys.executable, "-m", "infra.cli.main", "train", *chosen.arguments),
         num_ranks=settings.trainer.ranks,
         log=settings.folder / "logs",
         final_codes=(0, CONFIG_ERROR, FENCED_OUT),

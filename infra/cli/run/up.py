@@ -5,7 +5,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,8 +14,9 @@ from rich.console import Console
 
 from infra.cli.connect import app_store, broker_address, connected, create_topics, kafka_folder, quieten_client
 from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT, INTERRUPTED, STOPPED, last_error
+from infra.cli.options import SettingsFile, command
 from infra.cli.run.roles import CODE_VARIABLE, metrics_address
-from infra.cli.settings import Settings, load_settings
+from infra.cli.settings import Settings
 from infra.cli.terminal import Screen, printable
 from infra.files import lock_folder
 from infra.local.supervisor import ALARM_AFTER, Child, ChildEvent, ChildState, Supervisor
@@ -54,20 +55,11 @@ def broker_child(settings: Settings) -> Child | None:
     )
 
 
-def role_child(settings: Settings, config: Path, sets: Sequence[str], role: str) -> Child:
+def role_child(settings: Settings, chosen: SettingsFile, role: str) -> Child:
     """One role as a child of this process."""
-    overrides = [argument for override in sets for argument in ("--set", override)]
     return Child(
         name=role,
-        argv=(
-            sys.executable,
-            "-m",
-            "infra.cli.main",
-            *COMMANDS.get(role, (role,)),
-            "--config",
-            str(config),
-            *overrides,
-        ),
+        argv=(sys.executable, "-m", "infra.cli.main", *COMMANDS.get(role, (role,)), *chosen.arguments),
         log=settings.folder / "logs" / f"{role}.log",
         env=child_environment(settings) | metrics_environment(settings, role) | {CODE_VARIABLE: str(STOPPED)},
         final_codes=(0, FENCED_OUT),
@@ -77,15 +69,15 @@ def role_child(settings: Settings, config: Path, sets: Sequence[str], role: str)
     )
 
 
-def index_child(settings: Settings, config: Path, sets: Sequence[str]) -> Child:
+def index_child(settings: Settings, chosen: SettingsFile) -> Child:
     """The process that keeps the index up while the roles run."""
-    child = role_child(settings, config, sets, "trace")
+    child = role_child(settings, chosen, "trace")
     return msgspec.structs.replace(child, argv=(*child.argv, "--keep-up"))
 
 
-def console_child(settings: Settings, config: Path, sets: Sequence[str], link: str) -> Child:
+def console_child(settings: Settings, chosen: SettingsFile, link: str) -> Child:
     """The pages in the browser; no role waits for them, and they may fail alone."""
-    child = role_child(settings, config, sets, CONSOLE)
+    child = role_child(settings, chosen, CONSOLE)
     return msgspec.structs.replace(child, env={**child.env, CONSOLE_LINK: link})
 
 
@@ -139,16 +131,24 @@ async def _until_it_answers(settings: Settings, supervisor: Supervisor) -> None:
         await asyncio.sleep(0.1)
 
 
-async def run_up(config: Path, sets: list[str]) -> int:
-    """Run everything until SIGINT or SIGTERM, or until a role cannot start. Raises ConfigError where it is run already."""
-    settings = load_settings(config, sets)
+@command
+async def up(chosen: SettingsFile) -> int:
+    """Start the broker (unless one is configured) and one process per role; Ctrl-C stops them.
+
+    A role that dies, or that something else ends by a signal, is started again; its output goes to logs/ next to the
+    TOML. So `kill` of one role has it read changed plugins and settings. A role that cannot start for a
+    cause that a restart cannot fix ends all; the console may fail alone.
+
+    Example: [cyan]headrace up -c support/headrace.toml --set trainer.learning_rate=1e-6[/]
+    """
+    settings = chosen.load()
     with lock_folder(settings.folder / "state" / "up.lock", f"headrace up in {settings.folder}"):
-        return await _run_here(settings, config, sets)
+        return await _run_here(settings, chosen)
 
 
-async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
-    file = settings.folder / config.name
-    children = [role_child(settings, file, sets, role) for role in roles_to_start(settings)]
+async def _run_here(settings: Settings, chosen: SettingsFile) -> int:
+    chosen = SettingsFile(settings.folder / chosen.config.name, chosen.sets)
+    children = [role_child(settings, chosen, role) for role in roles_to_start(settings)]
     console = Screen(stderr=True)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -172,9 +172,9 @@ async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
         )
         if settings.gateway is not None:
             await asyncio.to_thread(say_door, settings, console)
-        beside, link = [index_child(settings, file, sets)], secrets.token_urlsafe(24)
+        beside, link = [index_child(settings, chosen)], secrets.token_urlsafe(24)
         if settings.console.up:
-            beside.append(console_child(settings, file, sets, link))
+            beside.append(console_child(settings, chosen, link))
         ready = settings.folder / "state" / CONSOLE_READY
         ready.unlink(missing_ok=True)
         async with Supervisor([*children, *beside], tell) as roles:

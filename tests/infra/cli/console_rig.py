@@ -21,7 +21,8 @@ from actors.gateway.access.keys import create_key, revoke_key
 from infra.cli.console.access import ConsoleAccess
 from infra.cli.console.app import SecurityHeaders
 from infra.cli.console.reading import Reading
-from infra.cli.console.serve import CONSOLE_BOUNDS, made, rerun_arguments
+from infra.cli.console.serve import CONSOLE_BOUNDS, made
+from infra.cli.options import SettingsFile
 from infra.cli.settings import ConsoleConfig, Settings, load_settings
 from infra.ledger.index import FILE, PAGED, LogIndex, bounds_now, read_offsets, records_left
 from infra.local.http_server import HttpServer, bound, make_server
@@ -298,7 +299,7 @@ class Console:
             self.log,
             state,
             access=self.access,
-            command=rerun_arguments(config, []),
+            command=SettingsFile(config).arguments,
             address=address,
             every_s=OFTEN_S,
         ) as (app, reading):

@@ -180,7 +180,6 @@ def test_the_picture_of_a_system_at_work_says_of_each_part_how_it_does(operator:
         picture.get_by_role("link", name=name).wait_for()
     for name in ("how groups ended, from Collect to Master", "hot reload, from Versions to Explorers"):
         picture.get_by_role("img", name=name).wait_for()
-    operator.page.locator(".spark").first.wait_for(timeout=20_000)
     wide = "all => all.filter(box => box.scrollWidth > box.clientWidth).map(box => box.innerText)"
     assert operator.page.eval_on_selector_all(".columns > section", wide) == [], "no table is wider than its column"
     operator.sound_by_day_and_night("flow-at-work", tmp_path)

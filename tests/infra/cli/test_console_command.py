@@ -19,6 +19,7 @@ from rich.console import Console as Screen
 
 from infra.cli.connect import connected
 from infra.cli.console.serve import Leaving
+from infra.cli.options import SettingsFile
 from infra.cli.run.up import console_child, index_child, say_when
 from infra.cli.settings import Settings, load_settings
 from infra.ledger.archive import writing
@@ -75,7 +76,8 @@ import asyncio, pathlib, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as `main` does: a shell may have it ignored
 print("began", file=sys.stderr, flush=True)
 from infra.cli.console.serve import run_console
-sys.exit(asyncio.run(run_console(pathlib.Path(sys.argv[1]), [], "127.0.0.1:0")))
+from infra.cli.options import SettingsFile
+sys.exit(asyncio.run(run_console(SettingsFile(pathlib.Path(sys.argv[1])), "127.0.0.1:0")))
 """
 
 
@@ -138,13 +140,13 @@ def test_up_starts_the_console_and_its_link_is_no_argument(tmp_path: Path) -> No
     file = tmp_path / "headrace.toml"
     file.write_text('app = "t"\n[console]\nup = false\n')
     settings = load_settings(file)
-    child = console_child(settings, file, ["a.b=1"], "a-secret")
+    child = console_child(settings, SettingsFile(file, ["a.b=1"]), "a-secret")
     assert child.argv[3:] == ("console", "--config", str(file), "--set", "a.b=1")
     assert "a-secret" not in child.argv and child.env["HEADRACE_CONSOLE_LINK"] == "a-secret"
     assert not settings.console.up
     file.write_text('app = "t"\n')
     assert load_settings(file).console.up
-    assert index_child(settings, file, ()).argv[3:] == ("trace", "--config", str(file), "--keep-up")
+    assert index_child(settings, SettingsFile(file)).argv[3:] == ("trace", "--config", str(file), "--keep-up")
 
 
 @asynccontextmanager

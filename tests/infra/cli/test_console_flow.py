@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import re
-from collections import deque
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,13 @@ import pytest
 from hypothesis import strategies as st
 
 from infra.cli.console.flow import (
-    IN_PULSE,
     IN_TABLE,
     MAX_ALARMS,
     alarms,
-    beat,
     figures,
     noted,
-    pulse_rows,
     rates,
     sentence,
-    together,
     value_words,
     without_numbers,
 )
@@ -175,20 +170,6 @@ def test_however_many_counters_a_role_has_a_page_shows_a_number_of_them_and_says
     assert len(found) == IN_TABLE and more == 301 - IN_TABLE
     (row,) = [row for row in rates("serve", many, 400)[0] if row["name"] == "many"]
     assert (row["per_s"], row["labels"]) == (300.0, "most label 0, 1")
-    rows, more = pulse_rows(state(role("serve", rates=many)), {"serve/counter_000": [1.0]})
-    assert len(rows) == IN_PULSE and more == 301 - IN_PULSE and rows[0]["values"] == [1.0]
-
-
-def test_the_pulse_adds_up_what_runs_and_a_line_goes_with_its_role() -> None:
-    whole = {"answers{end=whole}": 2.0}
-    roles = [role("serve", rates=whole), role("serve", rates=whole), role("serve", rates=whole, silent=True)]
-    assert together([*roles, role("train", rates=whole, state="stopped")]) == {"serve": {"answers{end=whole}": 4.0}}
-    pulse: dict[str, deque[float]] = {}
-    for counted in ({"answers{end=whole}": 2.0, "answers{end=broken off}": 1.0}, {"answers{end=whole}": 0.0}):
-        beat(pulse, [role("serve", rates=counted)])
-    assert {name: [*values] for name, values in pulse.items()} == {"serve/answers": [3.0, 0.0]}
-    beat(pulse, [role("serve", silent=True, rates=whole)])
-    assert not pulse
 
 
 def test_a_value_of_a_step_is_said_by_name_and_lane_since_when_and_how_often() -> None:

@@ -14,7 +14,8 @@ from infra.cli.console.app import HEADERS, MAX_FIELDS
 from infra.cli.console.flow import alarms
 from infra.cli.console.pages import ARCHIVED, BEING_READ, HELP, HOWTO
 from infra.cli.console.reading import IndexState, NotReadYet, Reading
-from infra.cli.console.serve import open_source, rerun_arguments
+from infra.cli.console.serve import open_source
+from infra.cli.options import SettingsFile
 from infra.cli.repeat.export import fill as fill_archive
 from infra.cli.repeat.source import ReplaySource
 from infra.cli.settings import Settings
@@ -256,9 +257,10 @@ def test_an_archive_says_why_a_version_was_held_and_what_was_measured(tmp_path: 
             start = await find_start(log, store, "t", to_step=None)
             archive.finish(await fill_archive(archive, ReplaySource(settings, log, store, "somebody/tiny"), start))
         async with (
-            open_source(file, []) as (read, restored, _, state),
+            open_source(SettingsFile(file)) as (read, restored, _, state, command),
             looking_at(read, restored, state) as (client, _),
         ):
+            assert command == (), "an archive has no settings of stages to run"
             page = (await client.get("/versions/1")).text
             assert (
                 "Held back by gate: dev: 0.500, expected at least 0.600." in page
@@ -372,12 +374,3 @@ def test_any_number_may_be_asked_for_and_a_form_of_too_many_fields_is_refused_in
                 assert page.status_code == 403 and f"more than {MAX_FIELDS} fields" in page.text
 
     asyncio.run(main())
-
-
-def test_a_command_beside_the_console_reads_the_run_with_the_same_settings(tmp_path: Path) -> None:
-    (tmp_path / "run.headrace").touch()
-    (tmp_path / "run").mkdir()
-    file = tmp_path / "run" / "headrace.toml"
-    wanted = ("--config", str(file), "--set", "app=b")
-    assert rerun_arguments(file, ["app=b"]) == rerun_arguments(file.parent, ["app=b"]) == wanted
-    assert rerun_arguments(tmp_path / "run.headrace", []) == ()

@@ -14,6 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from infra.cli.main import app
+from infra.cli.options import SettingsFile
 from infra.cli.repeat.export import fill
 from infra.cli.repeat.replay import ReplayResult, check_names, on_one_rank, summarize_checkpoints
 from infra.cli.repeat.reprocess import laid_over
@@ -268,11 +269,11 @@ def test_reprocess_lays_a_few_tables_over_the_settings_and_takes_whole_settings_
     config.write_text('app = "t"\n[verify.filter]\nmin_tokens = 2\nmax_tokens = 9\n')
     part.write_text("[verify.filter]\nmin_tokens = 4\n")
     whole.write_text('app = "t"\n[verify.filter]\nmin_tokens = 4\n')
-    found = laid_over(config, part, [])
+    found = laid_over(SettingsFile(config), part)
     assert (found.app, found.verify.filter.min_tokens, found.verify.filter.max_tokens) == ("t", 4, 9)
-    assert laid_over(config, whole, []).verify.filter.max_tokens != 9
+    assert laid_over(SettingsFile(config), whole).verify.filter.max_tokens != 9
     with pytest.raises(ConfigError, match=r"--with .*gone\.toml: no such file"):
-        laid_over(config, tmp_path / "gone.toml", [])
+        laid_over(SettingsFile(config), tmp_path / "gone.toml")
 
 
 def foreign(path: Path, model: str = "model", **trainer: Any) -> Path:

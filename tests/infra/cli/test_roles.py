@@ -13,7 +13,7 @@ import pytest
 from actors.config import GateConfig, MasterConfig, PeopleConfig, ReloadConfig
 from actors.gateway.access.keys import create_key, list_keys
 from infra.cli.connect import app_store
-from infra.cli.options import file_umask
+from infra.cli.options import SettingsFile, file_umask
 from infra.cli.run.roles import (
     BEGIN_VARIABLE,
     early,
@@ -186,7 +186,7 @@ def test_several_ranks_need_a_learner_of_many_processes(tmp_path: Path) -> None:
     settings = load_settings(file, ["trainer.ranks=2"])
     assert settings.trainer.ranks == 2
     with pytest.raises(ConfigError, match=r"got several with trainer\.learners\.torch:TorchLearner.*DeepSpeedLearner"):
-        asyncio.run(train_on_ranks(settings, file, [], asyncio.Event()))
+        asyncio.run(train_on_ranks(settings, SettingsFile(file), asyncio.Event()))
 
 
 class Deserted:

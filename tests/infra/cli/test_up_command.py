@@ -17,6 +17,7 @@ import pytest
 
 from infra.cli.demo.char_model import build_char_model
 from infra.cli.exit_codes import CONFIG_ERROR, is_final, last_error
+from infra.cli.options import SettingsFile
 from infra.cli.run.roles import gateway_config
 from infra.cli.run.stay_down import VARIABLE
 from infra.cli.run.up import ROLES, broker_child, failed_roles, role_child, roles_to_start, teller
@@ -45,7 +46,7 @@ def test_every_role_is_a_process_with_the_same_settings_and_outlives_no_broker(t
     broker = broker_child(settings)
     assert broker is not None
     for role in ROLES:
-        child = role_child(settings, file, ["a.b=1", "c=2"], role)
+        child = role_child(settings, SettingsFile(file, ["a.b=1", "c=2"]), role)
         assert child.argv[3:] == (role, "--config", str(file), "--set", "a.b=1", "--set", "c=2")
         assert child.log == tmp_path / "logs" / f"{role}.log" and child.tier > broker.tier
         assert 2 in child.mistakes, "a mistake in the settings is given up at the start, and tried again later"
@@ -55,7 +56,7 @@ def test_every_role_is_a_process_with_the_same_settings_and_outlives_no_broker(t
 def test_a_role_that_another_process_has_taken_over_stays_down_and_counts_as_failed(tmp_path: Path) -> None:
     file = settings_file(tmp_path)
     child = msgspec.structs.replace(
-        role_child(load_settings(file), file, (), "train"), argv=(sys.executable, "-c", "raise SystemExit(3)")
+        role_child(load_settings(file), SettingsFile(file), "train"), argv=(sys.executable, "-c", "raise SystemExit(3)")
     )
 
     async def run() -> Supervisor:
@@ -74,7 +75,7 @@ def test_a_canary_is_a_second_serve_process_where_the_gateway_has_one(tmp_path: 
     file.write_text('app = "bot"\n[gateway.canary]\nurl = "http://127.0.0.1:8010"\n')
     settings = load_settings(file)
     assert roles_to_start(settings)[:2] == ("serve", "canary")
-    child = role_child(settings, file, (), "canary")
+    child = role_child(settings, SettingsFile(file), "canary")
     assert child.name == "canary" and child.argv[3:6] == ("serve", "--channel", "canary")
     assert gateway_config(load_settings(file, ["gateway.channel=canary"])).listen == "127.0.0.1:8010"
 
@@ -168,10 +169,10 @@ def test_up_obeys_nothing_that_a_role_wrote(tmp_path: Path) -> None:
 def test_every_role_of_a_machine_serves_its_metrics_on_a_port_of_its_own(tmp_path: Path) -> None:
     file = settings_file(tmp_path)
     settings = load_settings(file, ["metrics.listen=0.0.0.0:9200"])
-    told = {role: role_child(settings, file, (), role).env[LISTEN_VARIABLE] for role in ROLES}
+    told = {role: role_child(settings, SettingsFile(file), role).env[LISTEN_VARIABLE] for role in ROLES}
     assert told["master"] == "0.0.0.0:9200" and len(set(told.values())) == len(ROLES)
     free = load_settings(file)
-    assert {role_child(free, file, (), role).env[LISTEN_VARIABLE] for role in ROLES} == {"127.0.0.1:0"}
+    assert {role_child(free, SettingsFile(file), role).env[LISTEN_VARIABLE] for role in ROLES} == {"127.0.0.1:0"}
 
 
 def up(config: Path, *sets: str) -> subprocess.Popen[str]:

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from actors.tasksets.arrow import read_apart
+from infra.cli.options import SettingsFile
 from infra.cli.run.up import ROLES, broker_child, index_child, role_child
 from infra.cli.settings import load_settings
 from infra.local.process import start_watched
@@ -38,8 +39,8 @@ def children(folder: Path) -> list[Child]:
     settings = load_settings(file)
     return [
         broker,
-        index_child(settings, file, ()),
-        *(role_child(settings, file, (), role) for role in ("serve", *ROLES)),
+        index_child(settings, SettingsFile(file)),
+        *(role_child(settings, SettingsFile(file), role) for role in ("serve", *ROLES)),
     ]
 
 

@@ -1,18 +1,19 @@
-"""`headrace plan`: what a model and rates need, before anything runs.
+"""`headrace plan`: what a model and rates need, before anything runs."""
 
-Bodies import what they need when they run: see `infra.cli.main`.
-"""
-
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import typer
+from rich.table import Table
 
-from infra.cli.options import DEFAULT, ConfigOption, JsonOption, SetOption, exit_with, with_flags
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from infra.cli.options import JsonOption, SettingsFile, command
+from infra.cli.plan.model import model_table, plan_model, this_machine
+from infra.cli.plan.rates import DAY_S, SHIPPED, Rates, gb, plan_rates, rate_tables, read_costs
+from infra.cli.terminal import Screen
+from infra.settings.config import duration_s
+from schemas.errors import ConfigError
 
 
 class RateFlags(msgspec.Struct, frozen=True):
@@ -45,15 +46,8 @@ class MachineFlags(msgspec.Struct, frozen=True):
     step_s: Annotated[float, typer.Option(help="Seconds from one optimizer step to the next.")] = 120.0
 
 
-@with_flags
-def plan(
-    config: ConfigOption = DEFAULT,
-    sets: SetOption = [],  # noqa: B006
-    *,
-    rates: RateFlags,
-    machine: MachineFlags,
-    as_json: JsonOption = False,
-) -> None:
+@command
+def plan(chosen: SettingsFile, asked: RateFlags, machine: MachineFlags, as_json: JsonOption = False) -> int:
     """Plan capacity: what the model needs of memory, time and disk, and what rates need of brokers and processes.
 
     It reads config.json of the model alone: memory of a learner's rank and of an engine, seconds and bytes of a version. With
@@ -63,21 +57,7 @@ def plan(
 
     Example: [cyan]headrace plan --gpu-gb 80 --requests-per-s 50 --engine-tokens-per-s 4000[/]
     """
-    exit_with(lambda: run_plan(config, sets, rates, machine, as_json=as_json))
-
-
-def run_plan(config: Path, sets: list[str], asked: RateFlags, machine: MachineFlags, *, as_json: bool) -> int:
-    """Print the plan; 1 where something will not fit or keep up. Raises ConfigError."""
-    import json
-
-    from infra.cli.plan.model import model_table, plan_model, this_machine
-    from infra.cli.plan.rates import DAY_S, SHIPPED, Rates, gb, plan_rates, rate_tables, read_costs
-    from infra.cli.settings import load_settings
-    from infra.cli.terminal import Screen
-    from infra.settings.config import duration_s
-    from schemas.errors import ConfigError
-
-    settings = load_settings(config, sets)
+    settings = chosen.load()
     has_rates = asked.groups_per_s > 0 or asked.requests_per_s > 0
     if not settings.policy.model and not has_rates:
         raise ConfigError("got neither policy.model nor --groups-per-s or --requests-per-s, expected one to plan for")
