@@ -23,10 +23,9 @@ from actors.gateway.access.concurrency import (
 )
 from actors.gateway.access.keys import ApiKey, Train
 from actors.gateway.answering.conversation import ConversationCache, decoded_pictures
-from actors.gateway.answering.in_flight import InFlight, Watch, sample_choices
+from actors.gateway.answering.in_flight import InFlight, SampledAnswer, Watch, sample_choices
 from actors.gateway.answering.parsing import answer_parser, ready, render
 from actors.gateway.answering.requests import ParsedRequest
-from actors.gateway.answering.sample import SampledAnswer
 from actors.gateway.answering.sessions import Continuation, Sessions, held
 from actors.gateway.config import GatewayConfig
 from actors.gateway.errors import ApiError, bad, no_room, unavailable

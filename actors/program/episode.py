@@ -17,10 +17,9 @@ from actors.engines.engine import Completion, ContextFull, EngineStopped, Sampli
 from actors.gateway.access.concurrency import ConcurrencyLimiter
 from actors.gateway.access.keys import ApiKey
 from actors.gateway.answering.conversation import ConversationCache, decoded_pictures
-from actors.gateway.answering.in_flight import InFlight, Watch, sample_choices
+from actors.gateway.answering.in_flight import InFlight, SampledAnswer, Watch, sample_choices
 from actors.gateway.answering.parsing import AnswerParser, ready, render
 from actors.gateway.answering.requests import ParsedRequest
-from actors.gateway.answering.sample import SampledAnswer
 from actors.gateway.answering.sessions import behind_answer
 from actors.gateway.errors import ApiError, bad, no_room, unavailable
 from actors.rollout.continuation import SampledTurn

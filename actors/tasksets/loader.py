@@ -10,6 +10,7 @@ that a run has recorded travels with the task, in its meta, so that the tasks st
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -21,13 +22,15 @@ from infra.log.log import Log
 from infra.model.model import Tokenizer
 from infra.store.images import deposit_image, images_of
 from infra.store.store import BLOBS, Store
-from schemas import Block, Closure, Control, Experience, Image, Message, Span, Task, make_experience
+from schemas import Block, Closure, Control, Image, Message, Span, Task, make_experience
 from schemas.errors import BadImage, NotInStore
 from schemas.experience import CHOSEN, MAX_TOKENS, REJECTED
+from schemas.fields import Kind, Lane
 from schemas.ids import experience_id, group_id, task_of
 from schemas.topics import EXPERTS, PROGRESS, TASKSET_RAW, Topic
 
 Progress = Callable[[int], None]
+Example = TypeVar("Example", Demonstration, Preference)
 
 ORIGIN = "load"
 _BATCH = 512
@@ -47,82 +50,70 @@ async def load_tasks(log: Log, tasks: Iterable[Task], *, on_progress: Progress =
     return await _load(log, TASKSET_RAW, tasks, lambda task: task.id, lambda task: task, known, on_progress)
 
 
-async def load_experts(
+async def load_examples(
     log: Log,
-    rows: Iterable[Demonstration],
+    rows: Iterable[Example],
     tokenizer: Tokenizer,
     *,
     max_tokens: int = MAX_TOKENS,
     on_broken: OnBroken = lambda row: None,
     on_progress: Progress = lambda rows: None,
 ) -> LoadResult:
-    """Publish the demonstrations as experiences of the expert lane, one to a group. max_tokens: of the model's context."""
+    """Publish demonstrations and preference pairs, each a group of its own. max_tokens: of the model's context."""
 
-    def block(row: Demonstration) -> Block | None:
-        return _fitting(Block((expert(row, tokenizer),)), f"demonstration {row.id}", max_tokens, on_broken)
+    def block(row: Example) -> Block | None:
+        made = example_block(row, tokenizer)
+        longest = max(member.num_tokens for member in made.experiences)
+        if longest <= max_tokens:
+            return made
+        why = f"got {longest} tokens, expected at most {max_tokens}, which is the model's context"
+        on_broken(Broken(f"{'pair' if isinstance(row, Preference) else 'demonstration'} {row.id}", why))
+        return None
 
-    known = await _known(log, EXPERTS)
-    return await _load(log, EXPERTS, rows, lambda row: expert_group(row.id), block, known, on_progress)
-
-
-async def load_preferences(
-    log: Log,
-    rows: Iterable[Preference],
-    tokenizer: Tokenizer,
-    *,
-    max_tokens: int = MAX_TOKENS,
-    on_broken: OnBroken = lambda row: None,
-    on_progress: Progress = lambda rows: None,
-) -> LoadResult:
-    """Publish preference pairs, one to a group of the human lane. max_tokens: of the model's context."""
-
-    def block(row: Preference) -> Block | None:
-        return _fitting(pair_block(row, tokenizer), f"pair {row.id}", max_tokens, on_broken)
-
-    return await _load(log, EXPERTS, rows, pair_group, block, await _known(log, EXPERTS), on_progress)
+    return await _load(log, EXPERTS, rows, example_group, block, await _known(log, EXPERTS), on_progress)
 
 
-def _fitting(block: Block, where: str, max_tokens: int, on_broken: OnBroken) -> Block | None:
-    """The block, or None where a member of it is too long, which is reported."""
-    longest = max(member.num_tokens for member in block.experiences)
-    if longest <= max_tokens:
-        return block
-    on_broken(Broken(where, f"got {longest} tokens, expected at most {max_tokens}, which is the model's context"))
-    return None
+def example_block(row: Demonstration | Preference, tokenizer: Tokenizer) -> Block:
+    """A demonstration for the expert lane, or both sides of a pair for the human lane: ended by the end token, not sampled."""
+    lane: Lane
+    sides: dict[Kind, str]
+    if isinstance(row, Preference):
+        lane, answer, held_out, sides = "human", None, False, {CHOSEN: row.chosen, REJECTED: row.rejected}
+    else:
+        lane, answer, held_out = "expert", row.answer, row.split == "validation"
+        sides = {"demonstration": row.response}
+    prompt, group = tokenizer.encode_chat(row.messages), example_group(row)
+    members = []
+    for episode, (kind, text) in enumerate(sides.items()):
+        tokens = [*prompt, *tokenizer.encode(text), tokenizer.eos_ids[0]]
+        member = make_experience(
+            tokens=tokens,
+            logprobs=[0.0] * (len(tokens) - len(prompt)),
+            messages=(*row.messages, Message(role="assistant", content=text)),
+            id=experience_id(group, attempt=0, episode=episode),
+            group=group,
+            episode=episode,
+            group_size=len(sides),
+            lane=lane,
+            origin=ORIGIN,
+            subject=row.subject,
+            spans=(Span(start=len(prompt), stop=len(tokens), version=-1, ratio=False),),
+            kind=kind,
+            task=row.id,
+            answer=answer,
+            held_out=held_out,
+            meta=row.meta,
+        )
+        members.append(member)
+    return Block(tuple(members))
 
 
-def expert(row: Demonstration, tokenizer: Tokenizer) -> Experience:
-    """A demonstration as an experience: its response, ended by the end token, counts as not sampled."""
-    prompt = tokenizer.encode_chat(row.messages)
-    tokens = [*prompt, *tokenizer.encode(row.response), tokenizer.eos_ids[0]]
-    group = expert_group(row.id)
-    return make_experience(
-        tokens=tokens,
-        logprobs=[0.0] * (len(tokens) - len(prompt)),
-        messages=(*row.messages, Message(role="assistant", content=row.response)),
-        id=experience_id(group, attempt=0, episode=0),
-        group=group,
-        episode=0,
-        group_size=1,
-        lane="expert",
-        origin=ORIGIN,
-        subject=row.subject,
-        spans=(Span(start=len(prompt), stop=len(tokens), version=-1, ratio=False),),
-        kind="demonstration",
-        task=row.id,
-        answer=row.answer,
-        held_out=row.split == "validation",
-        meta=row.meta,
-    )
-
-
-def expert_group(row: str) -> str:
-    """Group of a demonstration; never that of a task's own episodes.
-
-    >>> expert_group("add-3745")
-    'expert-add-3745.0'
-    """
-    return group_id(f"expert-{row}", 0)
+def example_group(row: Demonstration | Preference) -> str:
+    """Group of a demonstration, or of a pair: two pairs of one prompt have each their own. Never that of a task's episodes."""
+    if isinstance(row, Demonstration):
+        return group_id(f"expert-{row.id}", 0)
+    sides = hashlib.blake2b(f"{row.chosen}\x00{row.rejected}".encode(), digest_size=6).hexdigest()
+    return group_id(f"pair-{row.id}-{sides}", 0)
 
 
 async def _known(log: Log, topic: Topic) -> set[str]:
@@ -197,39 +188,6 @@ def _bring(image: Image, folder: Path, store: Store) -> None:
             raise BadImage(
                 "missing", f"{path} cannot be read ({error.strerror}), and the store has no such image"
             ) from error
-
-
-def pair_block(row: Preference, tokenizer: Tokenizer) -> Block:
-    """Both sides, ended by the end token, as not sampled."""
-    prompt = tokenizer.encode_chat(row.messages)
-    group = pair_group(row)
-    return Block(
-        tuple(
-            make_experience(
-                tokens=(tokens := [*prompt, *tokenizer.encode(text), tokenizer.eos_ids[0]]),
-                logprobs=[0.0] * (len(tokens) - len(prompt)),
-                messages=(*row.messages, Message(role="assistant", content=text)),
-                id=experience_id(group, attempt=0, episode=episode),
-                group=group,
-                episode=episode,
-                group_size=2,
-                lane="human",
-                origin=ORIGIN,
-                subject=row.subject,
-                spans=(Span(start=len(prompt), stop=len(tokens), version=-1, ratio=False),),
-                kind=side,
-                task=row.id,
-                meta=row.meta,
-            )
-            for episode, (side, text) in enumerate(((CHOSEN, row.chosen), (REJECTED, row.rejected)))
-        )
-    )
-
-
-def pair_group(row: Preference) -> str:
-    """Group of a pair; two pairs of one prompt have each their own."""
-    sides = hashlib.blake2b(f"{row.chosen}\x00{row.rejected}".encode(), digest_size=6).hexdigest()
-    return group_id(f"pair-{row.id}-{sides}", 0)
 
 
 def different(rows: Iterable[Preference], on_broken: OnBroken) -> Iterator[Preference]:

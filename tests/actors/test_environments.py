@@ -358,37 +358,31 @@ def seen_floor(observation: dict[str, Any]) -> str:
 
 @pytest.mark.slow
 @needs_openenv
-def test_a_world_is_played_by_json_or_by_one_field_or_by_functions_of_ones_own(url: str) -> None:
-    async def run() -> None:
-        whole = await said_to(OpenEnv(url=url), '{"floors": 1}', '{"floors": 2}')
-        assert json.loads(whole[0].observation) == {"text": "floor 0 of 3", "floor": 0, "seed": 3, "height": 3}
-        assert [(item.reward, item.end) for item in whole] == [(None, None), (0.0, None), (1.0, "terminal")]
-        one_field = OpenEnv(url=url, field="how", action={"floors": 1}, shown="text")
-        assert [item.observation for item in await said_to(one_field, "gently")] == ["floor 0 of 3", "floor 1"]
-        own = OpenEnv(url=url, read=f"{HERE}:pushed", write=f"{HERE}:seen_floor")
-        said = await said_to(own, "up by 2", "up by much")
-        assert [outcome.observation for outcome in said[:2]] == ["you see floor 0 of 3", "you see floor 2"]
-        assert "invalid literal" in said[2].observation and said[2].end is None
-        named = await said_to(OpenEnv(url=url), seed=9, reset={"height": 7})
-        assert json.loads(named[0].observation) == {"text": "floor 0 of 7", "floor": 0, "seed": 9, "height": 7}
-
-    asyncio.run(run())
+async def test_a_world_is_played_by_json_or_by_one_field_or_by_functions_of_ones_own(url: str) -> None:
+    whole = await said_to(OpenEnv(url=url), '{"floors": 1}', '{"floors": 2}')
+    assert json.loads(whole[0].observation) == {"text": "floor 0 of 3", "floor": 0, "seed": 3, "height": 3}
+    assert [(item.reward, item.end) for item in whole] == [(None, None), (0.0, None), (1.0, "terminal")]
+    one_field = OpenEnv(url=url, field="how", action={"floors": 1}, shown="text")
+    assert [item.observation for item in await said_to(one_field, "gently")] == ["floor 0 of 3", "floor 1"]
+    own = OpenEnv(url=url, read=f"{HERE}:pushed", write=f"{HERE}:seen_floor")
+    said = await said_to(own, "up by 2", "up by much")
+    assert [outcome.observation for outcome in said[:2]] == ["you see floor 0 of 3", "you see floor 2"]
+    assert "invalid literal" in said[2].observation and said[2].end is None
+    named = await said_to(OpenEnv(url=url), seed=9, reset={"height": 7})
+    assert json.loads(named[0].observation) == {"text": "floor 0 of 7", "floor": 0, "seed": 9, "height": 7}
 
 
 @pytest.mark.slow
 @needs_openenv
-def test_what_is_no_action_is_told_so_and_the_world_goes_on(url: str) -> None:
-    async def run() -> None:
-        wrong = ["up", "[1]", '{"floors": "many"}', '{"floors": 1, "speed": 2}', '{"floors": 1}']
-        said = await said_to(OpenEnv(url=url, shown="text"), *wrong)
-        assert [outcome.observation for outcome in said[1:3]] == [
-            f"got '{item}', expected a JSON object" for item in wrong[:2]
-        ]
-        assert "floors: Input should be a valid integer" in said[3].observation
-        assert "speed: Extra inputs are not permitted" in said[4].observation
-        assert said[5].observation == "floor 1" and not any(outcome.end for outcome in said)
-
-    asyncio.run(run())
+async def test_what_is_no_action_is_told_so_and_the_world_goes_on(url: str) -> None:
+    wrong = ["up", "[1]", '{"floors": "many"}', '{"floors": 1, "speed": 2}', '{"floors": 1}']
+    said = await said_to(OpenEnv(url=url, shown="text"), *wrong)
+    assert [outcome.observation for outcome in said[1:3]] == [
+        f"got '{item}', expected a JSON object" for item in wrong[:2]
+    ]
+    assert "floors: Input should be a valid integer" in said[3].observation
+    assert "speed: Extra inputs are not permitted" in said[4].observation
+    assert said[5].observation == "floor 1" and not any(outcome.end for outcome in said)
 
 
 @pytest.mark.slow
@@ -404,51 +398,42 @@ def test_more_episodes_than_the_server_has_room_for_wait_for_each_other(url: str
 @pytest.mark.slow
 @needs_openenv
 @pytest.mark.parametrize(("how", "says"), [("wildly", "the rope broke"), ("slowly", "timed out"), ("widely", "step: ")])
-def test_a_world_that_breaks_hangs_or_floods_fails_its_episode(url: str, how: str, says: str) -> None:
-    async def run() -> None:
-        options = {"url": url, "field": "how", "action": {"floors": 1}, "shown": "text"}
-        async with GuardedEnvironment(USE, options, timeout_s=3) as world:
-            await world.reset(issued(), seed=3)
-            with pytest.raises(EnvironmentFailed, match=says):
-                await world.step(how)
-
-    asyncio.run(run())
+async def test_a_world_that_breaks_hangs_or_floods_fails_its_episode(url: str, how: str, says: str) -> None:
+    options = {"url": url, "field": "how", "action": {"floors": 1}, "shown": "text"}
+    async with GuardedEnvironment(USE, options, timeout_s=3) as world:
+        await world.reset(issued(), seed=3)
+        with pytest.raises(EnvironmentFailed, match=says):
+            await world.step(how)
 
 
 @pytest.mark.parametrize(
     "answer", ["[]", "no JSON", '{"type": "observation", "data": {}}', '{"type": "state"}', "[" * 100_000, b"\xff"]
 )
-def test_a_message_that_is_no_answer_is_named(answer: str | bytes) -> None:
-    async def run() -> None:
-        async def nonsense(connection: ServerConnection) -> None:
-            await connection.recv()
-            await connection.send(answer)
+async def test_a_message_that_is_no_answer_is_named(answer: str | bytes) -> None:
+    async def nonsense(connection: ServerConnection) -> None:
+        await connection.recv()
+        await connection.send(answer)
 
-        async with serve(nonsense, "127.0.0.1", 0) as server:
-            port = next(iter(server.sockets)).getsockname()[1]
-            environment = OpenEnv(url=f"http://127.0.0.1:{port}")
-            with pytest.raises(RuntimeError, match=r"ws://.*: reset: "):
-                await said_to(environment)
-
-    asyncio.run(run())
+    async with serve(nonsense, "127.0.0.1", 0) as server:
+        port = next(iter(server.sockets)).getsockname()[1]
+        environment = OpenEnv(url=f"http://127.0.0.1:{port}")
+        with pytest.raises(RuntimeError, match=r"ws://.*: reset: "):
+            await said_to(environment)
 
 
-def test_the_token_of_a_file_is_sent(tmp_path: Path) -> None:
+async def test_the_token_of_a_file_is_sent(tmp_path: Path) -> None:
     heard: list[str | None] = []
 
-    async def run() -> None:
-        async def listen(connection: ServerConnection) -> None:
-            assert connection.request is not None
-            heard.append(connection.request.headers.get("Authorization"))
+    async def listen(connection: ServerConnection) -> None:
+        assert connection.request is not None
+        heard.append(connection.request.headers.get("Authorization"))
 
-        (tmp_path / "token").write_text("s3cret\n")
-        async with serve(listen, "127.0.0.1", 0) as server:
-            port = next(iter(server.sockets)).getsockname()[1]
-            with pytest.raises(RuntimeError) as failed:
-                await said_to(OpenEnv(url=f"http://127.0.0.1:{port}", token_file=str(tmp_path / "token"), retries=0))
-        assert "s3cret" not in str(failed.value)
-
-    asyncio.run(run())
+    (tmp_path / "token").write_text("s3cret\n")
+    async with serve(listen, "127.0.0.1", 0) as server:
+        port = next(iter(server.sockets)).getsockname()[1]
+        with pytest.raises(RuntimeError) as failed:
+            await said_to(OpenEnv(url=f"http://127.0.0.1:{port}", token_file=str(tmp_path / "token"), retries=0))
+    assert "s3cret" not in str(failed.value)
     assert heard == ["Bearer s3cret"]
 
 

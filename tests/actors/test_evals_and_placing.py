@@ -90,15 +90,6 @@ def test_a_result_counts_correct_answers_of_all_tasks() -> None:
     assert result.accuracy == pytest.approx(1 / 3)
 
 
-def test_an_answer_that_comes_twice_counts_once() -> None:
-    evals = book()
-    issue(evals, 10)
-    for score in (1.0, 0.0, 0.0):
-        evals.scored(answer(10, 0, score))
-    assert not evals.ready()
-    assert evals.requests["held-out", 10].answers == {0: {0: 1.0}}
-
-
 def test_a_result_is_made_once_also_after_a_restart() -> None:
     evals = book()
     issue(evals, 10)
@@ -177,14 +168,6 @@ def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_answer() -> None:
         answers = [index < right for index in range(num_samples)]
         draws = list(combinations(answers, k))
         assert pass_at(k, [right], num_samples) == pytest.approx(sum(any(draw) for draw in draws) / len(draws))
-
-
-def test_the_interval_is_wilsons_for_one_answer_per_task() -> None:
-    # Wilson 1927 for 8 of 10 at z = 1.96: (0.8 + 0.19208 -+ 1.96 * sqrt(0.016 + 0.009604)) / 1.38416; two are wrong, and
-    # a Poisson variable of mean 0.2422 is two or more with chance 2.5 %
-    assert interval([1] * 8 + [0] * 2, 1) == pytest.approx((0.49016, 1.0 - 0.02422), abs=1e-4)
-    assert interval([1, 0] * 10, 1) == pytest.approx((0.29929, 0.70071), abs=1e-4)
-    assert interval([0] * 5, 1)[0] == 0.0 and interval([1] * 5, 1)[1] == 1.0
 
 
 def test_answers_to_one_task_do_not_narrow_the_interval_as_independent_ones_would() -> None:

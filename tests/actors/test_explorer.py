@@ -155,96 +155,84 @@ def test_a_task_imports_nothing_and_is_closed_with_its_reason(tmp_path: Path) ->
     assert {answer.group for answer in answers} == {"t4.0", "t5.0"}, "what ships and what is configured runs"
 
 
-def test_evals_of_the_model_folder_are_answered_before_newer_policies_are_followed(tmp_path: Path) -> None:
-    async def run() -> tuple[list[Experience], int]:
-        store = folder_store(tmp_path)
-        log = await memory_log()
-        heard = TopicArrivals(log, EXPERIENCES)
-        await log.publish_all(TASKS, [ask(0, index) for index in range(5)])
-        await announce(log, store, 1)
-        engine = ScriptedEngine(token_s=0.005)
-        async with running(explorer(log, store, engine), *listening(heard)):
-            await until(lambda: len(heard.experiences) == 5 and engine.version == 1)
-        return heard.experiences, engine.version
-
-    experiences, version = asyncio.run(run())
+async def test_evals_of_the_model_folder_are_answered_before_newer_policies_are_followed(tmp_path: Path) -> None:
+    store = folder_store(tmp_path)
+    log = await memory_log()
+    heard = TopicArrivals(log, EXPERIENCES)
+    await log.publish_all(TASKS, [ask(0, index) for index in range(5)])
+    await announce(log, store, 1)
+    engine = ScriptedEngine(token_s=0.005)
+    async with running(explorer(log, store, engine), *listening(heard)):
+        await until(lambda: len(heard.experiences) == 5 and engine.version == 1)
+    experiences, version = heard.experiences, engine.version
     assert version == 1
     assert {(experience.min_version, experience.max_version) for experience in experiences} == {(0, 0)}
     assert {(experience.suite, experience.group_size) for experience in experiences} == {("dev", 1)}
 
 
-def test_a_version_an_eval_waits_for_is_not_skipped_and_one_that_is_past_is_given_up(tmp_path: Path) -> None:
-    async def run() -> tuple[list[Experience], list[Closure]]:
-        store = folder_store(tmp_path)
-        log = await memory_log()
-        heard, progress = TopicArrivals(log, EXPERIENCES), TopicArrivals(log, PROGRESS)
-        for version in (1, 2, 3):
-            await announce(log, store, version)
-        await log.publish_all(TASKS, [ask(2, 0), ask(2, 1)])
-        engine = ScriptedEngine(token_s=0.005)
-        async with running(explorer(log, store, engine), *listening(heard, progress)):
-            await until(lambda: len(heard.experiences) == 2 and engine.version == 3)
-            await log.publish(TASKS, ask(1))
-            await until(lambda: bool(progress.of(Closure)))
-        return heard.experiences, progress.of(Closure)
-
-    experiences, closures = asyncio.run(run())
+async def test_a_version_an_eval_waits_for_is_not_skipped_and_one_that_is_past_is_given_up(tmp_path: Path) -> None:
+    store = folder_store(tmp_path)
+    log = await memory_log()
+    heard, progress = TopicArrivals(log, EXPERIENCES), TopicArrivals(log, PROGRESS)
+    for version in (1, 2, 3):
+        await announce(log, store, version)
+    await log.publish_all(TASKS, [ask(2, 0), ask(2, 1)])
+    engine = ScriptedEngine(token_s=0.005)
+    async with running(explorer(log, store, engine), *listening(heard, progress)):
+        await until(lambda: len(heard.experiences) == 2 and engine.version == 3)
+        await log.publish(TASKS, ask(1))
+        await until(lambda: bool(progress.of(Closure)))
+    experiences, closures = heard.experiences, progress.of(Closure)
     assert {(experience.min_version, experience.max_version) for experience in experiences} == {(2, 2)}
     assert [(closure.group, closure.outcome, closure.reason) for closure in closures] == [
         ("eval-dev-1.0", "dropped", VERSION_PASSED)
     ]
 
 
-def test_a_policy_that_fails_is_refused_and_the_old_one_serves_on(tmp_path: Path) -> None:
-    async def run() -> tuple[PolicyEvent, list[Experience]]:
-        store = folder_store(tmp_path)
-        log = await memory_log()
-        policies, heard = TopicArrivals(log, POLICIES), TopicArrivals(log, EXPERIENCES)
-        engine = ScriptedEngine()
-        async with running(explorer(log, store, engine), *listening(policies, heard)):
-            await announce(log, store, 1)
-            await until(lambda: engine.version == 1)
-            event = await asyncio.to_thread(
-                publish,
-                store,
-                NewVersion(policy="main", token=0, version=2, parent=1, step=2),
-                {TENSOR: from_numpy(np.ones((4, 4), np.float32))},
-                previous=None,
-                probe=None,
-            )
-            await log.publish(POLICIES, event)
-            await until(lambda: any(event.event == "refused" for event in policies.of(PolicyEvent)))
-            assert engine.version == 1
-            await log.publish(TASKS, issue("add"))
-            await until(lambda: len(heard.experiences) == 3)
-            await announce(log, store, 3)
-            await until(lambda: engine.version == 3)
-        refused = [event for event in policies.of(PolicyEvent) if event.event == "refused"]
-        assert len(refused) == 1
-        return refused[0], heard.experiences
-
-    refused, experiences = asyncio.run(run())
+async def test_a_policy_that_fails_is_refused_and_the_old_one_serves_on(tmp_path: Path) -> None:
+    store = folder_store(tmp_path)
+    log = await memory_log()
+    policies, heard = TopicArrivals(log, POLICIES), TopicArrivals(log, EXPERIENCES)
+    engine = ScriptedEngine()
+    async with running(explorer(log, store, engine), *listening(policies, heard)):
+        await announce(log, store, 1)
+        await until(lambda: engine.version == 1)
+        event = await asyncio.to_thread(
+            publish,
+            store,
+            NewVersion(policy="main", token=0, version=2, parent=1, step=2),
+            {TENSOR: from_numpy(np.ones((4, 4), np.float32))},
+            previous=None,
+            probe=None,
+        )
+        await log.publish(POLICIES, event)
+        await until(lambda: any(event.event == "refused" for event in policies.of(PolicyEvent)))
+        assert engine.version == 1
+        await log.publish(TASKS, issue("add"))
+        await until(lambda: len(heard.experiences) == 3)
+        await announce(log, store, 3)
+        await until(lambda: engine.version == 3)
+    refused = [event for event in policies.of(PolicyEvent) if event.event == "refused"]
+    assert len(refused) == 1
+    refused, experiences = refused[0], heard.experiences
     assert (refused.version, refused.owner) == (2, "explore/test")
     assert refused.reason
     assert {experience.max_version for experience in experiences} == {1}
 
 
-def test_a_task_is_committed_before_it_runs_so_a_killed_explorer_repeats_no_id(tmp_path: Path) -> None:
-    async def run() -> list[Experience]:
-        store = folder_store(tmp_path)
-        log = await memory_log()
-        heard = TopicArrivals(log, EXPERIENCES)
-        slow = ScriptedEngine(token_s=30.0)
-        async with running(*listening(heard)):
-            async with running(explorer(log, store, slow)):
-                await log.publish(TASKS, issue("lost"))
-                await until(lambda: slow.num_running > 0)
-            async with running(explorer(log, store, ScriptedEngine())):
-                await log.publish(TASKS, issue("add"))
-                await until(lambda: len(heard.experiences) == 3)
-        return heard.experiences
-
-    assert {item.group for item in asyncio.run(run())} == {"add.0"}
+async def test_a_task_is_committed_before_it_runs_so_a_killed_explorer_repeats_no_id(tmp_path: Path) -> None:
+    store = folder_store(tmp_path)
+    log = await memory_log()
+    heard = TopicArrivals(log, EXPERIENCES)
+    slow = ScriptedEngine(token_s=30.0)
+    async with running(*listening(heard)):
+        async with running(explorer(log, store, slow)):
+            await log.publish(TASKS, issue("lost"))
+            await until(lambda: slow.num_running > 0)
+        async with running(explorer(log, store, ScriptedEngine())):
+            await log.publish(TASKS, issue("add"))
+            await until(lambda: len(heard.experiences) == 3)
+    assert {item.group for item in heard.experiences} == {"add.0"}
 
 
 def test_a_straggler_does_not_hold_back_the_finished_members_of_its_group(tmp_path: Path) -> None:
@@ -258,35 +246,31 @@ def test_a_straggler_does_not_hold_back_the_finished_members_of_its_group(tmp_pa
     assert {experience.end for experience in heard.experiences} == {"terminal"}
 
 
-def test_what_is_no_issued_task_goes_to_the_dead_letters_and_its_neighbours_go_on(tmp_path: Path) -> None:
-    async def run() -> list[DeadLetter]:
-        log = await memory_log()
-        heard, dead = TopicArrivals(log, EXPERIENCES), TopicArrivals(log, DEAD_LETTERS)
-        async with running(explorer(log, folder_store(tmp_path), ScriptedEngine()), *listening(heard, dead)):
-            await log.bus.send(log.name(TASKS), b"nonsense", key=b"add.0")
-            await log.publish(TASKS, issue("add"))
-            await until(lambda: len(heard.experiences) == 3 and len(dead.records) == 1)
-        return dead.of(DeadLetter)
+async def test_what_is_no_issued_task_goes_to_the_dead_letters_and_its_neighbours_go_on(tmp_path: Path) -> None:
+    log = await memory_log()
+    heard, dead = TopicArrivals(log, EXPERIENCES), TopicArrivals(log, DEAD_LETTERS)
+    async with running(explorer(log, folder_store(tmp_path), ScriptedEngine()), *listening(heard, dead)):
+        await log.bus.send(log.name(TASKS), b"nonsense", key=b"add.0")
+        await log.publish(TASKS, issue("add"))
+        await until(lambda: len(heard.experiences) == 3 and len(dead.records) == 1)
+    assert [(item.topic, item.stage, item.reason) for item in dead.of(DeadLetter)] == [
+        ("tasks", "explore", "bad frame")
+    ]
 
-    assert [(item.topic, item.stage, item.reason) for item in asyncio.run(run())] == [("tasks", "explore", "bad frame")]
 
-
-def test_a_stop_lets_running_groups_finish(tmp_path: Path) -> None:
-    async def run() -> list[Experience]:
-        log = await memory_log()
-        heard = TopicArrivals(log, EXPERIENCES)
-        stop = asyncio.Event()
-        engine = ScriptedEngine(script=lambda prompt: [65, 65, 0], token_s=0.05)
-        role = explorer(log, folder_store(tmp_path), engine, replace(EXPLORE, drain_s=5.0), stop=stop)
-        async with running(*listening(heard)):
-            await log.publish(TASKS, issue("add"))
-            await until(lambda: engine.num_running > 0)
-            stop.set()
-            await role
-            await until(lambda: len(heard.experiences) == 3)
-        return heard.experiences
-
-    assert {item.end for item in asyncio.run(run())} == {"terminal"}
+async def test_a_stop_lets_running_groups_finish(tmp_path: Path) -> None:
+    log = await memory_log()
+    heard = TopicArrivals(log, EXPERIENCES)
+    stop = asyncio.Event()
+    engine = ScriptedEngine(script=lambda prompt: [65, 65, 0], token_s=0.05)
+    role = explorer(log, folder_store(tmp_path), engine, replace(EXPLORE, drain_s=5.0), stop=stop)
+    async with running(*listening(heard)):
+        await log.publish(TASKS, issue("add"))
+        await until(lambda: engine.num_running > 0)
+        stop.set()
+        await role
+        await until(lambda: len(heard.experiences) == 3)
+    assert {item.end for item in heard.experiences} == {"terminal"}
 
 
 async def engine_is_gone(task: Task, session: Session) -> tuple[Score, ...]:

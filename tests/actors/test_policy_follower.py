@@ -122,19 +122,16 @@ def test_where_the_folder_is_another_model_the_anchor_is_read() -> None:
     assert "anchors/0" in folders_of(store.read)
 
 
-def test_after_a_version_whose_objects_were_refused_the_next_reads_deltas_alone() -> None:
+async def test_after_a_version_whose_objects_were_refused_the_next_reads_deltas_alone() -> None:
     store = Counting()
     events, weights = published(store)
     bad = PolicyEvent(event="published", policy="main", version=2, parent=1, token=3, manifest=events[2].manifest,
                       manifest_sha256="0" * 64)  # fmt: skip
     engine = FolderEngine()
 
-    async def run() -> None:
-        metrics = await follow(store, engine, [(events[1:2], 1), ([bad, events[3]], 3)])
-        assert metrics.counters()["policies_refused"] == 2
-
     store.read.clear()
-    asyncio.run(run())
+    metrics = await follow(store, engine, [(events[1:2], 1), ([bad, events[3]], 3)])
+    assert metrics.counters()["policies_refused"] == 2
     assert engine.tensors[TENSOR] == weights[3][TENSOR]
     assert folders_of(store.read) == {"anchors/0", "deltas/0-1", "deltas/1-2", "deltas/2-3"}
     assert sum("/anchors/" in key for key in store.read) == 1, "the held copy was thrown away"
@@ -364,59 +361,48 @@ async def served(life: Life, *, version: int) -> None:
     await life.engine.close()
 
 
-def test_a_gateway_serves_what_is_stable_however_old_and_reads_no_more_for_it() -> None:
-    async def main() -> None:
-        life = Life("stable")
-        await life.lived(stable("promoted", 2), stable("pinned", 3))
-        await served(life, version=3)
-        assert life.read <= LOOK + 1 + 2 * SUMMARIZE_EVERY
-        assert (life.follower.stable.version, life.follower.stable.pinned) == (3, True)
-        gauges = life.metrics.gauges()
-        assert (gauges["policy_version_stable"], gauges["policy_version_published"]) == (3, 9 + LATER)
-
-    asyncio.run(main())
+async def test_a_gateway_serves_what_is_stable_however_old_and_reads_no_more_for_it() -> None:
+    life = Life("stable")
+    await life.lived(stable("promoted", 2), stable("pinned", 3))
+    await served(life, version=3)
+    assert life.read <= LOOK + 1 + 2 * SUMMARIZE_EVERY
+    assert (life.follower.stable.version, life.follower.stable.pinned) == (3, True)
+    gauges = life.metrics.gauges()
+    assert (gauges["policy_version_stable"], gauges["policy_version_published"]) == (3, 9 + LATER)
 
 
-def test_a_version_from_before_the_summary_is_served_as_soon_as_it_is_stable() -> None:
-    async def main() -> None:
-        life = Life("stable")
-        await life.lived(stable("promoted", 2), stable("pinned", 3))
-        await life.engine.start()
-        async with running(asyncio.create_task(life.follower.read()), asyncio.create_task(life.follower.load())):
-            await life.serves(3)
-            read = life.read
-            await life.log.publish(POLICIES, stable("rolled_back", 1))
-            await life.serves(1)
-            assert life.read > read + LATER, "only the first records tell of it"
-            read = life.read
-            await life.log.publish(POLICIES, stable("promoted", 2))
-            await life.serves(2)
-            assert life.read == read + 1
-        await life.engine.close()
-
-    asyncio.run(main())
+async def test_a_version_from_before_the_summary_is_served_as_soon_as_it_is_stable() -> None:
+    life = Life("stable")
+    await life.lived(stable("promoted", 2), stable("pinned", 3))
+    await life.engine.start()
+    async with running(asyncio.create_task(life.follower.read()), asyncio.create_task(life.follower.load())):
+        await life.serves(3)
+        read = life.read
+        await life.log.publish(POLICIES, stable("rolled_back", 1))
+        await life.serves(1)
+        assert life.read > read + LATER, "only the first records tell of it"
+        read = life.read
+        await life.log.publish(POLICIES, stable("promoted", 2))
+        await life.serves(2)
+        assert life.read == read + 1
+    await life.engine.close()
 
 
-def test_what_a_gateway_knows_from_the_summary_stays_in_force_while_it_reads_all() -> None:
-    async def main() -> None:
-        life = Life("stable")
-        await life.lived(stable("promoted", 2), late=(stable("pinned", 3),))
-        await life.log.publish(
-            POLICIES, PolicyEvent(event="published", policy="main", version=10 + LATER, manifest="gone")
-        )
-        await life.engine.start()
-        seen: set[int] = set()
+async def test_what_a_gateway_knows_from_the_summary_stays_in_force_while_it_reads_all() -> None:
+    life = Life("stable")
+    await life.lived(stable("promoted", 2), late=(stable("pinned", 3),))
+    await life.log.publish(POLICIES, PolicyEvent(event="published", policy="main", version=10 + LATER, manifest="gone"))
+    await life.engine.start()
+    seen: set[int] = set()
 
-        async def look() -> None:
-            while True:
-                seen.add(life.follower.stable.version)
-                await asyncio.sleep(0)
+    async def look() -> None:
+        while True:
+            seen.add(life.follower.stable.version)
+            await asyncio.sleep(0)
 
-        loops = [asyncio.create_task(loop) for loop in (life.follower.read(), life.follower.load(), look())]
-        async with running(*loops):
-            await life.serves(3)
-        await life.engine.close()
-        assert life.read > LATER, "the summary does not tell where version 3 is"
-        assert seen == {-1, 3}, "never what was stable in between"
-
-    asyncio.run(main())
+    loops = [asyncio.create_task(loop) for loop in (life.follower.read(), life.follower.load(), look())]
+    async with running(*loops):
+        await life.serves(3)
+    await life.engine.close()
+    assert life.read > LATER, "the summary does not tell where version 3 is"
+    assert seen == {-1, 3}, "never what was stable in between"

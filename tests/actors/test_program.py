@@ -311,46 +311,43 @@ async def status(site: ProgramSite, key: str, path: str, body: str = "") -> byte
         writer.close()
 
 
-def test_an_episode_takes_neither_all_connections_nor_all_processors_from_another() -> None:
-    async def check() -> None:
-        site, go, counting = ProgramSite("127.0.0.1:0"), threading.Semaphore(0), list[int]()
+async def test_an_episode_takes_neither_all_connections_nor_all_processors_from_another() -> None:
+    site, go, counting = ProgramSite("127.0.0.1:0"), threading.Semaphore(0), list[int]()
 
-        def count(request: Any) -> int:
-            counting.append(len(counting))
-            assert go.acquire(timeout=60)
-            return 1
+    def count(request: Any) -> int:
+        counting.append(len(counting))
+        assert go.acquire(timeout=60)
+        return 1
 
-        await site.start()
-        for key in ("hr-greedy", "hr-other"):
-            site.open(cast(Any, SimpleNamespace(key=key, count=count, version=7)))
-        asked = '{"model": "m", "messages": [{"role": "user", "content": "Hi"}]}'
-        path = "/v1/messages/count_tokens"
-        greedy = [asyncio.create_task(status(site, "hr-greedy", path, asked)) for _ in range(20)]
-        async with asyncio.timeout(20):
-            done, _ = await asyncio.wait(greedy, return_when=asyncio.FIRST_COMPLETED)
-            assert {first.result() for first in done} == {b"429"} and len(counting) <= 2
-            other = asyncio.create_task(status(site, "hr-other", path, asked))
-            await asyncio.sleep(0.1)
-            for _ in range(4):
-                go.release()
-            assert await other == b"200", "its turn comes before those of the first episode that wait"
-            for _ in range(20):
-                go.release()
-            assert sorted(await asyncio.gather(*greedy)) == [b"200"] * 17 + [b"429"] * 3
-        head = b"POST /v1/completions HTTP/1.1\r\nauthorization: Bearer hr-greedy\r\ncontent-length: 2\r\n\r\n{"
-        unfinished = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(65)]
-        for _, writer in unfinished:
-            writer.write(head)
-        refused = [asyncio.create_task(reader.readline()) for reader, _ in unfinished]
-        async with asyncio.timeout(20):
-            done, _ = await asyncio.wait(refused, return_when=asyncio.FIRST_COMPLETED)
-            assert [b" 429 " in first.result() for first in done] == [True], "one body too many"
-            assert await status(site, "hr-other", "/v1/models") == b"200"
-        for reading, (_, writer) in zip(refused, unfinished, strict=True):
-            reading.cancel()
-            writer.close()
-
-    asyncio.run(check())
+    await site.start()
+    for key in ("hr-greedy", "hr-other"):
+        site.open(cast(Any, SimpleNamespace(key=key, count=count, version=7)))
+    asked = '{"model": "m", "messages": [{"role": "user", "content": "Hi"}]}'
+    path = "/v1/messages/count_tokens"
+    greedy = [asyncio.create_task(status(site, "hr-greedy", path, asked)) for _ in range(20)]
+    async with asyncio.timeout(20):
+        done, _ = await asyncio.wait(greedy, return_when=asyncio.FIRST_COMPLETED)
+        assert {first.result() for first in done} == {b"429"} and len(counting) <= 2
+        other = asyncio.create_task(status(site, "hr-other", path, asked))
+        await asyncio.sleep(0.1)
+        for _ in range(4):
+            go.release()
+        assert await other == b"200", "its turn comes before those of the first episode that wait"
+        for _ in range(20):
+            go.release()
+        assert sorted(await asyncio.gather(*greedy)) == [b"200"] * 17 + [b"429"] * 3
+    head = b"POST /v1/completions HTTP/1.1\r\nauthorization: Bearer hr-greedy\r\ncontent-length: 2\r\n\r\n{"
+    unfinished = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(65)]
+    for _, writer in unfinished:
+        writer.write(head)
+    refused = [asyncio.create_task(reader.readline()) for reader, _ in unfinished]
+    async with asyncio.timeout(20):
+        done, _ = await asyncio.wait(refused, return_when=asyncio.FIRST_COMPLETED)
+        assert [b" 429 " in first.result() for first in done] == [True], "one body too many"
+        assert await status(site, "hr-other", "/v1/models") == b"200"
+    for reading, (_, writer) in zip(refused, unfinished, strict=True):
+        reading.cancel()
+        writer.close()
 
 
 GOOD = [*PROMPT, *b"Hello.", EOS, *b"<user>and?", EOS, *b"<assistant>", *b"Hello.", EOS]
@@ -404,22 +401,19 @@ def test_a_bad_agent_fails_with_a_typed_cause_and_costs_no_other_episode_anythin
     assert len(found) == (2 if name == "steals_a_key" else 1), "what was asked with its key is a part of its own"
 
 
-def test_a_bad_agent_s_requests_end_with_its_episode() -> None:
+async def test_a_bad_agent_s_requests_end_with_its_episode() -> None:
     """One that is cut off while it floods leaves nothing running."""
 
-    async def run() -> None:
-        engine = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=4096, script=says("a" * 60), token_s=0.05)
-        await engine.start()
-        session = Session(engine, CachedTokenizer(ChatBytes()), Sampling(max_tokens=64, stop=(EOS,)))
-        playing = asyncio.create_task(Program(use=f"{AGENTS}:floods")(TASK, session))
-        await until(lambda: engine.num_running > 4)
-        playing.cancel()
-        await asyncio.gather(playing, return_exceptions=True)
-        await until(lambda: not engine.num_running)
-        assert not session.num_sampled
-        await engine.close()
-
-    asyncio.run(run())
+    engine = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=4096, script=says("a" * 60), token_s=0.05)
+    await engine.start()
+    session = Session(engine, CachedTokenizer(ChatBytes()), Sampling(max_tokens=64, stop=(EOS,)))
+    playing = asyncio.create_task(Program(use=f"{AGENTS}:floods")(TASK, session))
+    await until(lambda: engine.num_running > 4)
+    playing.cancel()
+    await asyncio.gather(playing, return_exceptions=True)
+    await until(lambda: not engine.num_running)
+    assert not session.num_sampled
+    await engine.close()
 
 
 CONFIG = replace(

@@ -66,17 +66,14 @@ def test_a_confined_command_reads_no_file_outside_its_folder(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "address", ["('127.0.0.1', {port})", "('10.0.0.1', 80)", "('1.1.1.1', 53)", "('::1', {port}, 0, 0)"]
 )
-def test_a_confined_command_reaches_no_network_outside(tmp_path: Path, address: str) -> None:
-    async def listened() -> str:
-        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        family = "socket.AF_INET6" if "::" in address else "socket.AF_INET"
-        code = f"import socket\ngot = socket.socket({family}).connect({address.format(port=port)})"
-        got = await asyncio.to_thread(tried, tmp_path, code)
-        server.close()
-        return got
-
-    assert asyncio.run(listened()) in ("ConnectionRefusedError", "OSError")
+async def test_a_confined_command_reaches_no_network_outside(tmp_path: Path, address: str) -> None:
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    family = "socket.AF_INET6" if "::" in address else "socket.AF_INET"
+    code = f"import socket\ngot = socket.socket({family}).connect({address.format(port=port)})"
+    got = await asyncio.to_thread(tried, tmp_path, code)
+    server.close()
+    assert got in ("ConnectionRefusedError", "OSError")
 
 
 LEFT = """

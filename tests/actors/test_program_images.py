@@ -1,27 +1,19 @@
 """Pictures that programs show to the policy: recorded by reference, sampled and trained as those of rollouts are."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import openai
-import pytest
-import torch
 
 from actors.engines.engine import Engine, Sampling
-from actors.engines.torch import TorchEngine
 from actors.program.workflow import Program
 from actors.rollout.session import CachedTokenizer, Session
-from infra.model.model import load_model, load_tokenizer
 from infra.store.images import ImageReader, deposit_image
 from infra.store.memory import MemoryStore
 from infra.store.store import BLOBS
 from schemas import Experience, Message, Score, Task
 from tests.actors.gateway.gateway_rig import EOS
 from tests.actors.gateway.test_gateway_images import ONE, OTHER, Eyes, asked, looks, url
-from tests.eye_model import build_eye_model
-from trainer.batch.image_inputs import open_sight
 
 TASK = Task(id="t", messages=(Message(role="user", content="count", images=(ONE.image,)),), answer="1", split="train")
 
@@ -84,24 +76,3 @@ def test_a_picture_that_a_program_shows_lies_where_the_trainer_looks() -> None:
     (experience,) = play(looks(), ChatEyes(), store, Sampling(max_tokens=64, stop=(EOS,)), shows_another.__name__)
     assert experience.messages[0].images == (OTHER.image,)
     assert store.get(BLOBS + OTHER.image.sha256) == OTHER.picture
-
-
-@pytest.mark.full
-def test_what_a_model_that_sees_sampled_for_a_program_is_what_the_trainer_computes_of_it(tmp_path: Path) -> None:
-    folder = build_eye_model(tmp_path / "model")
-    tokenizer, store = load_tokenizer(folder), MemoryStore()
-    sampling = Sampling(max_tokens=5, stop=tokenizer.eos_ids)
-    for experience in play(TorchEngine(model=str(folder), seed=1), tokenizer, store, sampling):
-        assert experience.messages[0].images == (ONE.image,)
-        sight: Any = open_sight(str(folder), store)
-        shown = sight.pictures(experience)
-        module: Any = load_model(folder)
-        ids = torch.tensor([experience.tokens.tolist()])
-        with torch.no_grad():
-            seen = module.get_image_features(torch.from_numpy(np.stack(shown.pixels))).pooler_output
-            embedded = module.get_input_embeddings()(ids)
-            embedded[0, torch.from_numpy(shown.places_P)] = torch.cat(tuple(seen))
-            logits = module(inputs_embeds=embedded).logits[0]
-        every = torch.log_softmax(logits, -1)[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
-        at = [place for span in experience.spans for place in range(span.start, span.stop)]
-        np.testing.assert_allclose(experience.logprobs, every[np.array(at) - 1], atol=1e-4, rtol=0)

@@ -166,18 +166,15 @@ def test_what_waits_of_a_group_that_is_over_never_starts(tmp_path: Path) -> None
     assert rig.reasons() == [GROUP_OVER] * 3 and not rig.answers.experiences
 
 
-def test_an_episode_that_begins_when_its_group_is_stopped_is_stopped_and_the_first_reason_stays() -> None:
-    async def run() -> Stop:
-        stop = Stop()
-        stop.now(ENOUGH)
-        episode = asyncio.create_task(asyncio.sleep(60))
-        stop.watch(episode)
-        stop.now(GROUP_OVER)
-        await asyncio.wait([episode])
-        assert episode.cancelled()
-        return stop
-
-    assert asyncio.run(run()).reason == ENOUGH
+async def test_an_episode_that_begins_when_its_group_is_stopped_is_stopped_and_the_first_reason_stays() -> None:
+    stop = Stop()
+    stop.now(ENOUGH)
+    episode = asyncio.create_task(asyncio.sleep(60))
+    stop.watch(episode)
+    stop.now(GROUP_OVER)
+    await asyncio.wait([episode])
+    assert episode.cancelled()
+    assert stop.reason == ENOUGH
 
 
 def waiting_task(
@@ -293,29 +290,26 @@ def test_what_a_dead_explorer_held_is_issued_again_when_nobody_has_told_of_it_fo
     assert [require_issued(reissue).attempt for reissue in reissues(made)] == [1]
 
 
-def test_an_explorer_reports_what_it_runs_and_what_waits_with_it_until_it_has_ended(tmp_path: Path) -> None:
-    async def run() -> None:
-        log = await memory_log()
-        heard = TopicArrivals(log, REPORTS)
-        assert FLOOR.pacing.reissue_s == 300.0, "told often enough, since the settings of the test report every 0.05 s"
-        floor = replace(FLOOR, pacing=replace(FLOOR.pacing, reissue_s=0.15))
-        engine = ScriptedEngine(token_s=0.2)
-        loops = explorer(log, folder_store(tmp_path), engine, EXPLORE, floor=floor)
-        async with running(loops, asyncio.create_task(heard.listen())):
-            await log.publish(TASKS, issue("now", attempt=3))
-            await log.publish(TASKS, issue("later", min_version=9))
-            await log.publish(TASKS, ask(5))
-            eval_group = require_issued(ask(5)).group
+async def test_an_explorer_reports_what_it_runs_and_what_waits_with_it_until_it_has_ended(tmp_path: Path) -> None:
+    log = await memory_log()
+    heard = TopicArrivals(log, REPORTS)
+    assert FLOOR.pacing.reissue_s == 300.0, "told often enough, since the settings of the test report every 0.05 s"
+    floor = replace(FLOOR, pacing=replace(FLOOR.pacing, reissue_s=0.15))
+    engine = ScriptedEngine(token_s=0.2)
+    loops = explorer(log, folder_store(tmp_path), engine, EXPLORE, floor=floor)
+    async with running(loops, asyncio.create_task(heard.listen())):
+        await log.publish(TASKS, issue("now", attempt=3))
+        await log.publish(TASKS, issue("later", min_version=9))
+        await log.publish(TASKS, ask(5))
+        eval_group = require_issued(ask(5)).group
 
-            def last() -> dict[str, int] | None:
-                told = [item.holds for item in heard.of(Progress) if item.holds is not None]
-                return told[-1] if told else None
+        def last() -> dict[str, int] | None:
+            told = [item.holds for item in heard.of(Progress) if item.holds is not None]
+            return told[-1] if told else None
 
-            await until(lambda: last() == {"now.0": 3, "later.0": 0, eval_group: 0})
-            await until(lambda: last() == {"later.0": 0, eval_group: 0})
-            assert heard.of(Progress)[-1].partitions == {TASKS.name: (0, 1)}, "which the master sends to"
-
-    asyncio.run(run())
+        await until(lambda: last() == {"now.0": 3, "later.0": 0, eval_group: 0})
+        await until(lambda: last() == {"later.0": 0, eval_group: 0})
+        assert heard.of(Progress)[-1].partitions == {TASKS.name: (0, 1)}, "which the master sends to"
 
 
 def test_no_report_holds_more_than_a_record_may_and_what_runs_goes_first() -> None:

@@ -122,19 +122,16 @@ def user(text: str) -> Message:
 SAMPLING = Sampling(max_tokens=8, stop=(END,))
 
 
-def test_a_second_turn_keeps_the_sampled_spelling_and_adds_only_the_observation() -> None:
+async def test_a_second_turn_keeps_the_sampled_spelling_and_adds_only_the_observation() -> None:
     first = (pair("a"), *spell("b"), END)  # the template would spell "aab" otherwise
     engine = Answers(answer(*first), answer(*spell("ok"), END, versions=[7, 8, 8]))
     session = Session(engine, Spelled(), SAMPLING)
 
-    async def talk() -> None:
-        history = [user("go")]
-        history.append(await session.reply(history))
-        assert history[-1].content == "aab"
-        history.append(user("more"))
-        await session.reply(history)
-
-    asyncio.run(talk())
+    history = [user("go")]
+    history.append(await session.reply(history))
+    assert history[-1].content == "aab"
+    history.append(user("more"))
+    await session.reply(history)
     second = (*engine.prompts[0], *first, NEWLINE, BOS, *spell("more"), END, NEWLINE, BOS)
     assert engine.prompts[1] == second
     (experience,) = session.experiences(group="t.0", attempt=0, episode=0)
@@ -145,29 +142,23 @@ def test_a_second_turn_keeps_the_sampled_spelling_and_adds_only_the_observation(
 
 
 @pytest.mark.parametrize("sampled", [spell("aab"), [pair("a"), *spell("b")]])
-def test_a_turn_cut_by_its_length_is_closed_by_the_template(sampled: list[int]) -> None:
+async def test_a_turn_cut_by_its_length_is_closed_by_the_template(sampled: list[int]) -> None:
     engine = Answers(answer(*sampled), answer(END))
     session = Session(engine, Spelled(), SAMPLING)
 
-    async def talk() -> None:
-        reply = await session.reply([user("go")])
-        assert not session.stopped
-        await session.reply([user("go"), reply, user("on")])
-
-    asyncio.run(talk())
+    reply = await session.reply([user("go")])
+    assert not session.stopped
+    await session.reply([user("go"), reply, user("on")])
     tail = (END, NEWLINE, BOS, *spell("on"), END, NEWLINE, BOS)
     assert engine.prompts[1] == (*engine.prompts[0], *sampled, *tail)
 
 
-def test_what_was_sampled_is_kept_where_the_template_drops_text() -> None:
+async def test_what_was_sampled_is_kept_where_the_template_drops_text() -> None:
     engine = Answers(answer(*spell("x"), END), answer(*spell("y"), END))
     session = Session(engine, Spelled(drops_first=True), SAMPLING)
 
-    async def talk() -> None:
-        reply = await session.reply([user("go")])
-        await session.reply([user("go"), reply, user("on")])
-
-    asyncio.run(talk())
+    reply = await session.reply([user("go")])
+    await session.reply([user("go"), reply, user("on")])
     (experience,) = session.experiences(group="t.0", attempt=0, episode=0)
     tail = [NEWLINE, BOS, *spell("on"), END, NEWLINE, BOS]
     assert experience.tokens.tolist() == [*engine.prompts[0], *spell("x"), END, *tail, *spell("y"), END]
@@ -180,15 +171,12 @@ class LastAlone(Spelled):
         return super().encode_chat(messages[-1:])
 
 
-def test_a_template_that_does_not_say_what_follows_an_answer_begins_a_new_part() -> None:
+async def test_a_template_that_does_not_say_what_follows_an_answer_begins_a_new_part() -> None:
     engine = Answers(answer(*spell("x"), END), answer(*spell("y"), END))
     session = Session(engine, LastAlone(), SAMPLING)
 
-    async def talk() -> None:
-        reply = await session.reply([user("go")])
-        await session.reply([user("go"), reply, user("on")])
-
-    asyncio.run(talk())
+    reply = await session.reply([user("go")])
+    await session.reply([user("go"), reply, user("on")])
     first, second = session.experiences(group="t.0", attempt=0, episode=0)
     assert (first.part, first.last, second.part, second.last) == (0, False, 1, True)
     assert first.tokens.tolist() == [*engine.prompts[0], *spell("x"), END]
@@ -204,35 +192,29 @@ def test_a_template_that_does_not_say_what_follows_an_answer_begins_a_new_part()
         [user("go")],
     ],
 )
-def test_rewritten_history_begins_a_new_part(rewritten: list[Message]) -> None:
+async def test_rewritten_history_begins_a_new_part(rewritten: list[Message]) -> None:
     engine = Answers(answer(*spell("x"), END), answer(*spell("y"), END))
     session = Session(engine, Spelled(), SAMPLING)
 
-    async def talk() -> None:
-        await session.reply([user("go")])
-        await session.reply(rewritten)
-
-    asyncio.run(talk())
+    await session.reply([user("go")])
+    await session.reply(rewritten)
     parts = session.experiences(group="t.0", attempt=0, episode=0)
     assert [part.num_sampled for part in parts] == [2, 2]
     assert engine.prompts[1] == tuple(Spelled().encode_chat(rewritten))
 
 
-def test_what_was_sampled_before_an_error_is_kept_as_a_failed_episode() -> None:
+async def test_what_was_sampled_before_an_error_is_kept_as_a_failed_episode() -> None:
     engine = Answers(answer(*spell("x"), END), RuntimeError("gone"), answer(*spell("z"), END))
     session = Session(engine, Spelled(), SAMPLING)
 
-    async def talk() -> None:
-        reply = await session.reply([user("go")])
-        history = [user("go"), reply, user("on")]
-        with pytest.raises(RuntimeError, match="gone"):
-            await session.reply(history)
-        (failed,) = session.experiences(group="t.0", attempt=0, episode=0, failure="gone")
-        assert failed.end == "failed" and failed.failure == "gone"
-        assert failed.tokens.tolist() == [*engine.prompts[0], *spell("x"), END]
-        await session.reply(history)  # and the turn can be tried again
-
-    asyncio.run(talk())
+    reply = await session.reply([user("go")])
+    history = [user("go"), reply, user("on")]
+    with pytest.raises(RuntimeError, match="gone"):
+        await session.reply(history)
+    (failed,) = session.experiences(group="t.0", attempt=0, episode=0, failure="gone")
+    assert failed.end == "failed" and failed.failure == "gone"
+    assert failed.tokens.tolist() == [*engine.prompts[0], *spell("x"), END]
+    await session.reply(history)  # and the turn can be tried again
     assert engine.prompts[1] == engine.prompts[2]
     assert len(session.experiences(group="t.0", attempt=0, episode=0)) == 1
 
@@ -307,7 +289,7 @@ AGENTS: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("agent", AGENTS)
 @pytest.mark.parametrize("style", [*STYLES, "forgets"])
-def test_twenty_turns_are_one_sequence_whatever_becomes_of_thoughts_and_blanks(
+async def test_twenty_turns_are_one_sequence_whatever_becomes_of_thoughts_and_blanks(
     tokenizers: dict[str, Tokenizer], style: str, agent: str
 ) -> None:
     tokenizer = tokenizers[style]
@@ -320,14 +302,11 @@ def test_twenty_turns_are_one_sequence_whatever_becomes_of_thoughts_and_blanks(
     sampler = Answers(*answers)
     session = Session(sampler, tokenizer, Sampling(max_tokens=99, stop=tokenizer.eos_ids))
 
-    async def talk() -> None:
-        conversation = [user("begin")]
-        for number in range(TURNS):
-            reply = await session.reply(conversation)
-            sent = msgspec.structs.replace(reply, content=AGENTS[agent](reply.content))
-            conversation += [sent, user(f"and {number}?")]
-
-    asyncio.run(talk())
+    conversation = [user("begin")]
+    for number in range(TURNS):
+        reply = await session.reply(conversation)
+        sent = msgspec.structs.replace(reply, content=AGENTS[agent](reply.content))
+        conversation += [sent, user(f"and {number}?")]
     (experience,) = session.experiences(group="t.0", attempt=0, episode=0)
     assert experience.num_sampled == sum(map(len, sampled)), "each sampled token is in it once"
     for before, after, entry in zip(sampler.prompts, sampler.prompts[1:], sampled, strict=False):
@@ -363,28 +342,27 @@ CLIENTS: dict[str, Callable[[ChatCompletionMessage], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("agent", CLIENTS)
-def test_through_the_gateway_too_the_turns_of_a_session_go_on_from_what_was_sampled(tmp_path: Path, agent: str) -> None:
-    async def check() -> None:
-        texts = [thought(number) for number in range(4)]
-        async with serving(tmp_path, engine(says(*texts)), tokenizer=ForgetfulBytes()) as served:
-            key = served.key()
-            await served.keys_read()
-            client = served.client(key).with_options(default_headers={"x-session-id": "s"})
-            conversation: list[Any] = [{"role": "user", "content": "begin"}]
-            for text in texts:
-                answer = await client.chat.completions.create(model="m", messages=conversation)
-                message = answer.choices[0].message
-                assert f"<think>{apart(message)['reasoning']}</think>{message.content}" == text
-                conversation += [CLIENTS[agent](message), {"role": "user", "content": "and?"}]
-            turns = await served.recorded(4)
-            assert [turn.carried for turn in turns] == [0, 1, 2, 3]
-            behind = b"<user>and?"
-            for before, after in itertools.pairwise(turns):
-                size = len(before.tokens)
-                assert after.tokens.tolist()[:size] == before.tokens.tolist()
-                assert after.tokens.tolist()[size : size + len(behind) + 1] == [*behind, BYTE_EOS]
-
-    asyncio.run(check())
+async def test_through_the_gateway_too_the_turns_of_a_session_go_on_from_what_was_sampled(
+    tmp_path: Path, agent: str
+) -> None:
+    texts = [thought(number) for number in range(4)]
+    async with serving(tmp_path, engine(says(*texts)), tokenizer=ForgetfulBytes()) as served:
+        key = served.key()
+        await served.keys_read()
+        client = served.client(key).with_options(default_headers={"x-session-id": "s"})
+        conversation: list[Any] = [{"role": "user", "content": "begin"}]
+        for text in texts:
+            answer = await client.chat.completions.create(model="m", messages=conversation)
+            message = answer.choices[0].message
+            assert f"<think>{apart(message)['reasoning']}</think>{message.content}" == text
+            conversation += [CLIENTS[agent](message), {"role": "user", "content": "and?"}]
+        turns = await served.recorded(4)
+        assert [turn.carried for turn in turns] == [0, 1, 2, 3]
+        behind = b"<user>and?"
+        for before, after in itertools.pairwise(turns):
+            size = len(before.tokens)
+            assert after.tokens.tolist()[:size] == before.tokens.tolist()
+            assert after.tokens.tolist()[size : size + len(behind) + 1] == [*behind, BYTE_EOS]
 
 
 def routed(completion: Completion, num_prompt: int, turn: int) -> Completion:

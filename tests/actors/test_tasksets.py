@@ -15,11 +15,9 @@ from actors.tasksets.loader import (
     FOLDER,
     LoadResult,
     different,
-    expert,
-    load_experts,
-    load_preferences,
+    example_block,
+    load_examples,
     load_tasks,
-    pair_block,
     rated,
     recorded_rates,
     with_images,
@@ -226,7 +224,7 @@ async def contents(heard: TopicArrivals) -> None:
 
 
 def test_a_demonstration_is_an_expert_experience_that_nobody_sampled() -> None:
-    experience = expert(row("add-3745", "validation"), CharTokenizer())
+    experience = example_block(row("add-3745", "validation"), CharTokenizer()).experiences[0]
     assert list(experience.tokens) == [*(ord(character) for character in "37+45=280"), EOS]
     assert (experience.num_prompt, experience.num_sampled) == (6, 4)
     assert (experience.lane, experience.group, experience.group_size) == ("expert", "expert-add-3745.0", 1)
@@ -237,38 +235,32 @@ def test_a_demonstration_is_an_expert_experience_that_nobody_sampled() -> None:
     assert (experience.kind, experience.meta) == ("demonstration", {})
 
 
-def test_a_second_load_adds_nothing_and_repeated_rows_are_counted() -> None:
-    async def run() -> tuple[LoadResult, LoadResult, list[object], list[int]]:
-        log = await memory_log()
-        progress: list[int] = []
-        tasks = [plain_task("a"), plain_task("b"), plain_task("a")]
-        first = await load_tasks(log, tasks, on_progress=progress.append)
-        second = await load_tasks(log, [*tasks, plain_task("c")])
-        heard = TopicArrivals(log, TASKSET_RAW)
-        await contents(heard)
-        return first, second, heard.records, progress
-
-    first, second, records, progress = asyncio.run(run())
+async def test_a_second_load_adds_nothing_and_repeated_rows_are_counted() -> None:
+    log = await memory_log()
+    progress: list[int] = []
+    tasks = [plain_task("a"), plain_task("b"), plain_task("a")]
+    first = await load_tasks(log, tasks, on_progress=progress.append)
+    second = await load_tasks(log, [*tasks, plain_task("c")])
+    heard = TopicArrivals(log, TASKSET_RAW)
+    await contents(heard)
+    first, second, records, progress = first, second, heard.records, progress
     assert first == LoadResult(loaded=2, repeated=1, known=0)
     assert second == LoadResult(loaded=1, repeated=1, known=2)
     assert sorted(record.id for record in records if isinstance(record, Task)) == ["a", "b", "c"]
     assert progress == [3]
 
 
-def test_a_row_that_cannot_be_read_stops_the_load_after_what_came_before() -> None:
+async def test_a_row_that_cannot_be_read_stops_the_load_after_what_came_before() -> None:
     def rows():  # type: ignore[no-untyped-def]
         yield from (plain_task(f"task-{index}") for index in range(600))
         raise ValueError("line 601")
 
-    async def run() -> list[object]:
-        log = await memory_log()
-        with pytest.raises(ValueError, match="601"):
-            await load_tasks(log, rows())
-        heard = TopicArrivals(log, TASKSET_RAW)
-        await contents(heard)
-        return heard.records
-
-    assert len(asyncio.run(run())) == 512
+    log = await memory_log()
+    with pytest.raises(ValueError, match="601"):
+        await load_tasks(log, rows())
+    heard = TopicArrivals(log, TASKSET_RAW)
+    await contents(heard)
+    assert len(heard.records) == 512
 
 
 def preference(name: str, chosen: str, rejected: str) -> Preference:
@@ -276,7 +268,7 @@ def preference(name: str, chosen: str, rejected: str) -> Preference:
 
 
 def test_a_pair_is_two_marked_answers_of_one_group_that_nobody_sampled() -> None:
-    one, other = pair_block(preference("q", "4", "five"), CharTokenizer()).experiences
+    one, other = example_block(preference("q", "4", "five"), CharTokenizer()).experiences
     assert (one.kind, other.kind) == ("chosen", "rejected")
     assert (one.response, other.response, one.lane, one.group_size) == ("4", "five", "human", 2)
     assert list(other.tokens) == [*(ord(character) for character in "2+2=five"), EOS]
@@ -284,20 +276,17 @@ def test_a_pair_is_two_marked_answers_of_one_group_that_nobody_sampled() -> None
     assert pair_fault((one, other)) == ""
 
 
-def test_pairs_are_loaded_once_and_those_with_equal_sides_are_named() -> None:
-    async def run() -> tuple[LoadResult, list[Broken], LoadResult]:
-        log = await memory_log()
-        rows = [
-            preference("a", "4", "5"),
-            preference("a", "4", "6"),
-            preference("b", "4", "4"),
-            preference("a", "4", "5"),
-        ]
-        broken: list[Broken] = []
-        first = await load_preferences(log, different(rows, broken.append), CharTokenizer())
-        return first, broken, await load_preferences(log, rows[:2], CharTokenizer())
-
-    first, broken, second = asyncio.run(run())
+async def test_pairs_are_loaded_once_and_those_with_equal_sides_are_named() -> None:
+    log = await memory_log()
+    rows = [
+        preference("a", "4", "5"),
+        preference("a", "4", "6"),
+        preference("b", "4", "4"),
+        preference("a", "4", "5"),
+    ]
+    broken: list[Broken] = []
+    first = await load_examples(log, different(rows, broken.append), CharTokenizer())
+    first, broken, second = first, broken, await load_examples(log, rows[:2], CharTokenizer())
     assert first == LoadResult(loaded=2, repeated=1, known=0) and second.loaded == 0
     assert [fault.where for fault in broken] == ["pair b"]
 
@@ -307,13 +296,13 @@ def test_what_is_longer_than_the_context_is_named_and_the_next_one_loaded() -> N
         log = await memory_log()
         broken: list[Broken] = []
         long = msgspec.structs.replace(row("long"), response="280" * 9)
-        experts = await load_experts(
+        experts = await load_examples(
             log, [row("a"), long, row("b")], CharTokenizer(), max_tokens=10, on_broken=broken.append
         )
         pairs = [preference("c", "4", "5"), preference("d", "4", "five and a half"), preference("e", "4", "6")]
         return (
             experts,
-            await load_preferences(log, pairs, CharTokenizer(), max_tokens=10, on_broken=broken.append),
+            await load_examples(log, pairs, CharTokenizer(), max_tokens=10, on_broken=broken.append),
             broken,
         )
 
@@ -327,42 +316,36 @@ def closure(group: str, mean_reward: float | None, **fields: object) -> Closure:
     return Closure(group=group, outcome="dropped", mean_reward=mean_reward, **fields)  # type: ignore[arg-type]
 
 
-def test_rates_are_those_of_rollouts_as_the_curriculum_has_them() -> None:
-    async def run() -> dict[str, float]:
-        log = await memory_log()
-        await log.publish_all(
-            PROGRESS,
-            [
-                closure("a.0", 1.0), closure("a.1", 0.0), closure("b.0", None), closure("c.0", 7.0),
-                closure("a.1", 1.0, revision=1), closure("d.0", 1.0, lane="live"), closure("eval-dev-3.0", 1.0),
-            ],
-        )  # fmt: skip
-        return await recorded_rates(log)
-
-    assert asyncio.run(run()) == {"a": smoothed(1.0, 0.0), "c": 1.0}
+async def test_rates_are_those_of_rollouts_as_the_curriculum_has_them() -> None:
+    log = await memory_log()
+    await log.publish_all(
+        PROGRESS,
+        [
+            closure("a.0", 1.0), closure("a.1", 0.0), closure("b.0", None), closure("c.0", 7.0),
+            closure("a.1", 1.0, revision=1), closure("d.0", 1.0, lane="live"), closure("eval-dev-3.0", 1.0),
+        ],
+    )  # fmt: skip
+    assert (await recorded_rates(log)) == {"a": smoothed(1.0, 0.0), "c": 1.0}
 
 
-def test_another_app_takes_its_difficulty_from_the_record_and_drops_what_was_too_easy(tmp_path: Path) -> None:
-    async def run() -> tuple[dict[str, float | None], list[str]]:
-        old = await memory_log()
-        await old.publish_all(PROGRESS, [closure("easy.0", 1.0), closure("middle.0", 0.25)])
-        log = Log(old.bus, "next")
-        await log.create_topics(partitions=2, keep_ms=-1)
-        tasks = [
-            plain_task("easy"),
-            plain_task("middle", meta={"success_rate": 0.9}),
-            plain_task("new"),
-            plain_task("told", difficulty=0.7),
-        ]
-        await load_tasks(log, rated(tasks, await recorded_rates(old), "success_rate"))
-        config = StreamsConfig(tasks=TasksConfig(difficulty=DifficultyConfig(easiest=0.1)))
-        async with working(log, config, tmp_path):
-            await settled(log)
-        kept = [item.value async for item in log.read_all(TASKSET) if isinstance(item.value, Task)]
-        letters = [item.value async for item in log.read_all(DEAD_LETTERS) if isinstance(item.value, DeadLetter)]
-        return {item.id: item.difficulty for item in kept}, [letter.reason for letter in letters]
-
-    difficulty, dropped = asyncio.run(run())
+async def test_another_app_takes_its_difficulty_from_the_record_and_drops_what_was_too_easy(tmp_path: Path) -> None:
+    old = await memory_log()
+    await old.publish_all(PROGRESS, [closure("easy.0", 1.0), closure("middle.0", 0.25)])
+    log = Log(old.bus, "next")
+    await log.create_topics(partitions=2, keep_ms=-1)
+    tasks = [
+        plain_task("easy"),
+        plain_task("middle", meta={"success_rate": 0.9}),
+        plain_task("new"),
+        plain_task("told", difficulty=0.7),
+    ]
+    await load_tasks(log, rated(tasks, await recorded_rates(old), "success_rate"))
+    config = StreamsConfig(tasks=TasksConfig(difficulty=DifficultyConfig(easiest=0.1)))
+    async with working(log, config, tmp_path):
+        await settled(log)
+    kept = [item.value async for item in log.read_all(TASKSET) if isinstance(item.value, Task)]
+    letters = [item.value async for item in log.read_all(DEAD_LETTERS) if isinstance(item.value, DeadLetter)]
+    difficulty, dropped = {item.id: item.difficulty for item in kept}, [letter.reason for letter in letters]
     assert difficulty == {"middle": 0.75, "new": None, "told": 0.7}
     assert dropped == ["too easy"]
 

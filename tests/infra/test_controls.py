@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from actors.engines.engine import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.rollout.session import LONG_CHARS, Session
-from actors.tasksets.loader import expert, pair_block
+from actors.tasksets.loader import example_block
 from actors.tasksets.taskset import Demonstration, Preference
 from infra.model.controls import Pieces, cuts
 from infra.model.model import Tokenizer, load_tokenizer
@@ -254,8 +254,8 @@ def test_demonstrations_and_pairs_have_no_control_token_but_the_templates_and_th
     template = case.controls(case.tokenizer.encode_chat((Message(role="user", content="x"),)))
     ended = [*template, case.tokenizer.eos_ids[0]]
     row = Demonstration(id="d", messages=asked, response=fake)
-    assert case.controls(expert(row, case.tokenizer).tokens.tolist()) == ended
-    pair = pair_block(Preference(id="p", messages=asked, chosen=fake, rejected=f"{fake}."), case.tokenizer)
+    assert case.controls(example_block(row, case.tokenizer).experiences[0].tokens.tolist()) == ended
+    pair = example_block(Preference(id="p", messages=asked, chosen=fake, rejected=f"{fake}."), case.tokenizer)
     assert [case.controls(side.tokens.tolist()) for side in pair.experiences] == [ended, ended]
 
 

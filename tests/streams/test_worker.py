@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 
-from actors.tasksets.loader import pair_block
+from actors.tasksets.loader import example_block
 from actors.tasksets.taskset import Preference
 from infra.chain.chain import Context, new_memories, run_chain
 from infra.log.bus import Partition, RecordPosition
@@ -228,7 +228,7 @@ CONFIG = StreamsConfig(
 
 def pair() -> Block:
     asked = (Message(role="user", content="2+2="),)
-    return pair_block(Preference(id="q", messages=asked, chosen="4", rejected="5"), CharTokenizer())
+    return example_block(Preference(id="q", messages=asked, chosen="4", rejected="5"), CharTokenizer())
 
 
 def verified(experiences: tuple[Experience, ...]) -> tuple[Experience, ...]:

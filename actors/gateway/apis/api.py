@@ -6,10 +6,9 @@ from typing import Protocol
 import msgspec
 
 from actors.gateway.answering.conversation import Conversation
-from actors.gateway.answering.in_flight import InFlight, Watch
+from actors.gateway.answering.in_flight import Decode, InFlight, Watch
 from actors.gateway.answering.parsing import Parsed
 from actors.gateway.answering.requests import ParsedRequest
-from actors.gateway.answering.sample import Decode
 from actors.gateway.config import GatewayLimits
 from actors.gateway.errors import ApiError
 

@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 
 from actors.gateway.answering.conversation import Called
+from actors.gateway.answering.in_flight import Decode
 from actors.gateway.answering.parsing import Parsed
 from actors.gateway.answering.requests import ParsedRequest, read_chat, read_text
-from actors.gateway.answering.sample import Decode
 from actors.gateway.apis.api import Api, Reply
 from actors.gateway.errors import ApiError
 

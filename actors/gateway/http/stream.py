@@ -9,8 +9,8 @@ a fast stream costs one write for several tokens.
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 
+from actors.gateway.answering.in_flight import OnText
 from actors.gateway.answering.parsing import Parsed
-from actors.gateway.answering.sample import OnText
 from actors.gateway.apis.api import Answerer, Api, Reply
 from actors.gateway.errors import ApiError, server_error
 

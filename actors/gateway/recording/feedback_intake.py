@@ -24,6 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from actors.gateway.access.keys import TRAINS, ApiKey, Train
+from actors.gateway.answering.requests import decoded
 from actors.gateway.config import Webhook
 from actors.gateway.errors import ApiError, bad, unavailable
 from actors.gateway.recording.outbox import Outbox, Outgoing
@@ -75,7 +76,7 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 def read_feedback(body: bytes) -> FeedbackRequest:
     """The feedback in a body; it has exactly one kind. Raises ApiError."""
-    request: FeedbackRequest = _decoded(body, _feedback)
+    request: FeedbackRequest = decoded(body, _feedback, [])
     kinds = [name for name in ("value", "label", "correction") if getattr(request, name) is not None]
     kinds += ["retraction"] if request.retract else []
     if not kinds and request.text is not None and request.kind in (None, "label"):
@@ -89,7 +90,7 @@ def read_feedback(body: bytes) -> FeedbackRequest:
 
 def read_token_request(body: bytes) -> TokenRequest:
     """Read a request for a browser's token. Raises ApiError."""
-    request: TokenRequest = _decoded(body, _token_request)
+    request: TokenRequest = decoded(body, _token_request, [])
     return request
 
 
@@ -251,15 +252,6 @@ class FeedbackIntake:
 
 _feedback = msgspec.json.Decoder(FeedbackRequest)
 _token_request = msgspec.json.Decoder(TokenRequest)
-
-
-def _decoded(body: bytes, decoder: "msgspec.json.Decoder[Any]") -> Any:
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise bad(str(error)[:500], None) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad(f"the body is not valid JSON: {error}") from error
 
 
 def _seconds(stamp: str) -> float:

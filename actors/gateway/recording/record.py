@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from actors.engines.engine import Sampling
 from actors.gateway.answering.conversation import Prompt
+from actors.gateway.answering.in_flight import SampledAnswer
 from actors.gateway.answering.parsing import render
-from actors.gateway.answering.sample import SampledAnswer
 from actors.gateway.config import RedactRules
 from infra.chain.chain import Context, Step, run_chain
 from infra.chain.redact import Redactor

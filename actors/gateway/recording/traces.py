@@ -9,8 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from actors.gateway.answering.in_flight import InFlight
-from actors.gateway.answering.sample import SampledAnswer
+from actors.gateway.answering.in_flight import InFlight, SampledAnswer
 from actors.gateway.config import TracesConfig
 from infra.observe.metrics import Metrics
 from schemas.errors import ConfigError

@@ -122,7 +122,7 @@ async def pairs(chosen: SettingsFile, file: FileArgument, fields: MapOption = []
 
 async def _load_answers(kind: str, chosen: SettingsFile, file: Path, fields: list[str], split: str = "") -> int:
     from actors.tasksets.files import count_rows, read_rows
-    from actors.tasksets.loader import different, load_experts, load_preferences, with_images
+    from actors.tasksets.loader import different, load_examples, with_images
     from actors.tasksets.taskset import Demonstration, Preference
     from infra.model.model import context_tokens, load_tokenizer
 
@@ -135,11 +135,11 @@ async def _load_answers(kind: str, chosen: SettingsFile, file: Path, fields: lis
         with progress_bar(f"{kind} from {file}", total) as bar:
             if kind == "experts":
                 shown = read_rows(file, Demonstration, fields=renamed, split=split, on_broken=bar.broken)
-                into = partial(load_experts, log, with_images(shown, file, store, bar.broken))
+                into = partial(load_examples, log, with_images(shown, file, store, bar.broken))
             else:
                 pairs = read_rows(file, Preference, fields=renamed, on_broken=bar.broken)
                 rows = different(with_images(pairs, file, store, bar.broken), bar.broken)
-                into = partial(load_preferences, log, rows)
+                into = partial(load_examples, log, rows)
             done = await into(tokenizer, max_tokens=max_tokens, on_broken=bar.broken, on_progress=bar.moved)
     return tell(kind, done, bar)
 

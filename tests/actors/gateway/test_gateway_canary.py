@@ -276,19 +276,6 @@ async def test_a_gateway_that_is_no_canary_is_never_asked_so_nothing_goes_round_
     await canary.close()
 
 
-async def test_a_canary_serves_what_is_on_trial_and_goes_back_with_the_others(tmp_path: Path) -> None:
-    async with serving(tmp_path, engine(says("a")), channel="canary") as served:
-        for version in (1, 2, 3):
-            await announce(served, version, bigram(version))
-        for event, version, channel, held in (
-            ("promoted", 1, "stable", 1), ("promoted", 2, "canary", 2), ("held", 2, "stable", 1),
-            ("promoted", 3, "canary", 3), ("rolled_back", 1, "stable", 1),
-        ):  # fmt: skip
-            move = PolicyEvent(event=event, policy="main", version=version, channel=channel)  # type: ignore[arg-type]
-            await served.log.publish(POLICIES, move)
-            await serves(served, held)
-
-
 async def test_a_stable_gateway_never_begins_with_what_a_canary_served_last(tmp_path: Path) -> None:
     bus, store = MemoryBus(), MemoryStore()
     async with serving(tmp_path, engine(says("a")), bus=bus, store=store, channel="canary") as served:

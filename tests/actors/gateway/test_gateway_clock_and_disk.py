@@ -138,53 +138,40 @@ def test_a_damaged_entry_hides_what_is_behind_it_in_its_segment_only_and_is_told
     assert again.oldest() == (2, [b"three"])
 
 
-def test_a_full_spool_takes_all_of_a_batch_or_nothing(tmp_path: Path) -> None:
-    spool = Spool(tmp_path, max_bytes=40)
-    spool.append([b"x" * 20])
-    with pytest.raises(SpoolFull):
-        spool.append([b"a", b"y" * 20])
-    assert spool.oldest() == (1, [b"x" * 20])
-
-
-def test_a_gateway_whose_spool_is_lost_serves_on_records_anew_and_sends_what_is_left_once_the_disk_is_back(
+async def test_a_gateway_whose_spool_is_lost_serves_on_records_anew_and_sends_what_is_left_once_the_disk_is_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def check() -> None:
-        bus = AwayBus()
-        async with serving(tmp_path, engine(says("Hello.")), bus=bus) as served:
-            client: AsyncOpenAI = served.client(served.key())
-            await served.keys_read()
-
-            async def ask(count: int) -> None:
-                for _ in range(count):
-                    done = await client.completions.create(model="main", prompt="Hi")
-                    assert done.choices[0].text == "Hello."
-
-            bus.away = True
-            await ask(3)
-            await until(lambda: served.count("spooled") == 3, seconds=60)
-            lost = (tmp_path / "spool").rename(tmp_path / "elsewhere")
-            await ask(1)
-            await until(lambda: shed(served, "spool lost") == 1, seconds=60)
-            bus.away = False
-            await until(lambda: shed(served, "spool unreadable") == 3, seconds=60)
-            while (
-                not await served.experiences()
-            ):  # what comes in before the drain has found that is given up, and counted
-                await ask(1)
-            await ask(1)
-            anew = len(await served.recorded(2))
-            assert shed(served, "spool full") == 0, "no room is not what is missing"
-        assert "stay on disk for the next start" in caplog.text
-        shutil.rmtree(tmp_path / "spool", ignore_errors=True)
-        lost.rename(tmp_path / "spool")
-        async with serving(tmp_path, engine(says("Hello.")), bus=bus, store=served.store) as again:
-            assert len({one.id for one in await again.recorded(anew + 3)}) == anew + 3
-
     def shed(served: RunningGateway, reason: str) -> float:
         return served.metrics.counters().get(f"shed{{reason={reason}}}", 0.0)
 
-    asyncio.run(check())
+    bus = AwayBus()
+    async with serving(tmp_path, engine(says("Hello.")), bus=bus) as served:
+        client: AsyncOpenAI = served.client(served.key())
+        await served.keys_read()
+
+        async def ask(count: int) -> None:
+            for _ in range(count):
+                done = await client.completions.create(model="main", prompt="Hi")
+                assert done.choices[0].text == "Hello."
+
+        bus.away = True
+        await ask(3)
+        await until(lambda: served.count("spooled") == 3, seconds=60)
+        lost = (tmp_path / "spool").rename(tmp_path / "elsewhere")
+        await ask(1)
+        await until(lambda: shed(served, "spool lost") == 1, seconds=60)
+        bus.away = False
+        await until(lambda: shed(served, "spool unreadable") == 3, seconds=60)
+        while not await served.experiences():  # what comes in before the drain has found that is given up, and counted
+            await ask(1)
+        await ask(1)
+        anew = len(await served.recorded(2))
+        assert shed(served, "spool full") == 0, "no room is not what is missing"
+    assert "stay on disk for the next start" in caplog.text
+    shutil.rmtree(tmp_path / "spool", ignore_errors=True)
+    lost.rename(tmp_path / "spool")
+    async with serving(tmp_path, engine(says("Hello.")), bus=bus, store=served.store) as again:
+        assert len({one.id for one in await again.recorded(anew + 3)}) == anew + 3
 
 
 def test_a_gateway_whose_disk_cannot_be_written_to_says_so_in_one_line(tmp_path: Path) -> None:

@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from actors.gateway.recording.held import HeldKeys
 from actors.gateway.recording.outbox import Outbox, Outgoing
 from actors.gateway.recording.spool import Spool
-from infra.log.bus import Headers, RecordPosition
 from infra.log.log import Log
-from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
 from schemas import Control, Received
@@ -43,39 +41,6 @@ async def drained(served: RunningGateway) -> None:
 
 def spooled(folder: Path) -> list[Path]:
     return list(folder.glob("spool/*/*.spool"))
-
-
-class HangingBus(MemoryBus):
-    """A broker whose sends wait while `goes_on` is not set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waiting = 0
-        self.goes_on = asyncio.Event()
-        self.goes_on.set()
-
-    async def send(
-        self, topic: str, value: bytes, *, key: bytes, headers: Headers = (), partition: int | None = None
-    ) -> RecordPosition:
-        self.waiting += 1
-        await self.goes_on.wait()
-        self.waiting -= 1
-        return await super().send(topic, value, key=key, headers=headers, partition=partition)
-
-
-async def test_feedback_that_a_stopping_gateway_cannot_wait_for_is_asked_for_again(tmp_path: Path) -> None:
-    bus = HangingBus()
-    async with serving(tmp_path, engine(says("late")), bus=bus, drain_s=1.0, send_s=30.0) as served:
-        key = await served.new_key()
-        (answer,) = await ask_many(served, key, 1)
-        await served.recorded(1)
-        bus.goes_on.clear()
-        async with served.http(key) as http:
-            said = asyncio.create_task(http.post("/v1/feedback", json={"answer_id": f"hr-{answer}", "value": 1.0}))
-            await until(lambda: bus.waiting > 0)
-            served.stop.set()
-            assert (await said).status_code == 503
-        bus.goes_on.set()
 
 
 async def test_a_broker_that_goes_away_costs_no_answer_and_gets_all_of_them_when_it_is_back(tmp_path: Path) -> None:

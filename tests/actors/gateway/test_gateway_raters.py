@@ -44,17 +44,6 @@ def sealing_keys(served: RunningGateway) -> list[str]:
     return list(served.store.keys(FOLDER))
 
 
-async def test_a_token_reaches_the_one_choice_it_is_for(tmp_path: Path) -> None:
-    async with serving(tmp_path) as served:
-        key = await served.new_key()
-        answer = served.answer()
-        async with served.http(key) as http:
-            first, second = await token_for(http, answer), await token_for(http, answer, choice=1)
-        assert [await rated(served, first, answer, choice=choice) for choice in (0, 1, 1000)] == [202, 403, 403]
-        assert [await rated(served, second, answer, choice=choice) for choice in (0, 1)] == [403, 202]
-        assert [one.ref[-5:] for one in await served.received(2)] == ["0-0-0", "0-1-0"]
-
-
 async def test_ratings_grants_and_tokens_have_quotas(tmp_path: Path) -> None:
     async with serving(tmp_path) as served:
         few, many = await served.new_key(rpm=2), await served.new_key()

@@ -1,6 +1,5 @@
 """Spans of answers, read by a receiver of OTLP: what they say, what they never say, and that no answer waits for them."""
 
-import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -58,26 +57,24 @@ def attributes(span: Any) -> dict[str, Any]:
     return found
 
 
-def test_each_answer_is_one_span_with_its_id_tokens_version_and_end(collector: TraceReceiver, tmp_path: Path) -> None:
-    async def scene() -> tuple[list[str], list[str]]:
-        ids, finishes = [], []
-        traces = TracesConfig(endpoint=collector.url)
-        async with serving(tmp_path, engine(says("Hello.")), traces=traces) as served:
-            client = served.client(served.key(train="no"))
-            await served.keys_read()
-            messages: Any = [{"role": "user", "content": "my secret question"}]
-            whole = await client.chat.completions.create(
-                model="main", messages=messages, temperature=0.5, user="ann", extra_headers={"x-session-id": "s"}
-            )
-            cut = await client.chat.completions.create(model="main", messages=messages, max_tokens=2, n=2)
-            async for chunk in await client.chat.completions.create(model="main", messages=messages, stream=True):
-                streamed = chunk.id
-            plain = await client.completions.create(model="main", prompt="once")
-            ids = [whole.id, cut.id, streamed, plain.id]
-            finishes = [str(one.choices[0].finish_reason) for one in (whole, cut, plain)]
-        return ids, finishes
-
-    ids, finishes = asyncio.run(scene())
+async def test_each_answer_is_one_span_with_its_id_tokens_version_and_end(
+    collector: TraceReceiver, tmp_path: Path
+) -> None:
+    ids, finishes = [], []
+    traces = TracesConfig(endpoint=collector.url)
+    async with serving(tmp_path, engine(says("Hello.")), traces=traces) as served:
+        client = served.client(served.key(train="no"))
+        await served.keys_read()
+        messages: Any = [{"role": "user", "content": "my secret question"}]
+        whole = await client.chat.completions.create(
+            model="main", messages=messages, temperature=0.5, user="ann", extra_headers={"x-session-id": "s"}
+        )
+        cut = await client.chat.completions.create(model="main", messages=messages, max_tokens=2, n=2)
+        async for chunk in await client.chat.completions.create(model="main", messages=messages, stream=True):
+            streamed = chunk.id
+        plain = await client.completions.create(model="main", prompt="once")
+        ids = [whole.id, cut.id, streamed, plain.id]
+        finishes = [str(one.choices[0].finish_reason) for one in (whole, cut, plain)]
     told = {attributes(span)["gen_ai.response.id"]: span for span in collector.spans}
     assert len(told) == len(collector.spans) == 5 and set(ids) <= set(told)
     whole, cut, _, plain = (attributes(told[one]) for one in ids)
@@ -93,41 +90,35 @@ def test_each_answer_is_one_span_with_its_id_tokens_version_and_end(collector: T
         assert secret not in collector.bodies
 
 
-def test_a_failure_of_the_engine_is_a_span_that_says_so(collector: TraceReceiver, tmp_path: Path) -> None:
+async def test_a_failure_of_the_engine_is_a_span_that_says_so(collector: TraceReceiver, tmp_path: Path) -> None:
     def gone(prompt: tuple[int, ...]) -> list[int]:
         raise RuntimeError("cuda")
 
-    async def scene() -> None:
-        traces = TracesConfig(endpoint=collector.url)
-        async with (
-            serving(tmp_path, engine(gone), traces=traces) as served,
-            served.http(await served.new_key()) as http,
-        ):
-            body = {"model": "main", "messages": [{"role": "user", "content": "x"}]}
-            assert (await http.post("/v1/chat/completions", json=body)).status_code >= 500
-
-    asyncio.run(scene())
+    traces = TracesConfig(endpoint=collector.url)
+    async with (
+        serving(tmp_path, engine(gone), traces=traces) as served,
+        served.http(await served.new_key()) as http,
+    ):
+        body = {"model": "main", "messages": [{"role": "user", "content": "x"}]}
+        assert (await http.post("/v1/chat/completions", json=body)).status_code >= 500
     (span,) = collector.spans
     assert attributes(span)["error.type"] == "engine" and span.status.code == 2
     assert "gen_ai.response.finish_reasons" not in attributes(span)
 
 
 @pytest.mark.parametrize("away", [True, False])
-def test_no_answer_waits_for_a_collector_and_what_is_not_delivered_is_counted(
+async def test_no_answer_waits_for_a_collector_and_what_is_not_delivered_is_counted(
     collector: TraceReceiver, tmp_path: Path, away: bool
 ) -> None:
     collector.status = 400
     endpoint = "http://127.0.0.1:9/v1/traces" if away else collector.url
 
-    async def scene() -> dict[str, float]:
-        async with serving(tmp_path, traces=TracesConfig(endpoint=endpoint, queue=2)) as served:
-            client = await served.opened()
-            for _ in range(8):
-                await client.completions.create(model="main", prompt="x")
-            metrics = served.metrics
-        return metrics.counters()
-
-    counters = asyncio.run(scene())
+    async with serving(tmp_path, traces=TracesConfig(endpoint=endpoint, queue=2)) as served:
+        client = await served.opened()
+        for _ in range(8):
+            await client.completions.create(model="main", prompt="x")
+        metrics = served.metrics
+    counters = metrics.counters()
     dropped = {name: value for name, value in counters.items() if name.startswith("spans")}
     assert sum(dropped.values()) == 8 and set(dropped) <= {
         "spans_dropped{reason=queue is full}", "spans_dropped{reason=not delivered}",

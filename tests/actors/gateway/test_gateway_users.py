@@ -135,30 +135,6 @@ def test_who_was_forgotten_meanwhile_stays_so(tmp_path: Path) -> None:
     assert lost == ["forgotten", "forgotten", ""]
 
 
-def test_a_key_that_the_store_had_and_destroyed_before_it_said_so_is_not_put_back(tmp_path: Path) -> None:
-    class Unconfirmed(StoreAway):
-        silent = False
-
-        def put(self, key: str, data: bytes) -> None:
-            super().put(key, data)
-            if self.silent:
-                raise StoreError("stored, and not confirmed")
-
-    store = Unconfirmed()
-    keys = HeldKeys(store, tmp_path)
-    store.away = True
-    frame = encode(sealed(Block((answer(),)), keys, SUBJECT))
-    store.away, store.silent = False, True
-    for _ in range(2):
-        with pytest.raises(StoreError, match="not confirmed"):
-            keys.deposit()
-    store.silent = False
-    assert len(Keys(store).destroy(SUBJECT)) == 1
-    keys.deposit()
-    block = decode(frame, Keys(store).find)
-    assert keys.num_held == 0 and isinstance(block, Block) and block.experiences[0].lost == "forgotten"
-
-
 def test_a_store_that_is_away_is_asked_once_in_a_while_and_not_for_every_record(tmp_path: Path) -> None:
     class Counted(StoreAway):
         asked = 0
