@@ -24,7 +24,6 @@ RUNNING_S, STOPPED_S = 30.0, 2.0  # see `patience_s`
 
 
 def kafka_folder(settings: Settings) -> Path:
-    """Data folder of the embedded broker."""
     return settings.folder / EMBEDDED_FOLDER
 
 
@@ -68,7 +67,6 @@ def main_store(settings: Settings) -> Store:
 
 
 def measured_store(settings: Settings, metrics: Metrics) -> Store:
-    """The configured object store, its traffic counted."""
     return MeasuredStore(app_store(settings), metrics)
 
 

@@ -42,7 +42,6 @@ TAKEN_FROM = {
 
 
 def main() -> None:
-    """Write every page."""
     for path, text in pages().items():
         (FOLDER / path).write_text(text, encoding="utf-8")
 
@@ -75,7 +74,6 @@ def head(name: str) -> str:
 
 
 def metrics() -> Iterator[str]:
-    """The table of metrics, by name."""
     yield "\n| metric | kind | labels | role | meaning |\n|---|---|---|---|---|\n"
     for measure in sorted(MEASURES, key=lambda measure: measure.shown):
         labels = ", ".join(f"`{label}`" for label in measure.shown_labels)
@@ -212,7 +210,6 @@ def toml(value: Any) -> str:
 
 
 def cell(text: str) -> str:
-    """Text that fits into a cell of a Markdown table."""
     return re.sub(r"(?<!\\)\|", r"\\|", text.replace("\n", " ")).strip()
 
 
@@ -236,7 +233,6 @@ def part(use: str) -> Iterator[str]:
 
 
 def part_options(taken: Any) -> dict[str, tuple[str, str]]:
-    """The type in words and the default of every option."""
     if not (inspect.isclass(taken) and issubclass(taken, msgspec.Struct)):
         hints = typing.get_type_hints(taken.__init__ if inspect.isclass(taken) else taken, include_extras=True)
         fields = [
@@ -252,8 +248,6 @@ def part_options(taken: Any) -> dict[str, tuple[str, str]]:
 
 
 def commands() -> Iterator[str]:
-    """The sections of all commands, in the order of `headrace --help`."""
-
     def below(group: Any, path: str) -> Iterator[str]:
         for name, command in group.commands.items():
             yield f"\n## `{path} {name}`\n\n{plain(command.help)}\n"
@@ -275,7 +269,6 @@ def command_tree(group: Any = None) -> Any:
 
 
 def options(command: Any) -> Iterator[str]:
-    """Arguments and options of a command."""
     own = [option for option in command.params if getattr(option, "rich_help_panel", None) != "Settings"]
     if own:
         yield "\n| argument or option | default | meaning |\n|---|---|---|\n"
@@ -308,7 +301,6 @@ def plain(text: str | None) -> str:
 
 
 def names() -> Iterator[str]:
-    """Exports of `headrace` by kind, with signature and docstring."""
     import headrace
 
     for kind, found in headrace.HOMES.items():

@@ -105,7 +105,6 @@ class LazyCommand(TyperCommand):
         return command
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """The context of the command itself."""
         return self.load().make_context(info_name, args, parent, **extra)
 
 
@@ -126,7 +125,6 @@ def commands_below(group: str) -> Iterator[LazyCommand]:
 
 
 def show_version(wanted: bool) -> None:
-    """Print it and end."""
     if wanted:
         print(f"headrace {full_release()}")
         raise typer.Exit
@@ -167,7 +165,6 @@ def every(
 
 
 def main() -> None:
-    """Entry point of the `headrace` command."""
     # A shell without job control makes its background processes ignore Ctrl-C, and Python leaves it so.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.umask(file_umask(os.environ))

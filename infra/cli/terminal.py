@@ -43,7 +43,6 @@ class Screen(Console):
         super().__init__(stderr=stderr, soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Its segments, the text of each made printable."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
@@ -55,11 +54,9 @@ class LineFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line; `format` puts the traceback below it."""
         return super().formatMessage(record).replace("\r", "\\r").replace("\n", "\\n")
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, and the traceback if there is one."""
         return printable(super().format(record))
 
 
@@ -67,7 +64,6 @@ class JsonFormatter(logging.Formatter):
     """Log records as one JSON object a line: time (UTC), level, logger, message, and the traceback if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The object; printable."""
         second = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         fields = {
             "time": f"{second}.{int(record.msecs):03d}Z",

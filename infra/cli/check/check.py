@@ -230,7 +230,6 @@ def summary(settings: Settings, parsers: str = "") -> Table:
 
 
 def adapter_words(settings: Settings) -> str:
-    """Description of the adapter, "" for full weights."""
     lora = settings.trainer.lora
     if lora is None:
         return ""
@@ -238,7 +237,6 @@ def adapter_words(settings: Settings) -> str:
 
 
 def chain_table(stage: str, steps: Sequence[Step]) -> Table:
-    """The steps of a stage in the order they run."""
     table = Table("step", "version", "sees", "options", title=f"stage {stage}", title_justify="left")
     sees = {
         "task": "a task",

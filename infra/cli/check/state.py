@@ -153,7 +153,6 @@ async def found(settings: Settings, store: Store) -> Fit:
 
 
 def embedded_is_there(settings: Settings) -> bool:
-    """True if an embedded broker was ever started for this app."""
     return read_address(kafka_folder(settings)) is not None
 
 

@@ -86,7 +86,6 @@ def files_of(example: str) -> dict[str, Path]:
 
 
 def filled(text: str, example: str, directory: Path, model: str, engine: str) -> str:
-    """The settings of an example for a folder, a model and an engine."""
     for before, after in (
         (f'app = "{example}"', f'app = "{app_name(directory)}"'),
         ('model = "model"', f'model = "{model}"'),

@@ -33,10 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class Viewer(msgspec.Struct, frozen=True):
-    """A signed-in person. name: its name in the log. scopes: of their key. token: that every form of theirs carries.
-
-    Example: Viewer(name="console:acme/abcdefghijklmnop", scopes=("look",), token="4f…")
-    """
+    """A signed-in person. name: In the log, such as console:acme/abcdefghijklmnop. token: In every form of the session."""
 
     name: str
     scopes: tuple[Scope, ...]

@@ -53,7 +53,6 @@ def reason_in(form: Form) -> str:
 
 
 async def move(console: Console, viewer: Viewer, action: str, form: Form) -> Done:
-    """Move a channel, as `headrace promote`, `pin`, `unpin` and `rollback` do."""
     kind, channel = MOVES[action]
     assert viewer.name not in MASTERS, "a key is never called as a master is"
     try:
@@ -76,7 +75,6 @@ async def move(console: Console, viewer: Viewer, action: str, form: Form) -> Don
 
 
 async def order(console: Console, viewer: Viewer, action: str, form: Form) -> Done:
-    """Pause or resume learning, as the commands do."""
     record = Directive(order=ORDERS[action], owner=viewer.name, reason=reason_in(form))
     await console.reading.log.publish(topics.POLICIES, record)
     console.reading.forget_fresh()

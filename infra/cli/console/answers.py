@@ -81,8 +81,7 @@ def _tokens(answer: Experience, spell: Spell | None) -> tuple[list[dict[str, Any
 
 
 def token_level(logprob: float) -> int:
-    """Level of a token's improbability, 0 to 5. Each level has half the chance of the one before; 5 is for all that are less
-    likely.
+    """Level of a token's improbability: each has half the chance of the one before, 5 is for all that are less likely.
 
     >>> [token_level(math.log(share)) for share in (1.0, 0.6, 0.3, 0.01)]
     [0, 1, 2, 5]

@@ -101,7 +101,6 @@ class SecurityHeaders:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
         held = HEADERS | ({"Cache-Control": "max-age=60"} if scope.get("path", "").startswith("/assets/") else {})
         own = {name.lower().encode(): value.encode() for name, value in held.items()}
 
@@ -152,7 +151,6 @@ class _Site:
         return await self._checked(request, done)
 
     async def enter(self, request: Request) -> Response:
-        """Sign in with a key, or with the link that was printed."""
         await self._access.refresh()
         try:
             if request.method == "POST":
@@ -170,8 +168,6 @@ class _Site:
         return RedirectResponse("/", status_code=303)
 
     async def leave(self, request: Request) -> Response:
-        """Sign out: end the viewer's session."""
-
         async def ended(viewer: Viewer) -> Response:
             check_form(viewer, "look", await read_form(request))
             self._access.leave(request.session)
@@ -180,7 +176,6 @@ class _Site:
         return await self._checked(request, ended)
 
     async def missing(self, request: Request, error: Exception) -> Response:
-        """There is no such page."""
         return await self._error(request, None, 404, "There is no such page.")
 
     async def broken(self, request: Request, error: Exception) -> Response:
@@ -274,10 +269,8 @@ def brief(text: str | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share in percent; a dash for none."""
     return "–" if value is None else f"{value:.1%}"
 
 
 def signed(value: float | None) -> str:
-    """A number with its sign; a dash for none."""
     return "–" if value is None else f"{value:+.3g}"

@@ -25,14 +25,12 @@ def letters(database: sqlite3.Connection, reason: str, before: int | None) -> tu
 
 
 def mark(database: sqlite3.Connection, partition: int, offset: int) -> sqlite3.Row | None:
-    """Redelivery of the letter at this place; None for none."""
     asked = "SELECT time_ms, done_by FROM marks WHERE part = ? AND offset = ?"
     row: sqlite3.Row | None = database.execute(asked, (partition, offset)).fetchone()
     return row
 
 
 def letter_counts(database: sqlite3.Connection) -> Rows:
-    """Counts of letters and of redelivered letters by reason and stage."""
     return database.execute(
         "SELECT reason, stage, count(*) AS count, count(marks.n) AS done FROM letters LEFT JOIN marks USING (part, offset)"
         " GROUP BY reason, stage ORDER BY count DESC LIMIT 50"
@@ -95,7 +93,6 @@ def fate(database: sqlite3.Connection, answer: str) -> str:
 
 
 def openings(database: sqlite3.Connection, about: str) -> Rows:
-    """Openings of an answer or a letter."""
     return database.execute(
         "SELECT * FROM orders WHERE word = 'open' AND about = ? ORDER BY offset", (about,)
     ).fetchall()

@@ -162,11 +162,7 @@ def sentence(state: State, now_s: float) -> str:
 
 
 def since(seconds: float) -> str:
-    """A span in words. They change once a minute at most, since a screen reader reads each change aloud.
-
-    >>> since(75), since(7)
-    ('1 minute', 'less than a minute')
-    """
+    """A span in words. They change once a minute at most, since a screen reader reads each change aloud."""
     for size, name in ((86_400, "day"), (3600, "hour"), (60, "minute")):
         if seconds >= size:
             count = int(seconds // size)
@@ -211,11 +207,7 @@ def _counted(report: State, counter: str) -> str:
 
 
 def without_numbers(line: str) -> str:
-    """An alarm's line without its numbers, which change from one reading to the next.
-
-    >>> without_numbers("verified: 12,300 records wait, expected at most 10,000")
-    'verified: # records wait, expected at most #'
-    """
+    """An alarm's line with # for its numbers, which change from one reading to the next."""
     return _NUMBER.sub("#", line)
 
 
@@ -225,11 +217,7 @@ def noted(seen: Mapping[str, float], lines: Sequence[str], now_s: float) -> dict
 
 
 def value_words(value: str) -> str:
-    """The name of a step's value in words, with its meaning.
-
-    >>> value_words("live/chi2"), value_words("reward_collapse")
-    ('chi2 of lane live (estimate of χ²(π‖μ))', 'reward collapse')
-    """
+    """The name of a step's value in words, with its meaning: "chi2 of lane live (estimate of χ²(π‖μ))"."""
     lane, _, name = value.rpartition("/")
     if not lane:
         return name.replace("_", " ")
@@ -239,11 +227,7 @@ def value_words(value: str) -> str:
 
 
 def by_labels(rates: Rates) -> dict[str, dict[str, float]]:
-    """Counter → labels ("" for none) → rate a second. Counters of seconds are left out: theirs is a share of time.
-
-    >>> by_labels({"steps": 0.5, "answers{end=whole}": 2.0, "step_seconds": 0.9})
-    {'steps': {'': 0.5}, 'answers': {'end=whole': 2.0}}
-    """
+    """Counter → labels ("" for none) → rate a second. Counters of seconds are left out: theirs is a share of time."""
     found: dict[str, dict[str, float]] = {}
     for whole, rate in rates.items():
         name, labels = name_and_labels(whole)
@@ -253,11 +237,6 @@ def by_labels(rates: Rates) -> dict[str, dict[str, float]]:
 
 
 def name_and_labels(whole: str) -> tuple[str, str]:
-    """A counter's whole name in two.
-
-    >>> name_and_labels("answers{end=whole}"), name_and_labels("steps")
-    (('answers', 'end=whole'), ('steps', ''))
-    """
     name, _, labels = whole.partition("{")
     return name, labels.removesuffix("}")
 
@@ -287,11 +266,7 @@ def rates(role: str, per_s: Rates, at_most: int) -> tuple[list[dict[str, Any]], 
 
 
 def label_words(labels: str) -> str:
-    """Labels of a counter as people read them.
-
-    >>> label_words("outcome=kept,source=gateway")
-    'outcome kept, source gateway'
-    """
+    """Labels of a counter as people read them, as in "outcome kept, source gateway"."""
     return _LABEL.sub(lambda found: f"{', ' if found[1] else ''}{found[2].replace('_', ' ')} ", labels)
 
 

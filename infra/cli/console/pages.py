@@ -95,7 +95,6 @@ async def flow(console: Console, request: Request) -> Values:
 
 
 async def learn(console: Console, request: Request) -> Values:
-    """Curves over versions or time."""
     by_time = request.query_params.get("over") == "time"
     reading = console.reading
     app = reading.settings.app
@@ -128,7 +127,6 @@ async def answers(console: Console, request: Request) -> Values | Response:
 
 
 async def answer(console: Console, request: Request) -> Values:
-    """One answer and everything that happened to it."""
     trace = await console.reading.answer(str(request.path_params["ref"]))
     return await answer_values(console, trace, whole=request.query_params.get("whole") == "1")
 
@@ -144,7 +142,6 @@ async def answer_values(console: Console, trace: AnswerTrace, *, opened: bool = 
 
 
 async def all_versions(console: Console, request: Request) -> Values:
-    """The timeline, and the versions with the decisions about them."""
     reading = console.reading
     history = await reading.history(PAGE_S)
     query, _ = parse_query(dict(request.query_params))
@@ -159,7 +156,6 @@ async def all_versions(console: Console, request: Request) -> Values:
 
 
 async def version(console: Console, request: Request) -> Values:
-    """One version: the decisions about it with their reasons, and the answers it learned from."""
     reading = console.reading
     number = _version(str(request.path_params["version"]))
     history = await reading.history_since(number, PAGE_S)
@@ -183,7 +179,6 @@ async def version(console: Console, request: Request) -> Values:
 
 
 async def compare(console: Console, request: Request) -> Values:
-    """Two versions on the recorded prompts that both answered."""
     asked, rows = request.query_params, console.reading.rows
     numbers = sorted(await rows(versions.evals))
     left = _version(asked.get("a") or str(numbers[0] if numbers else 0))
@@ -198,7 +193,6 @@ async def compare(console: Console, request: Request) -> Values:
 
 
 async def all_data(console: Console, request: Request) -> Values:
-    """Dead letters, tasks, and what was made."""
     asked, reading = request.query_params, console.reading
     rows, held = reading.rows, reading.held
     before = parse_query({"before": asked.get("before", "")})[0].before
@@ -215,7 +209,6 @@ async def all_data(console: Console, request: Request) -> Values:
 
 
 async def letter(console: Console, request: Request) -> Values:
-    """One dead letter, and what it holds."""
     place = letter_place([str(request.path_params[name]) for name in ("partition", "offset")])
     return await letter_values(console, place, *await console.reading.letter(*place))
 
@@ -239,16 +232,11 @@ def letter_place(place: Sequence[str]) -> tuple[int, int]:
 
 
 def letter_name(place: tuple[int, int]) -> str:
-    """The name of a letter in the record of its opening.
-
-    >>> letter_name((0, 12))
-    'dead-letters/0@12'
-    """
+    """The name of a letter in the record of its opening, such as dead-letters/0@12."""
     return f"{DEAD_LETTERS.name}/{place[0]}@{place[1]}"
 
 
 async def privacy(console: Console, request: Request) -> Values:
-    """Sealed answers, forgotten users and openings."""
     return await console.reading.rows(data.privacy)
 
 

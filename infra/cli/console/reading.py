@@ -51,8 +51,8 @@ class NotReadYet(HeadraceError):
 
 
 class IndexState(msgspec.Struct, frozen=True):
-    """Progress of the index. fault: why the log cannot be read now. left: records still to be read, by topic. held: records
-    that the log has, by topic. is_whole: the log was read to its end once.
+    """Progress of the index: records still to be read and all records of the log, by topic. is_whole: The log was read to its
+    end once.
     """
 
     fault: str = ""
@@ -78,9 +78,7 @@ class IndexState(msgspec.Struct, frozen=True):
 
 
 class History(msgspec.Struct, frozen=True):
-    """Events of versions, of serving and of learning. events: with their times. stable: what customers get. decisions: that
-    moved it, and why. is_whole: no older ones are left out.
-    """
+    """Events of versions, and decisions about serving and learning. is_whole: No older ones are left out."""
 
     events: list[tuple[int, PolicyEvent]]
     stable: Stable
@@ -89,7 +87,6 @@ class History(msgspec.Struct, frozen=True):
 
 
 def history_in(words: PolicyWords) -> History:
-    """The history in what was read of `policies`."""
     return History([*words.events], words.stable, decisions(words.events, words.orders), words.is_whole)
 
 
@@ -118,7 +115,6 @@ class Reading:
         self._threads = threading.local()
 
     async def close(self) -> None:
-        """Close the file, and what reads the log."""
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -275,7 +271,6 @@ class Reading:
 
 
 def has_answer(database: sqlite3.Connection, experience: str) -> bool:
-    """True if the index has this experience."""
     return bool(database.execute("SELECT 1 FROM answers WHERE key = ?", (number(experience),)).fetchone())
 
 

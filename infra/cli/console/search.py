@@ -33,13 +33,9 @@ _UNSPACED = re.compile(
 class Query(msgspec.Struct, frozen=True):
     """Conditions of a search. Fields that are "" or None ask nothing.
 
-    text: words that all occur in what the index holds of the texts. version: sampled any of it. learned: the version
-    whose steps trained it. lane, tenant, session, suite, task: exactly. score: by its name. low, high: of that score,
-    of the reward where none is named. said: whether there is feedback, "yes" or "no". rated_from, rated_to: of the
-    newest rating. fate: "pending", "trained" or a reason. made: "yes" for what a processor made. before: only answers
-    older than this number of the index.
-
-    Example: Query(lane="live", low=0.5, text="refund")
+    text: Words that all occur in what the index holds of the texts. version: Sampled any of it. learned: The version whose
+    steps trained it. low, high: Of the score, or of the reward where no score is named. said: Whether there is feedback, "yes"
+    or "no". fate: "pending", "trained" or a reason. made: "yes" for what a processor made. before: A number of the index.
     """
 
     text: str = ""
@@ -62,8 +58,8 @@ class Query(msgspec.Struct, frozen=True):
 
 
 class Page(msgspec.Struct, frozen=True):
-    """One page of answers. rows: as the index holds them, newest first. further: where to look on, None where nothing
-    is left. looked_at_ms: time of the oldest answer looked at, 0 where the page is full.
+    """One page of answers, newest first. further: Where the next page begins, None at the end. looked_at_ms: Time of the oldest
+    answer looked at, 0 where the page is full.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -143,11 +139,6 @@ def _or_any(low: float | None, high: float | None) -> tuple[float, float]:
 def split_terms(text: str) -> tuple[list[str], list[str]]:
     """Terms in a text that the index of words can find, and the first MAX_PIECES pieces for which the texts themselves are
     read: signs, and scripts without spaces between words or with marks within them.
-
-    >>> split_terms("refund, please!")
-    (['refund', 'please'], [])
-    >>> split_terms("退款 !!! 💥 A4")
-    (['A4'], ['退款', '!!!', '💥'])
     """
     words: list[str] = []
     pieces: list[str] = []
@@ -170,7 +161,6 @@ def fts_query(words: Sequence[str]) -> str:
 
 
 def search(database: sqlite3.Connection, query: Query, *, longest_s: float = LONGEST_S) -> Page:
-    """The newest answers that fit."""
     steps = version_steps(database, query.learned) if query.learned is not None else None
     found, values = conditions(query, steps)
     high = 2**62 if query.before is None else query.before - 1
@@ -222,12 +212,7 @@ def _with_texts(database: sqlite3.Connection, rows: Sequence[Mapping[str, Any]])
 def choices(database: sqlite3.Connection) -> dict[str, list[str]]:
     """The values that the lists of the form offer: lanes, tenants, suites, fates, scores. Each costs one jump in an index."""
     found = {name: distinct(database, name) for name in ("lane", "tenant", "suite", "fate")}
-    return found | {"score": score_names(database)}
-
-
-def score_names(database: sqlite3.Connection) -> list[str]:
-    """Names of scores."""
-    return distinct(database, "name", table="scores")
+    return found | {"score": distinct(database, "name", table="scores")}
 
 
 def distinct(database: sqlite3.Connection, column: str, *, table: str = "answers") -> list[str]:

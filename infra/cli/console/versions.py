@@ -5,12 +5,13 @@ import re
 import sqlite3
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup, escape
 
 from infra.cli.console.reading import History
-from infra.cli.console.search import score_names
+from infra.cli.console.search import distinct
 from infra.cli.govern.channel import ChannelDecision
 from infra.cli.terminal import printable
 from infra.ledger.index_fold import MAX_TEXT
@@ -61,7 +62,6 @@ def held_back(history: History) -> int:
 
 
 def word(decision: ChannelDecision) -> str:
-    """Short label of a decision."""
     if decision.channel == "canary" and decision.event == "promoted":
         return "watch" if decision.by == "watch" else "on trial"
     if decision.event == "pinned" and decision.version < 0:
@@ -70,12 +70,7 @@ def word(decision: ChannelDecision) -> str:
 
 
 def decision_numbers(numbers: Mapping[str, float]) -> list[tuple[str, float | None, float | None]]:
-    """The numbers of a decision: what was measured, its value for the version, and for the stable version of that time (None:
-    the record has no such number).
-
-    >>> decision_numbers({"dev": 0.5, "stable/dev": 0.667, "rated down/people": 31.0})
-    [('dev', 0.5, 0.667), ('rated down: people', 31.0, None)]
-    """
+    """The numbers of a decision: name, value of the version and of the stable version of that time, None where there is none."""
     names = dict.fromkeys(name.removeprefix(STABLE) for name in sorted(numbers))
     return [
         (name.replace("/", ": ").replace("_", " "), numbers.get(name), numbers.get(f"{STABLE}{name}")) for name in names
@@ -83,7 +78,6 @@ def decision_numbers(numbers: Mapping[str, float]) -> list[tuple[str, float | No
 
 
 def evals(database: sqlite3.Connection) -> dict[int, list[sqlite3.Row]]:
-    """Every evaluation, by version."""
     found: dict[int, list[sqlite3.Row]] = {}
     for row in database.execute("SELECT * FROM evals ORDER BY version, suite"):
         found.setdefault(row["version"], []).append(row)
@@ -141,7 +135,6 @@ def pairs(
 
 
 def suites_both(database: sqlite3.Connection, left: int, right: int) -> list[str]:
-    """Suites that both versions answered."""
     rows = database.execute(
         "SELECT suite FROM evals WHERE version = ? INTERSECT SELECT suite FROM evals WHERE version = ?", (left, right)
     )
@@ -150,7 +143,7 @@ def suites_both(database: sqlite3.Connection, left: int, right: int) -> list[str
 
 def _answers(database: sqlite3.Connection, suite: str, version: int) -> tuple[dict[str, dict[str, Any]], int]:
     """The first answer of a version to each task of a suite, without its texts; and how many more there are."""
-    names = score_names(database)
+    names = distinct(database, "name", table="scores")
     where = "suite = ? AND suite != '' AND hi = ? AND task != ''"
     rows = database.execute(
         "SELECT answers.n, task, id, size, digest,"
@@ -178,18 +171,17 @@ def _pair(database: sqlite3.Connection, a: Row, b: Row, budget: "Budget") -> Row
     }  # fmt: skip
 
 
+@dataclass
 class Budget:
     """Comparisons of pieces that are left for one page."""
 
-    def __init__(self, left: int) -> None:
-        self.left = left
+    left: int
 
     def take(self, cost: int) -> bool:
         """Spend `cost` if so much is left; returns whether it was."""
-        if cost > self.left:
-            return False
-        self.left -= cost
-        return True
+        is_left = cost <= self.left
+        self.left -= cost if is_left else 0
+        return is_left
 
 
 def marked(left: str, right: str, budget: Budget) -> tuple[Markup, Markup]:

@@ -117,7 +117,6 @@ async def trains(log: Log) -> bool:
 
 
 def show(console: Console, found: ForgetReport) -> None:
-    """The report as a person reads it."""
     console.print(
         f"forgotten as {found.about}: {len(found.keys)} keys destroyed, {found.groups} groups cannot be opened"
     )

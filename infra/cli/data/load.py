@@ -184,11 +184,9 @@ class Bar:
         self._task = task
 
     def moved(self, rows: int) -> None:
-        """Count the rows that were read."""
         self._progress.update(self._task, completed=rows + self.num_broken)
 
     def broken(self, row: "Broken") -> None:
-        """A row that is passed over."""
         self.num_broken += 1
         if self.num_broken <= MAX_NAMED:
             self._progress.console.print(f"{row.where}: {row.reason}", style="yellow", markup=False)
@@ -196,7 +194,6 @@ class Bar:
 
 @contextmanager
 def progress_bar(title: str, total: int | None) -> Iterator[Bar]:
-    """A bar for as long as the block takes."""
     with Progress(console=Screen(stderr=True, soft_wrap=True), transient=True) as bar:
         yield Bar(bar, bar.add_task(escape(printable(title)), total=total))
 

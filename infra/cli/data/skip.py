@@ -22,11 +22,7 @@ REASON = "deleted unread"
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """Records of one partition that are no longer kept. topic, partition: where. start, stop: offsets, the second
-    exclusive.
-
-    Example: Lost(topic=topics.VERIFIED, partition=2, start=1030, stop=4400)
-    """
+    """Records of a partition, up to the offset `stop`, that are no longer kept."""
 
     topic: topics.Topic
     partition: int

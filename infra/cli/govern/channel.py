@@ -118,13 +118,7 @@ async def _move(
 
 
 class ChannelDecision(msgspec.Struct, frozen=True):
-    """One decision about serving or learning.
-
-    time_ms: by the log's clock. event: its kind. version: -1 where it is about none. by: who decided. reason: in their
-    words. numbers: what it was made on. channel: that was moved.
-
-    Example: ChannelDecision(time_ms=1763715600000, event="promoted", version=144, by="ann", reason="looked at it")
-    """
+    """A decision about serving or learning. version: -1 for none. numbers: Evidence for the decision."""
 
     time_ms: int
     event: str
@@ -177,7 +171,6 @@ def decisions(
 
 
 def decisions_table(made: Sequence[ChannelDecision]) -> Table:
-    """Every decision with who made it and on what numbers."""
     rows = Table("when", "what", "version", "by", "why")
     for decision in made:
         what = "unpinned" if decision.event == "pinned" and decision.version < 0 else decision.event.replace("_", " ")
@@ -206,7 +199,6 @@ async def versions_and_stable(log: Log, policy: str, version: int) -> tuple[Coll
 
 
 def servable(history: Sequence[tuple[int, PolicyEvent]]) -> set[int]:
-    """Versions that were published and not orphaned."""
     published = {event.version for _, event in history if event.event == "published"}
     return published - {event.version for _, event in history if event.event == "orphaned"}
 
@@ -227,7 +219,6 @@ def check_move(versions: Collection[int], stable: Stable, kind: PolicyEventKind,
 
 
 def stable_text(stable: Stable) -> str:
-    """The channel in words."""
     if stable.version < 0:
         return "nothing was promoted yet"
     kept = "keeps a share" if stable.watched else "on trial"

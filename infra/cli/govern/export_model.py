@@ -44,14 +44,8 @@ METADATA = {"format": "pt"}  # without it transformers takes no safetensors file
 
 
 class ExportedPolicy(msgspec.Struct, frozen=True):
-    """Description of an exported folder, its headrace.json.
-
-    app, policy: that it was trained as. version: of the policy. parent: trained from. step: the last one it contains.
-    manifest_sha256: of the published manifest. decisions: of the gate and of people, about this version. adapter: of
-    which the version is, None for whole weights.
-
-    Example: ExportedPolicy(app="support-bot", policy="main", version=144, parent=143, step=144, manifest_sha256="9f…",
-                            decisions=(ChannelDecision(time_ms=1763715600000, event="promoted", version=144, by="gate"),))
+    """Description of an exported folder, its headrace.json. step: The last one that the version contains. adapter: None for
+    whole weights.
     """
 
     app: str

@@ -87,7 +87,6 @@ def reading_words(topic: str, left: int) -> str:
 
 
 def shown(account: Account) -> str:
-    """Some of what is pending."""
     more = ", …" if len(account.pending_ids) > SHOWN_IDS else ""
     return ", ".join(account.pending_ids[:SHOWN_IDS]) + more
 

@@ -17,13 +17,7 @@ OVER = ("stopped", "done", "failed")  # states of a role's last report
 
 
 class Heard(msgspec.Struct, frozen=True):
-    """A process and its last report.
-
-    role, instance: of the process. state: as it calls it. first_s, last_s: time of its first and last report, by the
-    log's clock. reason: why it stopped, "" if it did not.
-
-    Example: Heard(role="explore", instance="explore/vm/11", state="running", first_s=1763715600.0, last_s=1763715660.0)
-    """
+    """A process, with the times of its first and last report by the log's clock, and why it stopped."""
 
     role: str
     instance: str
@@ -34,7 +28,6 @@ class Heard(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> str:
-        """The machine it ran on."""
         return self.instance.split("/")[1] if "/" in self.instance else ""
 
 

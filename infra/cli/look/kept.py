@@ -31,11 +31,7 @@ FOREVER: Mapping[str, str] = {
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """One thing that is kept. what: it is. bound: what holds it down, and the setting. num: how much there is now, None
-    where that is not known here. unit: of `num`.
-
-    Example: Kept(what="topic tasks", num=1200, unit="records", bound="30d (keep.replay)")
-    """
+    """Data with its bound and the setting of that, and its size now, None where that is not known here."""
 
     what: str
     bound: str

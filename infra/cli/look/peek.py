@@ -59,7 +59,6 @@ async def peek(
 
 
 def show(console: Console, message: LogMessage, as_json: bool) -> None:
-    """One record: where it lies and what it says."""
     if as_json:
         where = {"partition": message.partition, "offset": message.offset, "timestamp_ms": message.timestamp_ms}
         line = msgspec.json.encode({**where, "record": plain(message)}, enc_hook=str).decode()
@@ -79,7 +78,6 @@ def show(console: Console, message: LogMessage, as_json: bool) -> None:
 
 
 def show_block(console: Console, head: Text, block: Block) -> None:
-    """A group: its question once, then a line per answer."""
     first = block.experiences[0]
     prompt = " ".join(message.content for message in first.messages if message.role != "assistant")
     title = f"{block.group}  attempt {first.attempt}  lane {first.lane}  {len(block.experiences)} of {first.group_size}"
@@ -91,7 +89,6 @@ def show_block(console: Console, head: Text, block: Block) -> None:
 
 
 def answer_line(member: Experience) -> Text:
-    """One answer: what was said, by which version, and what was thought of it."""
     versions = (
         f"v{member.min_version}"
         if member.min_version == member.max_version
@@ -131,7 +128,6 @@ def one_line(record: object) -> str:
 
 
 def task_line(task: Task) -> str:
-    """A task: what is asked, what is right, and how it was issued."""
     question = " ".join(message.content for message in task.messages)
     words = [f"task {task.id}  {cut(question)!r}"]
     if task.answer is not None:
@@ -145,7 +141,6 @@ def task_line(task: Task) -> str:
 
 
 def batch_line(batch: Batch) -> str:
-    """A journaled batch: how many experiences of which lane."""
     lanes: dict[str, int] = {}
     for item in batch.items:
         lanes[item.lane] = lanes.get(item.lane, 0) + 1
@@ -155,7 +150,6 @@ def batch_line(batch: Batch) -> str:
 
 
 def letter_line(letter: DeadLetter) -> str:
-    """A dead letter: where it lay, why it died, and what it held as far as that is known."""
     try:
         inner = decode(letter.value)
         held = f"a block of {inner.group}" if isinstance(inner, Block) else one_line(inner)
@@ -166,12 +160,10 @@ def letter_line(letter: DeadLetter) -> str:
 
 
 def value_text(value: object) -> str:
-    """A field of a control record, cut to fit a line."""
     return cut(repr(value) if isinstance(value, str) and " " in value else str(value))
 
 
 def plain(message: LogMessage) -> Any:
-    """A record as plain data, blocks without their token arrays."""
     if message.error is not None:
         return {"error": str(message.error)}
     if not isinstance(message.value, Block):
@@ -192,6 +184,5 @@ def response_text(member: Experience) -> str | None:
 
 
 def cut(text: str) -> str:
-    """Text short enough for a line."""
     text = text.replace("\n", "⏎")
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"

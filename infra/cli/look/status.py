@@ -111,7 +111,6 @@ async def read_status(
         "lags": await read_lags(log),
         "dropped": by_reason(reports, "dropped"),
         "cancelled": {what: by_reason(reports, f"{what}_cancelled") for what in ("episodes", "tokens")},
-        "caches": caches(roles),
         "waiting": waiting([last[name] for name in speaking(roles)], now_s),
         "masked": int(sum(report.counters.get("tokens_masked", 0.0) for report in reports)),
         "accuracy": {
@@ -132,7 +131,6 @@ async def read_status(
 
 
 def heard(spoken: Spoken) -> Heard:
-    """A process and its last report."""
     report, last_s = spoken.reports[-1]
     return Heard(report.role, report.instance, report.state, spoken.first_s, last_s, report.reason)
 
@@ -275,18 +273,6 @@ def waiting(reports: Sequence[Progress], now_s: float) -> State:
     return {"answers": waits.answers, "first_s": round(max(0.0, waits.first_ms / 1000 - now_s), 1)}
 
 
-def caches(roles: Sequence[State]) -> dict[str, dict[str, float]]:
-    """Cached weights of each machine: its name → bytes and max_bytes of its newest report."""
-    return {
-        role["instance"].split("/")[1]: {
-            "bytes": role["gauges"]["host_cache_bytes"],
-            "max_bytes": role["gauges"]["host_cache_max_bytes"],
-        }
-        for role in sorted(roles, key=lambda role: -role["age_s"])
-        if "host_cache_max_bytes" in role["gauges"]
-    }
-
-
 def by_reason(reports: Sequence[Progress], counter: str) -> dict[str, int]:
     """A counter of the processes at hand that has a reason: reason → count."""
     found: dict[str, int] = {}
@@ -299,7 +285,6 @@ def by_reason(reports: Sequence[Progress], counter: str) -> dict[str, int]:
 
 
 def policy_state(policies: Sequence[LogMessage], now_s: float) -> State:
-    """Newest published version and its age, and what was refused lately."""
     events = [message.value for message in policies]
     came_ms = [
         message.timestamp_ms
@@ -319,7 +304,6 @@ def policy_state(policies: Sequence[LogMessage], now_s: float) -> State:
 
 
 def learning_state(policies: Sequence[LogMessage]) -> State:
-    """State of learning by the newest order of an operator."""
     state: State = {"state": "on"}
     for message in policies:
         directive = message.value
@@ -412,7 +396,6 @@ def no_version(state: State) -> list[str]:
 
 
 def no_warm_up(state: State) -> list[str]:
-    """The line of a run in which the master waits for a version, and the trainer for groups."""
     states = {role["role"]: role["state"] for role in state["roles"] if not role["silent"]}
     if states.get("master") != "warming up" or not states.get("train", "").startswith("waiting for groups"):
         return []

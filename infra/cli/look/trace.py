@@ -109,7 +109,6 @@ def open_index(settings: Settings, folder: Path | None = None, *, pages: bool = 
 
 
 def print_json(value: object) -> None:
-    """Print a value as one line of JSON."""
     print(printable_json(msgspec.json.encode(value, enc_hook=str).decode()))
 
 
@@ -125,7 +124,6 @@ def answer_json(answer: AnswerTrace, waits: str) -> dict[str, object]:
 
 
 def header(answer: Experience | None) -> dict[str, object] | None:
-    """The header fields of an experience."""
     if answer is None:
         return None
     return {name: getattr(answer, name) for name in Experience.__struct_fields__ if name != "bulk"}
@@ -171,7 +169,6 @@ def show_answer(console: Console, answer: AnswerTrace, waits: str = "") -> None:
 
 
 def show_policy(console: Console, made: PolicyTrace) -> None:
-    """Print the steps of a version and what they trained on."""
     rows = Table(title=f"version {made.version}, from version {made.parent}", show_header=False)
     rows.add_column()
     rows.add_column(justify="right")
@@ -195,7 +192,6 @@ def show_policy(console: Console, made: PolicyTrace) -> None:
 
 
 def texts(answer: Experience) -> tuple[str, str]:
-    """Question and answer, cut."""
     return cut(" ".join(each.content for each in answer.messages if each.role != "assistant")), repr(
         cut(answer.response)
     )
@@ -219,7 +215,6 @@ def age_of_keys(span: Span) -> str:
 
 
 def scores(answer: Experience) -> str:
-    """Every score."""
     return ", ".join(f"{score.name} {score.value:g}" for score in answer.scores) or "no scores"
 
 

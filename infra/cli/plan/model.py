@@ -140,7 +140,6 @@ def configured_adapter(settings: Settings) -> Adapter | None:
 
 
 def engines_by_role(settings: Settings) -> dict[str, Use]:
-    """The engines that the settings name, by the role that runs one."""
     gateway = settings.gateway.engine if settings.gateway is not None else None
     return {"explore": settings.engine} | ({"serve": gateway} if gateway is not None else {})
 
@@ -170,7 +169,6 @@ def learner_plan(settings: Settings) -> LearnerPlan:
 
 
 def learner_needs(size: ModelSize, plan: LearnerPlan) -> Memory:
-    """Memory of one rank."""
     state = learner_state(size, plan)
     moved = {what: state.pop(what) for what in ("masters", "moments") if what in state} if plan.offload else {}
     host = moved | {
@@ -360,7 +358,6 @@ def _doubled(fits: Callable[[int], bool]) -> int:
 
 
 def model_table(settings: Settings, machine: Machine, found: ModelPlan) -> Table:
-    """The figures for a person."""
     size, version = found.size, found.version
     shown = Table(
         title=f"{settings.policy.model}: {size.frozen or size.trained:,} parameters, {size.layers} layers"

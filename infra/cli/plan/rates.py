@@ -109,7 +109,6 @@ def read_costs(path: Path = SHIPPED) -> dict[str, UnitCost]:
 
 
 def plan_rates(rates: Rates, costs: dict[str, UnitCost]) -> RatesPlan:
-    """The arithmetic."""
     us = {name: cost.value for name, cost in costs.items()}
     served_s = rates.requests * (us["request"] + rates.answer * us["event"]) / 1e6
     sampled, served = rates.groups * rates.size * rates.answer, rates.requests * rates.answer
@@ -192,7 +191,6 @@ def _topics(rates: Rates, costs: dict[str, float], running: int) -> dict[str, To
 
 
 def rate_tables(plan: RatesPlan, costs: dict[str, UnitCost]) -> Iterator[Table | str]:
-    """The figures for a person."""
     rates, broker = plan.rates, plan.broker
     asked = f"{rates.groups:g} groups of {rates.size}, {rates.requests:g} requests a second (computed)"
     topics = Table("topic", title=asked)

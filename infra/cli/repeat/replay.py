@@ -36,14 +36,9 @@ SHOWN_HASH = 16
 class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a replay.
 
-    run: its name. from_step, to_step: the first and the last one replayed. steps: how many. equal: every checkpoint
-    that was compared is. bits_promised: nothing the bits depend on differs from the run. checkpoints: that were
-    compared. not_compared: how many were not there. faults: what is wrong with stored checkpoints. differs: name →
-    (there, here). replay_s: how long the replay took. run_s: how long the run took for these steps, by log-append
-    times.
-
-    forgotten: steps that trained on what was forgotten since. without_key: on what is sealed under keys that are not
-    here, such as the keys of an archive. The replay ends before the first of all these.
+    equal: Every checkpoint that was compared is. bits_promised: Nothing the bits depend on differs from the run. differs:
+    Name → (in the run, here). run_s: Seconds of the run for these steps, by log-append times. forgotten: Steps that trained on
+    what was forgotten since; without_key: on what is sealed under keys that are not here. The replay ends before these.
     """
 
     run: str
@@ -209,7 +204,6 @@ def judged(
 
 
 def line(compared: Compared, *, verify: bool) -> str:
-    """A checkpoint as a line."""
     words = [f"step {compared.step:>6}  v{compared.version:<5} {compared.got[:SHOWN_HASH]}"]
     if verify:
         recorded = ", ".join(each[:SHOWN_HASH] for each in compared.expected)
@@ -222,7 +216,6 @@ def line(compared: Compared, *, verify: bool) -> str:
 
 
 def summarize(console: Console, verdict: ReplayResult, *, verify: bool) -> None:
-    """The figures, and what they promise."""
     rate = verdict.steps / verdict.replay_s if verdict.replay_s else 0.0
     ratio = f", {verdict.run_s / verdict.replay_s:.1f} times faster than the run" if verdict.replay_s else ""
     console.print(

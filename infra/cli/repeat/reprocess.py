@@ -156,12 +156,10 @@ def bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], No
 
 
 def to_json(report: "ReprocessReport") -> str:
-    """The report as one line."""
     return msgspec.json.encode(msgspec.to_builtins(report) | {"same": report.is_same}).decode()
 
 
 def show(console: Console, report: "ReprocessReport", order: "ReprocessOrder") -> None:
-    """Totals, then every change with its examples."""
     totals = Table(title=f"{report.stage}: {title(report, order)}", show_header=False, title_justify="left")
     totals.add_column()
     totals.add_column(justify="right")
@@ -181,7 +179,6 @@ def show(console: Console, report: "ReprocessReport", order: "ReprocessOrder") -
 
 
 def title(report: "ReprocessReport", order: "ReprocessOrder") -> str:
-    """Result of the comparison, in short."""
     if not order.diff:
         return "run, not compared"
     if not report.compared:

@@ -51,7 +51,6 @@ class ReplaySource(NamedTuple):
 
     @property
     def run(self) -> str:
-        """The run's name."""
         return self.settings.run or self.settings.app
 
 

@@ -402,7 +402,6 @@ def check_teacher(settings: Settings) -> None:
 
 
 def at_port(listen: str, port: int) -> str:
-    """The address a client on this machine uses."""
     host = split_address(listen)[0]
     return f"{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
 

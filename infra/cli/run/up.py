@@ -41,7 +41,6 @@ class Stopped(Exception):
 
 
 def broker_child(settings: Settings) -> Child | None:
-    """The embedded broker as a child, or None where one is configured."""
     if settings.kafka.bootstrap_servers:
         return None
     jars = ("--jars", settings.kafka.jars) if settings.kafka.jars else ()
@@ -56,7 +55,6 @@ def broker_child(settings: Settings) -> Child | None:
 
 
 def role_child(settings: Settings, chosen: SettingsFile, role: str) -> Child:
-    """One role as a child of this process."""
     return Child(
         name=role,
         argv=(sys.executable, "-m", "infra.cli.main", *COMMANDS.get(role, (role,)), *chosen.arguments),
@@ -70,7 +68,6 @@ def role_child(settings: Settings, chosen: SettingsFile, role: str) -> Child:
 
 
 def index_child(settings: Settings, chosen: SettingsFile) -> Child:
-    """The process that keeps the index up while the roles run."""
     child = role_child(settings, chosen, "trace")
     return msgspec.structs.replace(child, argv=(*child.argv, "--keep-up"))
 
@@ -226,7 +223,6 @@ def end_cause(event: ChildEvent, log: Path) -> str:
 
 
 def event_line(event: ChildEvent) -> str:
-    """The line of `up` about an event, "" for none."""
     name = event.name
     match event.kind:
         case "started" | "restarting" if event.restarts and event.exit_code != STOPPED:
