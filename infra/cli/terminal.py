@@ -12,8 +12,10 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 
 # C0 but for tab and line feed, DEL and C1, what orders text from right to left, line separators, halves of characters.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -45,6 +47,21 @@ class Screen(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
+def two_columns(title: str, rows: Iterable[tuple[str, ...]], *, numbers: bool = True) -> Table:
+    """A table of names and values without a header. rows: Name, value, and a style where the row has one."""
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column()
+    table.add_column(justify="right" if numbers else "left")
+    for name, value, *style in rows:
+        table.add_row(name, value, style=style[0] if style else None)
+    return table
+
+
+def print_json(value: object) -> None:
+    """Print a value as one line of JSON."""
+    print(printable_json(msgspec.json.encode(value, enc_hook=str).decode()))
 
 
 class LineFormatter(logging.Formatter):

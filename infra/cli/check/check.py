@@ -21,7 +21,7 @@ from infra.cli.connect import connected, create_topics
 from infra.cli.options import SettingsFile, command
 from infra.cli.run.roles import check_teacher, implied_options, open_to_others, read_webhooks
 from infra.cli.settings import Settings
-from infra.cli.terminal import Screen
+from infra.cli.terminal import Screen, two_columns
 from infra.settings.config import Use, duration_s
 from infra.settings.plugin import add_plugin_folders, check_names, find, option_defaults
 from schemas.errors import ConfigError
@@ -208,7 +208,6 @@ def check_gateway(settings: Settings) -> list[str]:
 def summary(settings: Settings, parsers: str = "") -> Table:
     """The decisions that matter most, as resolved. parsers: how the model writes calls and thoughts."""
     pacing = settings.pacing
-    table = Table(title=settings.app, show_header=False)
     lanes = ", ".join(f"{lane}: {config.loss} × {config.weight:g}" for lane, config in settings.trainer.lanes.items())
     rows = {
         "broker": settings.kafka.bootstrap_servers or "embedded",
@@ -224,9 +223,7 @@ def summary(settings: Settings, parsers: str = "") -> Table:
         "lanes": lanes,
         "reward": settings.reward.use or shown(settings.reward.blend) or "every score alike",
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
+    return two_columns(settings.app, rows.items(), numbers=False)
 
 
 def adapter_words(settings: Settings) -> str:

@@ -5,7 +5,7 @@ Nothing is left behind: rights of topics are asked for, and one small object is 
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from rich.table import Table
@@ -83,7 +83,7 @@ async def _rights_tried(settings: Settings, bootstrap: str, access: Access, role
             )
             what, fault = f"topic {name}", asked.fault
             if asked.denied:
-                fault = f"may not {', '.join(asked.denied)}: it needs an ACL"
+                fault = denied(asked.denied)
             elif not asked.partitions and not fault:
                 may = "headrace check --create makes it" if asked.creates else "and may not be made with these rights"
                 fault = f"is not there; {may}"
@@ -93,20 +93,23 @@ async def _rights_tried(settings: Settings, bootstrap: str, access: Access, role
         sources = settings.feedback if role in (OPERATOR, "process") else ()
         for source_topic in dict.fromkeys(source.from_.topic for source in sources if source.from_.topic):
             asked = await rights.topic_rights(source_topic, ("read",), 1)
-            missing = f"is not there, and [[feedback]] names it: headrace topic create {source_topic} -c FILE makes it"
-            missing = "" if asked.partitions or asked.denied else missing
-            denied = f"may not {', '.join(asked.denied)}: it needs an ACL" if asked.denied else ""
-            found.append(
-                Tried(f"topic {source_topic}", f"{asked.partitions} partitions: read", asked.fault or denied or missing)
-            )
+            fault = asked.fault or denied(asked.denied)
+            if not asked.partitions and not fault:
+                fault = (
+                    f"is not there, and [[feedback]] names it: headrace topic create {source_topic} -c FILE makes it"
+                )
+            found.append(Tried(f"topic {source_topic}", f"{asked.partitions} partitions: read", fault))
         for group in consumer_groups(settings):
-            if not group.startswith(RIGHTS[role].groups):
-                continue
-            name = f"{settings.app}.{group}"
-            asked = await rights.group_rights(name)
-            denied = f"may not {', '.join(asked.denied)}: it needs an ACL of the group" if asked.denied else ""
-            found.append(Tried(f"group {name}", "read", asked.fault or denied))
+            if group.startswith(RIGHTS[role].groups):
+                name = f"{settings.app}.{group}"
+                asked = await rights.group_rights(name)
+                fault = asked.fault or denied(asked.denied, " of the group")
+                found.append(Tried(f"group {name}", "read", fault))
     return found
+
+
+def denied(rights: Sequence[str], where: str = "") -> str:
+    return f"may not {', '.join(rights)}: it needs an ACL{where}" if rights else ""
 
 
 def consumer_groups(settings: Settings) -> list[str]:

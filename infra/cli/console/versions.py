@@ -70,7 +70,7 @@ def word(decision: ChannelDecision) -> str:
 
 
 def decision_numbers(numbers: Mapping[str, float]) -> list[tuple[str, float | None, float | None]]:
-    """The numbers of a decision: name, value of the version and of the stable version of that time, None where there is none."""
+    """The numbers of a decision: name, value of the version and of the stable version then, None for none."""
     names = dict.fromkeys(name.removeprefix(STABLE) for name in sorted(numbers))
     return [
         (name.replace("/", ": ").replace("_", " "), numbers.get(name), numbers.get(f"{STABLE}{name}")) for name in names

@@ -12,7 +12,7 @@ from infra.cli.connect import app_store, reading
 from infra.cli.look.reader import LastHour, newest
 from infra.cli.look.trace import open_index
 from infra.cli.options import JsonOption, SettingsFile, command
-from infra.cli.terminal import Screen, printable_json
+from infra.cli.terminal import Screen, print_json
 from infra.ledger.forget import ForgetReport, checkpointed, complete, destroy, tell
 from infra.log.bus import Partition
 from infra.log.log import Log
@@ -66,7 +66,7 @@ async def forget(
         index.close()
     if as_json:
         table = msgspec.to_builtins(found) | {"checkpoint": saved.step if saved is not None else None}
-        print(printable_json(msgspec.json.encode(table).decode()))
+        print_json(table)
     elif wait_s:
         none = f"none within {wait}, or no trainer runs; a resume from an older one drops it again"
         shown = none if saved is None else f"step {saved.step}"

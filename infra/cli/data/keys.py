@@ -1,9 +1,8 @@
 """Making, listing and ending API keys: they lie in the object store, so any machine that reaches it will do."""
 
-import json
 import sys
 import time
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -12,7 +11,7 @@ from actors.gateway.access.keys import SCOPES, ApiKey, Scope, Train, create_key,
 from actors.gateway.config import GatewayConfig
 from infra.cli.connect import app_store
 from infra.cli.options import JsonOption, SettingsFile, command
-from infra.cli.terminal import Screen, printable, printable_json
+from infra.cli.terminal import Screen, print_json, printable
 from infra.settings.config import duration_s
 from schemas.errors import ConfigError
 
@@ -28,7 +27,7 @@ def create(
         ),
     ] = "serve,feedback",
     train: Annotated[
-        str, typer.Option(help="yes, no or unset: may what this key serves be trained on? See gateway.train_on.")
+        Train, typer.Option(help="yes, no or unset: may what this key serves be trained on? See gateway.train_on.")
     ] = "unset",
     rpm: Annotated[int, typer.Option(min=0, help="Requests a minute at each gateway, 0 for no limit.")] = 0,
     tpm: Annotated[int, typer.Option(min=0, help="Tokens a minute at each gateway, 0 for no limit.")] = 0,
@@ -46,7 +45,7 @@ def create(
         app_store(settings),
         tenant=tenant,
         scopes=read_scopes(scope),
-        train=read_train(train),
+        train=train,
         rpm=rpm,
         tpm=tpm,
         lives_s=lives_s,
@@ -62,7 +61,11 @@ def show_keys(chosen: SettingsFile, as_json: JsonOption = False) -> int:
     """List the keys, without their secrets."""
     found = list_keys(app_store(chosen.load()))
     if as_json:
-        print(printable_json(json.dumps([_shown(key, revoked) for key, revoked in found])))
+        shown = ("id", "tenant", "scopes", "train", "rpm", "tpm")
+        rows = [
+            {name: getattr(key, name) for name in shown} | {"state": _state(key, revoked)} for key, revoked in found
+        ]
+        print_json(rows)
         return 0
     table = Table("key", "tenant", "scopes", "train", "rpm", "tpm", "state")
     for key, revoked in found:
@@ -91,27 +94,6 @@ def read_scopes(text: str) -> tuple[Scope, ...]:
     if not found or len(found) != len(set(text.split(","))):
         raise ConfigError(f"--scope: got {text!r}, expected any of {', '.join(SCOPES)}, joined by commas")
     return found
-
-
-def read_train(text: str) -> Train:
-    """yes, no or unset. Raises ConfigError."""
-    options: tuple[Train, ...] = get_args(Train)
-    for option in options:
-        if option == text:
-            return option
-    raise ConfigError(f"--train: got {text!r}, expected one of {', '.join(options)}")
-
-
-def _shown(key: ApiKey, revoked: bool) -> dict[str, object]:
-    return {
-        "id": key.id,
-        "tenant": key.tenant,
-        "scopes": key.scopes,
-        "train": key.train,
-        "rpm": key.rpm,
-        "tpm": key.tpm,
-        "state": _state(key, revoked),
-    }
 
 
 def _state(key: ApiKey, revoked: bool) -> str:

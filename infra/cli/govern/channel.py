@@ -1,7 +1,6 @@
 """`headrace promote | pin | unpin | rollback | channel`: what customers are served, moved by hand, and who moved it when."""
 
 import getpass
-import json
 from collections.abc import Collection, Sequence
 from typing import Annotated
 
@@ -13,7 +12,7 @@ from infra.cli.connect import connected, reading
 from infra.cli.govern.words import RECENT, recent_words, words_about
 from infra.cli.look.audit import operator
 from infra.cli.options import JsonOption, SettingsFile, command
-from infra.cli.terminal import Screen, clock
+from infra.cli.terminal import Screen, clock, print_json
 from infra.log.log import Log
 from infra.policies.beginning import folded
 from infra.policies.fold import Stable, moved
@@ -146,7 +145,7 @@ async def channel(
     if as_json:
         told_of = {"stable": stable.version, "pinned": stable.pinned, "trial": stable.trial}
         told_of |= {"decisions": msgspec.to_builtins(made)}
-        print(json.dumps(told_of))
+        print_json(told_of)
         return 0
     console = Screen()
     console.print(f"stable: {stable_text(stable)}", style="bold")

@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Iterable
 from typing import Annotated
 
-import msgspec
 import typer
 
 from actors.config import EvalSuite
@@ -17,7 +16,7 @@ from infra.cli.connect import connected
 from infra.cli.look.audit import operator
 from infra.cli.look.status_screen import accuracy_text
 from infra.cli.options import JsonOption, SettingsFile, command
-from infra.cli.terminal import Screen, printable_json
+from infra.cli.terminal import Screen, print_json
 from infra.log.log import Log
 from infra.policies.beginning import folded
 from infra.settings.config import duration_s
@@ -61,7 +60,7 @@ async def evaluate(
             )
             return 1
     if as_json:
-        print(printable_json(msgspec.json.encode(found).decode()))
+        print_json(found)
     else:
         stats = {"share": found.accuracy, "interval": found.interval, "pass_at": found.pass_at}
         asked = "" if found.version == wanted else f" (explorers were past version {wanted})"

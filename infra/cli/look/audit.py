@@ -10,7 +10,7 @@ from rich.table import Table
 
 from infra.cli.connect import connected, reading
 from infra.cli.options import JsonOption, SettingsFile, command
-from infra.cli.terminal import Screen, printable_json
+from infra.cli.terminal import Screen, print_json, two_columns
 from infra.ledger.account import Account, Draining, audit, drain, go_on
 from infra.settings.config import duration_s
 
@@ -51,13 +51,14 @@ async def audit_log(
                 if drained:
                     account = await drain(log, run, operator(), timeout_s, lambda now: status.update(words(now)))
                 else:
-                    account = await audit(log, run, lambda topic, left: status.update(reading_words(topic, left)))
+                    account = await audit(
+                        log, run, lambda topic, left: status.update(f"reading {topic}: {left:,} records left")
+                    )
             finally:
                 if then_continue:
                     await go_on(log, operator())
     if as_json:
-        more = {"clean": account.is_clean, "on_the_way": account.on_the_way}
-        print(printable_json(msgspec.json.encode(msgspec.to_builtins(account) | more).decode()))
+        print_json(msgspec.to_builtins(account) | {"clean": account.is_clean, "on_the_way": account.on_the_way})
     else:
         console.print(table(account))
         for title, ids in (("trained twice", account.trained_twice), ("trained, never published", account.unknown)):
@@ -65,7 +66,8 @@ async def audit_log(
                 console.print(f"{title}: {', '.join(ids[:SHOWN_IDS])}", style="red")
     unfinished = drained and account.on_the_way > 0
     if unfinished:
-        console.print(f"{account.on_the_way:,} still on their way after {within}: {shown(account)}", style="red")
+        some = ", ".join(account.pending_ids[:SHOWN_IDS]) + (", …" if len(account.pending_ids) > SHOWN_IDS else "")
+        console.print(f"{account.on_the_way:,} still on their way after {within}: {some}", style="red")
     if drained and not then_continue:
         console.print("the app stays drained; `headrace audit --then-continue` ends that", style="dim")
     return 0 if account.is_clean and not unfinished else 1
@@ -82,33 +84,18 @@ def words(now: Draining) -> str:
     return f"{now.state}: {now.outstanding:,} groups outstanding" if now.state else "waiting for the master"
 
 
-def reading_words(topic: str, left: int) -> str:
-    return f"reading {topic}: {left:,} records left" if topic else "adding up"
-
-
-def shown(account: Account) -> str:
-    more = ", …" if len(account.pending_ids) > SHOWN_IDS else ""
-    return ", ".join(account.pending_ids[:SHOWN_IDS]) + more
-
-
 def table(account: Account) -> Table:
-    rows = Table(title="clean" if account.is_clean else "NOT CLEAN", show_header=False)
-    rows.add_column()
-    rows.add_column(justify="right")
-    rows.add_row("published", f"{account.published:,}", style="bold")
-    rows.add_row("trained", f"{account.trained:,}")
-    for reason, count in account.dropped.items():
-        rows.add_row(f"dropped: {reason}", f"{count:,}")
-    rows.add_row("pending", f"{account.pending:,}")
-    for lane, count in account.waiting.items():
-        rows.add_row(f"of which waiting to be drawn in lane {lane}", f"{count:,}", style="dim")
+    rows: list[tuple[str, ...]] = [("published", f"{account.published:,}", "bold"), ("trained", f"{account.trained:,}")]
+    rows += [(f"dropped: {reason}", f"{count:,}") for reason, count in account.dropped.items()]
+    rows.append(("pending", f"{account.pending:,}"))
+    more = {f"of which waiting to be drawn in lane {lane}": f"{count:,}" for lane, count in account.waiting.items()}
     if account.masked:
-        rows.add_row("tokens of the trained that were too old, not trained", f"{account.masked:,}", style="dim")
+        more["tokens of the trained that were too old, not trained"] = f"{account.masked:,}"
     for reason, count in account.cancelled.items():
-        rows.add_row(f"episodes stopped, nothing published: {reason}", f"{count:,}", style="dim")
+        more[f"episodes stopped, nothing published: {reason}"] = f"{count:,}"
     if account.repeated:
-        rows.add_row("delivered more than once, counted once", f"{account.repeated:,}", style="dim")
+        more["delivered more than once, counted once"] = f"{account.repeated:,}"
     for lane, uses in account.uses.items():
-        most = max(uses)
-        rows.add_row(f"uses in lane {lane}", f"1 to {most}" if most > 1 else "1 each", style="dim")
-    return rows
+        more[f"uses in lane {lane}"] = f"1 to {max(uses)}" if max(uses) > 1 else "1 each"
+    rows += [(name, value, "dim") for name, value in more.items()]
+    return two_columns("clean" if account.is_clean else "NOT CLEAN", rows)

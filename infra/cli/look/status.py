@@ -1,7 +1,6 @@
 """`headrace status`: roles, versions, rates, lags, drops and alarms, read from the log alone."""
 
 import asyncio
-import json
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from infra.cli.look.kept import list_kept
 from infra.cli.look.reader import READS, LastHour, Newest, NewestRecords, Spoken
 from infra.cli.look.status_screen import State, show
 from infra.cli.options import JsonOption, SettingsFile, command
-from infra.cli.terminal import Screen, printable_json, span
+from infra.cli.terminal import Screen, print_json, span
 from infra.log.log import Log, LogMessage
 from infra.observe.alarms import MAX_LAG, NO_VERSION_S, STILL
 from schemas import Block, Directive, EvalResult, PolicyEvent, Progress, Rollback, topics
@@ -70,7 +69,7 @@ async def status(
         if kept:
             state["kept"] = msgspec.to_builtins(await list_kept(log, settings, state["roles"]))
     if as_json:
-        print(printable_json(json.dumps(state)))
+        print_json(state)
     else:
         show(Screen(), state)
     return 1 if check and state["alarms"] else 0

@@ -14,13 +14,13 @@ from infra.cli.connect import connected, reading
 from infra.cli.look.peek import cut
 from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.settings import Settings
-from infra.cli.terminal import Screen, clock, printable_json
+from infra.cli.terminal import Screen, clock, print_json, two_columns
 from infra.ledger.index import FILE, LogIndex, follow
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
 from infra.local.idle_time import take_idle_time
 from infra.log.memory import wall_ms
 from infra.settings.config import duration_s
-from schemas import DropMarker, Experience, Feedback, Span
+from schemas import DropMarker, Experience, Feedback
 from schemas.errors import ConfigError
 from schemas.ids import group_of
 from streams.collect.feedback import is_labelled, named_answer, take_feedback
@@ -108,10 +108,6 @@ def open_index(settings: Settings, folder: Path | None = None, *, pages: bool = 
     )
 
 
-def print_json(value: object) -> None:
-    print(printable_json(msgspec.json.encode(value, enc_hook=str).decode()))
-
-
 def answer_json(answer: AnswerTrace, waits: str) -> dict[str, object]:
     """The trace as plain data; experiences without their token arrays, and of its group the answer alone."""
     plain = {name: getattr(answer, name) for name in AnswerTrace.__struct_fields__ if name != "arrived"}
@@ -169,23 +165,16 @@ def show_answer(console: Console, answer: AnswerTrace, waits: str = "") -> None:
 
 
 def show_policy(console: Console, made: PolicyTrace) -> None:
-    rows = Table(title=f"version {made.version}, from version {made.parent}", show_header=False)
-    rows.add_column()
-    rows.add_column(justify="right")
-    for time_ms, event in made.events:
-        rows.add_row(event.event, f"{clock(time_ms)} {event.reason}".strip())
-    kept = [step for step in made.steps if not step.undone]
-    rows.add_row(
-        "steps", f"{kept[0].step} to {kept[-1].step}" if len(kept) > 1 else str(kept[0].step) if kept else "none"
-    )
-    for step in made.steps:
-        if step.undone:
-            rows.add_row(f"step {step.step}", step.undone)
-    for lane, count in made.lanes.items():
-        rows.add_row(f"trained in lane {lane}", f"{count:,}")
+    rows: list[tuple[str, ...]] = [
+        (event.event, f"{clock(time_ms)} {event.reason}".strip()) for time_ms, event in made.events
+    ]
+    kept = [str(step.step) for step in made.steps if not step.undone]
+    rows.append(("steps", " to ".join(dict.fromkeys((kept[0], kept[-1]))) if kept else "none"))
+    rows += [(f"step {step.step}", step.undone) for step in made.steps if step.undone]
+    rows += [(f"trained in lane {lane}", f"{count:,}") for lane, count in made.lanes.items()]
     for version, count in made.versions.items():
-        rows.add_row(f"sampled by version {version}" if version >= 0 else "demonstrated", f"{count:,}")
-    console.print(rows)
+        rows.append((f"sampled by version {version}" if version >= 0 else "demonstrated", f"{count:,}"))
+    console.print(two_columns(f"version {made.version}, from version {made.parent}", rows))
     if made.ids:
         more = f" and {len(made.ids) - SHOWN_IDS:,} more (--json lists all)" if len(made.ids) > SHOWN_IDS else ""
         console.print(f"{', '.join(made.ids[:SHOWN_IDS])}{more}", style="dim")
@@ -198,20 +187,11 @@ def texts(answer: Experience) -> tuple[str, str]:
 
 
 def spans(answer: Experience) -> str:
-    parts = [
-        f"{span.stop - span.start} tokens of v{span.version}{age_of_keys(span)}" if span.version >= 0 else "shown"
-        for span in answer.spans
-    ]
+    parts = []
+    for span in answer.spans:
+        kept = f" with keys and values from v{span.kv} on" if span.kv >= 0 else ""  # older than the span
+        parts.append(f"{span.stop - span.start} tokens of v{span.version}{kept}" if span.version >= 0 else "shown")
     return ", ".join(parts)
-
-
-def age_of_keys(span: Span) -> str:
-    """The version of a span's oldest keys and values, where that is older than the span's; "" elsewhere.
-
-    >>> age_of_keys(Span(6, 11, 12, kv=9))
-    ' with keys and values from v9 on'
-    """
-    return f" with keys and values from v{span.kv} on" if span.kv >= 0 else ""
 
 
 def scores(answer: Experience) -> str:

@@ -5,12 +5,11 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from infra.cli.options import JsonOption, command
 from infra.cli.repeat.source import FromOption, ReplaySource, RunArgument, TrustOption, opened, shaping
-from infra.cli.terminal import Screen, printable_json
+from infra.cli.terminal import Screen, print_json
 from infra.ledger.archive import Archive, writing
 from infra.ledger.bundle import Bundle, PartitionRange
 from infra.model.vision import vision_if_any
@@ -55,7 +54,7 @@ async def export(
         "sealed": archive.sealed,
     }
     if as_json:
-        print(printable_json(msgspec.json.encode(summary).decode()))
+        print_json(summary)
     else:
         records = ", ".join(f"{count:,} of {name}" for name, count in counts.items())
         print(

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from infra.cli.options import JsonOption, command
 from infra.cli.repeat.source import FromOption, ReplaySource, RunArgument, TrustOption, opened
-from infra.cli.terminal import Screen, printable_json
+from infra.cli.terminal import Screen, print_json
 from infra.ledger.archive import MAX_BYTES
 from infra.log.log import runs
 from infra.observe.metrics import Metrics
@@ -108,7 +108,7 @@ async def replay(
         finally:
             learning.executor.shutdown()
     if as_json:
-        print(printable_json(msgspec.json.encode(as_table(verdict)).decode()))
+        print_json(as_table(verdict))
     else:
         summarize(console, verdict, verify=verify)
     return verdict.exit_code if verify else 0
@@ -143,64 +143,52 @@ async def done_again(
         start = await find_start(source.log, source.store, source.run, from_step=from_step, to_step=to_step)
         here = await run.in_thread(made_with, run.config, run.floor, run.learner)
     differs = differences(start.manifest.made_with, here)
-    for fault in start.passed_over:
-        console.print(f"passed over: {fault}", style="red", markup=False)
-    for name, (there, now) in differs.items():
-        console.print(f"{name}: {there} in the run, {now} here", style="yellow", markup=False)
-    num_steps, begin = start.survey.num_steps, start.manifest.place.step
-    console.print(f"{num_steps:,} steps to do after the checkpoint of step {begin}; a line for each checkpoint")
+    begin, survey = start.manifest.place.step, start.survey
+    _announce(console, start, differs)
     compared: list[Compared] = []
     done: list[int] = []
+    lost: dict[int, str] = {}
     columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("steps", total=start.survey.num_steps)
+        bar = progress.add_task("steps", total=survey.num_steps)
 
         def on_step(step: int) -> None:
             done.append(step)
             progress.advance(bar)
 
-        steps = replay_steps(run, source.run, source.log, source.store, start, on_step=on_step)
-        lost: dict[int, str] = {}
         try:
-            async for result in steps:
+            async for result in replay_steps(run, source.run, source.log, source.store, start, on_step=on_step):
                 compared.append(result)
                 differs = differences(result.made_with, here) | differs
                 progress.console.print(line(result, verify=verify), markup=False)
         except Sealed as error:
             progress.console.print(f"ended before {error}", style="yellow", markup=False)
             lost = await lost_steps(source.log, source.run, start)
-    found = judged(source, run, start, compared, differs, here, time.monotonic() - began_s)
-    return msgspec.structs.replace(
-        found,
-        steps=start.survey.steps_in(len(done)),
+    return ReplayResult(
+        run=source.run,
+        from_step=begin,
+        to_step=run.position.step,
+        steps=survey.steps_in(len(done)),
+        equal=all(result.equal for result in compared),
+        bits_promised=not differs and here.get("device", "cpu") == "cpu",
+        checkpoints=tuple(compared),
+        not_compared=survey.not_compared,
+        faults=(*start.passed_over, *(result.fault for result in compared if result.fault)),
+        differs=differs,
+        replay_s=round(time.monotonic() - began_s, 2),
+        run_s=round(survey.duration_s, 2),
         forgotten=tuple(step for step, why in lost.items() if why == FORGOTTEN),
         without_key=tuple(step for step, why in lost.items() if why != FORGOTTEN),
     )
 
 
-def judged(
-    source: ReplaySource,
-    run: Learning,
-    start: ReplayStart,
-    compared: list[Compared],
-    differs: dict[str, tuple[str, str]],
-    here: dict[str, str],
-    replay_s: float,
-) -> ReplayResult:
-    return ReplayResult(
-        run=source.run,
-        from_step=start.manifest.place.step,
-        to_step=run.position.step,
-        steps=start.survey.num_steps,
-        equal=all(result.equal for result in compared),
-        bits_promised=not differs and here.get("device", "cpu") == "cpu",
-        checkpoints=tuple(compared),
-        not_compared=start.survey.not_compared,
-        faults=(*start.passed_over, *(result.fault for result in compared if result.fault)),
-        differs=differs,
-        replay_s=round(replay_s, 2),
-        run_s=round(start.survey.duration_s, 2),
-    )
+def _announce(console: Console, start: ReplayStart, differs: dict[str, tuple[str, str]]) -> None:
+    for fault in start.passed_over:
+        console.print(f"passed over: {fault}", style="red", markup=False)
+    for name, (there, now) in differs.items():
+        console.print(f"{name}: {there} in the run, {now} here", style="yellow", markup=False)
+    begin = f"after the checkpoint of step {start.manifest.place.step}"
+    console.print(f"{start.survey.num_steps:,} steps to do {begin}; a line for each checkpoint")
 
 
 def line(compared: Compared, *, verify: bool) -> str:
@@ -240,26 +228,24 @@ def summarize(console: Console, verdict: ReplayResult, *, verify: bool) -> None:
 
 
 def summarize_checkpoints(console: Console, verdict: ReplayResult) -> None:
-    num = len(verdict.checkpoints)
+    """The sentence about all checkpoints, and what their bits promise."""
+    num, wrong = len(verdict.checkpoints), [each.step for each in verdict.checkpoints if not each.equal]
     if verdict.not_compared:
         console.print(f"{verdict.not_compared} checkpoints of steps that were rolled back later are not compared")
-    if verdict.equal and not verdict.verified:
-        why = "" if verdict.faults else ": no step led to a checkpoint that could be compared"
-        console.print(f"nothing is verified{why}", style="red")
-    elif verdict.equal and (verdict.forgotten or verdict.without_key):
-        console.print(f"{num} checkpoints up to step {verdict.checkpoints[-1].step} equal; none after it is verified")
-    elif verdict.equal and verdict.faults:
-        damaged = len(verdict.faults)
-        console.print(f"{num} checkpoints equal, {damaged} damaged in the store: so it exits with 1", style="red")
-    elif verdict.equal:
-        console.print(f"all {num} checkpoints equal", style="green")
-    else:
-        wrong = [checkpoint.step for checkpoint in verdict.checkpoints if not checkpoint.equal]
-        right = [
-            checkpoint.step for checkpoint in verdict.checkpoints if checkpoint.equal and checkpoint.step < wrong[0]
-        ]
+    if wrong:
+        right = [each.step for each in verdict.checkpoints if each.step < wrong[0]]
         since = f"; equal up to step {right[-1]}, so it is in the steps after that" if right else ""
-        console.print(f"{len(wrong)} of {num} checkpoints differ, the first at step {wrong[0]}{since}", style="red")
+        said = f"{len(wrong)} of {num} checkpoints differ, the first at step {wrong[0]}{since}", "red"
+    elif not verdict.verified:
+        why = "" if verdict.faults else ": no step led to a checkpoint that could be compared"
+        said = f"nothing is verified{why}", "red"
+    elif verdict.forgotten or verdict.without_key:
+        said = f"{num} checkpoints up to step {verdict.checkpoints[-1].step} equal; none after it is verified", ""
+    elif verdict.faults:
+        said = f"{num} checkpoints equal, {len(verdict.faults)} damaged in the store: so it exits with 1", "red"
+    else:
+        said = f"all {num} checkpoints equal", "green"
+    console.print(said[0], style=said[1])
     if not verdict.bits_promised:
         why = f"differs from the run: {', '.join(verdict.differs)}" if verdict.differs else "not computed on the CPU"
         console.print(f"bits are not promised here ({why}); every batch is the one that was journaled", style="yellow")

@@ -15,7 +15,7 @@ from rich.table import Table
 from infra.cli.connect import connected, reading
 from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.settings import Settings, load_settings
-from infra.cli.terminal import Screen, printable_json
+from infra.cli.terminal import Screen, print_json, two_columns
 from infra.settings.config import Table as Tables
 from infra.settings.config import decode, read_toml
 from infra.settings.plugin import add_plugin_folders
@@ -84,10 +84,13 @@ async def reprocess(
         if refused or other is not None:
             raise ConfigError(f"reprocess dead-letters: takes no --{refused[0] if refused else 'with'}")
         letters = await _letters(settings, order, console)
-        print(printable_json(msgspec.json.encode(letters).decode())) if as_json else show_letters(console, letters)
+        print_json(letters) if as_json else show_letters(console, letters)
         return 1 if letters.refused else 0
     report = await _stage(settings, judged_by, order, console)
-    print(printable_json(to_json(report))) if as_json else show(console, report, order)
+    if as_json:
+        print_json(msgspec.to_builtins(report) | {"same": report.is_same})
+    else:
+        show(console, report, order)
     return 0
 
 
@@ -155,17 +158,9 @@ def bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], No
         yield moved
 
 
-def to_json(report: "ReprocessReport") -> str:
-    return msgspec.json.encode(msgspec.to_builtins(report) | {"same": report.is_same}).decode()
-
-
 def show(console: Console, report: "ReprocessReport", order: "ReprocessOrder") -> None:
-    totals = Table(title=f"{report.stage}: {title(report, order)}", show_header=False, title_justify="left")
-    totals.add_column()
-    totals.add_column(justify="right")
-    for name, count in report_totals(report, order):
-        totals.add_row(name, f"{count:,}")
-    console.print(totals)
+    rows = [(name, f"{count:,}") for name, count in report_totals(report, order)]
+    console.print(two_columns(f"{report.stage}: {title(report, order)}", rows))
     if report.changes:
         changes = Table(
             "what", "reason", "count", "for example", "recorded", "now", title="not as recorded", title_justify="left"
@@ -214,14 +209,9 @@ def report_totals(report: "ReprocessReport", order: "ReprocessOrder") -> list[tu
 
 
 def show_letters(console: Console, report: "LettersReport") -> None:
-    table = Table(title=f"{report.letters:,} dead letters", show_header=False, title_justify="left")
-    table.add_column()
-    table.add_column(justify="right")
-    for topic, count in sorted(report.delivered.items()):
-        table.add_row(f"delivered again to {topic}", f"{count:,}")
-    for reason, count in sorted(report.refused.items()):
-        table.add_row(f"refused: {reason}", f"{count:,}", style="red")
-    table.add_row("delivered by an earlier run", f"{report.done:,}")
-    console.print(table)
+    rows = [(f"delivered again to {topic}", f"{count:,}") for topic, count in sorted(report.delivered.items())]
+    refused = [(f"refused: {reason}", f"{count:,}", "red") for reason, count in sorted(report.refused.items())]
+    done = ("delivered by an earlier run", f"{report.done:,}")
+    console.print(two_columns(f"{report.letters:,} dead letters", [*rows, *refused, done]))
     for example in report.examples:
         console.print(example, markup=False, style="dim")

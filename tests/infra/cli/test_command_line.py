@@ -25,7 +25,7 @@ from infra.cli.look import peek, status, trace
 from infra.cli.look.reader import newest
 from infra.cli.main import app
 from infra.cli.options import exit_with
-from infra.cli.terminal import JsonFormatter, LineFormatter, Screen, printable, printable_json
+from infra.cli.terminal import JsonFormatter, LineFormatter, Screen, print_json, printable, printable_json
 from infra.ledger.forget import ForgetReport
 from infra.ledger.trace import AnswerTrace, PolicyTrace
 from infra.log.log import Log
@@ -300,7 +300,7 @@ def test_trace_shows_an_answer_and_what_was_said_without_obeying_it(capsys: pyte
     )
     trace.show_policy(console, made)
     assert written().count("evil[/i][bold]x[/]") >= 6 and harmless(written())
-    trace.print_json({"x": CLEAN})
+    print_json({"x": CLEAN})
     assert harmless(capsys.readouterr().out)
 
 

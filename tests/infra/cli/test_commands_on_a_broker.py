@@ -294,23 +294,16 @@ def test_tasks_take_along_what_another_app_recorded_of_them(
     assert result.exit_code == 2 and "nobody." in result.stderr
 
 
-def test_a_row_that_cannot_be_read_is_named_with_its_place_and_passed_over(config: Path, tmp_path: Path) -> None:
-    file = tmp_path / "tasks.jsonl"
-    file.write_text('{"id": "x"}\n' + json.dumps(TASKS[0]) + "\n")
-    result = call(config, "load", "tasks", str(file))
-    assert result.exit_code == 0, result.output
-    assert f"{file}:1: got no conversation" in result.stderr
-    assert "1 tasks loaded, 0 repeated, 0 there already, 1 broken and passed over" in result.stderr
-    file.write_text('{"id": "x"}\n')
-    result = call(config, "load", "tasks", str(file))
-    assert result.exit_code == 2 and "none of 1 rows" in result.stderr.splitlines()[-1]
-
-
-def test_a_table_is_loaded_with_its_columns_mapped(config: Path, tmp_path: Path) -> None:
+def test_columns_are_mapped_and_a_row_that_cannot_be_read_is_named_and_passed_over(
+    config: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "tasks.csv"
-    file.write_text("question,answer,level\n1+1?,2,easy\n1+2?,3,easy\n")
+    file.write_text("question,answer,level\n1+1?,2,easy\n,3,easy\n")
     result = call(config, "load", "tasks", str(file), "--map", "prompt=question", "--map", "meta.level=level")
-    assert result.exit_code == 0 and "2 tasks loaded" in result.stderr, result.output
+    assert result.exit_code == 0 and f"{file}:3: " in result.stderr, result.output
+    assert "1 tasks loaded, 0 repeated, 0 there already, 1 broken and passed over" in result.stderr
+    result = call(config, "load", "tasks", str(file))
+    assert result.exit_code == 2 and "none of 2 rows" in result.stderr.splitlines()[-1]
     assert call(config, "load", "tasks", str(file), "--map", "question=prompt").exit_code == 2
 
 

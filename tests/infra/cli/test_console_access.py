@@ -156,11 +156,8 @@ def test_a_key_that_was_revoked_or_has_expired_since_its_viewer_signed_in_shows_
 ) -> None:
     with signed_in(here, how, "look") as (client, _):
         answer = client.get(page)
-        assert (
-            answer.status_code == 401
-            and "refund" not in answer.text
-            and "has expired" in answer.text.replace("was revoked", "has expired")
-        )
+        assert answer.status_code == 401 and "refund" not in answer.text
+        assert "was revoked" in answer.text or "has expired" in answer.text
 
 
 @pytest.mark.parametrize("path", sorted(POSTS))
@@ -192,34 +189,29 @@ def test_nothing_is_done_by_a_get_and_no_other_host_is_answered(here: Console) -
         assert client.post("/actions/forget", data=FORM).status_code == 404
 
 
-def test_a_move_is_the_record_of_the_command_with_the_key_as_its_owner(here: Console) -> None:
+def test_a_move_without_a_reason_or_to_a_version_that_was_never_published_is_refused(here: Console) -> None:
     with browser(here, "operate") as client:
         token = form_token(client)
-        assert client.post("/actions/promote", data={"token": token, "version": "6", "why": ""}).status_code == 400
-        assert client.post("/actions/promote", data={"token": token, "version": "99", "why": "x"}).status_code == 400
-        answer = client.post("/actions/promote", data={"token": token, "version": "6", "why": "looked at it"})
-        assert answer.status_code == 303
-        page = client.get("/versions").text
-        assert "Customers get" in page and "version 6" in page and "looked at it" in page
-    record = here.newest(PolicyEvent)
-    assert (record.event, record.version, record.channel, record.reason) == ("promoted", 6, "stable", "looked at it")
-    assert record.owner == f"console:acme/{here.keys['operate'].split('-')[1]}"
+        for version, why in (("6", ""), ("99", "x")):
+            form = {"token": token, "version": version, "why": why}
+            assert client.post("/actions/promote", data=form).status_code == 400
 
 
 @pytest.mark.parametrize(
     ("action", "version", "expected"),
     [
+        ("promote", "6", ("promoted", 6, "stable")),
         ("try", "7", ("promoted", 7, "canary")), ("pin", "6", ("pinned", 6, "stable")),
         ("unpin", "", ("pinned", -1, "stable")), ("rollback", "v1", ("rolled_back", 1, "stable")),
     ],
 )  # fmt: skip
-def test_try_pin_unpin_and_rollback_are_the_records_of_the_commands(
+def test_a_move_is_the_record_of_its_command_with_the_key_as_its_owner(
     here: Console, action: str, version: str, expected: tuple[str, int, str]
 ) -> None:
     with browser(here, "operate") as client:
         form = {"token": form_token(client), "version": version, "why": f"to {action}"}
         answer = client.post(f"/actions/{action}", data=form)
-        assert answer.status_code == 303, answer.text
+        assert answer.status_code == 303 and f"to {action}" in client.get("/versions").text
     record = here.newest(PolicyEvent)
     assert (record.event, record.version, record.channel) == expected and record.reason == f"to {action}"
     assert record.owner == f"console:acme/{here.keys['operate'].split('-')[1]}"

@@ -78,7 +78,7 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
     assert json.loads(headrace("keys", "list", "--json", "-c", str(file)).stdout)[0]["state"] == "revoked"
     for wrong in (["--scope", "serve,root"], ["--train", "maybe"], ["--expires", "soon"]):
         refused = headrace("keys", "create", *wrong, "-c", str(file))
-        assert refused.exit_code == 2 and refused.stderr.startswith("headrace: "), refused.stderr
+        assert refused.exit_code == 2 and wrong[1] in refused.stderr, refused.stderr
 
 
 def test_up_serves_where_there_is_a_gateway_and_shows_a_key_once(tmp_path: Path) -> None:

@@ -365,93 +365,67 @@ CLOSED: Records = [*CAME, (VERIFIED, word("user")), (VERIFIED, word("csat")), (B
 BUFFERED: Records = [*CLOSED, (PROGRESS, closure(GROUP, "buffered"))]
 
 
-def test_an_answer_waits_for_the_sources_that_have_not_spoken_until_its_window_passes(tmp_path: Path) -> None:
-    until = clock_at(START_MS + 24 * HOUR_MS)
-    assert told(tmp_path, CAME) == f"it waits for user and csat until {until}"
-    assert told(tmp_path, [*CAME, (VERIFIED, word("user"))]) == f"it waits for csat until {until}"
-    another = word("csat", experience_id("b.0", 0, 0))
-    assert told(tmp_path, [*CAME, (VERIFIED, another)]) == f"it waits for user and csat until {until}"
+UNTIL = clock_at(START_MS + 24 * HOUR_MS)
+CLOSES = "it is closed by process with the next record it reads"
+SECOND = experience_id(GROUP, 0, 1)
+HALF: Records = [(EXPERIENCES, of(NAME, size=2)), (VERIFIED, of(NAME, size=2))]
+DROPPED = DropMarker(id=SECOND, group=GROUP, episode=1, group_size=2, reason="too short")
+TURN = experience_id(f"{'q' * 64}.7-3", 0, 0)
+BUFFERS = "it waits in the trainer's buffer for a step of lane live"
+LEAST = f"{BUFFERS} of 64 answers or more, 5m after the last version at the earliest"
 
 
-def test_the_window_is_the_one_of_the_settings_of_now(tmp_path: Path) -> None:
-    shorter = SOURCES.replace('"24h"', '"2h"')
-    assert told(tmp_path, CAME, more=shorter) == f"it waits for user and csat until {clock_at(START_MS + 2 * HOUR_MS)}"
-
-
-def test_what_nothing_is_waited_for_closes_with_the_next_record(tmp_path: Path) -> None:
-    closes = "it is closed by process with the next record it reads"
-    assert told(tmp_path, CAME, after_ms=24 * HOUR_MS + 1) == closes
-    assert told(tmp_path, CLOSED[:-1]) == closes
-    assert told(tmp_path, CAME, more="") == closes
-
-
-def test_an_answer_whose_group_is_not_whole_waits_for_the_others(tmp_path: Path) -> None:
-    records: Records = [(EXPERIENCES, of(NAME, size=2)), (VERIFIED, of(NAME, size=2))]
-    until = clock_at(START_MS + 3_900_000)
-    assert told(tmp_path, records) == f"it waits for the rest of its group until {until}"
-    other = DropMarker(id=experience_id(GROUP, 0, 1), group=GROUP, episode=1, group_size=2, reason="too short")
-    assert told(tmp_path, [*records, (VERIFIED, other)]).startswith("it waits for user and csat until")
-    both = of(NAME, experience_id(GROUP, 0, 1), size=2)
-    rated: Records = [(VERIFIED, word(source)) for source in ("user", "csat")]
-    assert told(tmp_path, [(VERIFIED, both), *rated]).startswith("it waits for user and csat until"), (
-        "the other choice of the same request was not rated"
-    )
-
-
-def test_an_answer_that_process_has_not_read_waits_for_it(tmp_path: Path) -> None:
-    assert told(tmp_path, CAME[:1]) == "it waits to be verified and scored by process"
-
-
-def test_a_turn_that_has_all_it_waits_for_waits_for_the_rest_of_its_session(tmp_path: Path) -> None:
-    name = experience_id(f"{'q' * 64}.7-3", 0, 0)
-    records: Records = [(VERIFIED, of(name, turn=1)), (VERIFIED, word("user", name)), (VERIFIED, word("csat", name))]
-    assert told(tmp_path, records, name=name) == (
-        "it waits for the rest of its session, until none of it came for 300 s"
+def drawn(**dropped: str) -> Control:
+    return Drawn(
+        token=1, step=1, version=0, groups=(), dropped={name.replace("_", "."): why for name, why in dropped.items()}
     )
 
 
 @pytest.mark.parametrize(
-    ("trainer", "waits"),
+    ("records", "waits"),
     [
-        (
-            SOURCES,
-            "it waits in the trainer's buffer for a step of lane live of 64 answers or more, 5m after the last version at "
-            "the earliest",
-        ),
-        (
-            "[trainer.lanes]\nlive = {}\n",
-            "it waits in the trainer's buffer for a step of lane live of 64 answers or more, 5m after the last version at "
-            "the earliest",
-        ),
-        ("[trainer.lanes]\nusual = {}\nlive = {}\n", "it waits in the trainer's buffer for a step of lane live"),
+        (CAME[:1], "it waits to be verified and scored by process"),
+        (CAME, f"it waits for user and csat until {UNTIL}"),
+        ([*CAME, (VERIFIED, word("user"))], f"it waits for csat until {UNTIL}"),
+        ([*CAME, (VERIFIED, word("csat", experience_id("b.0", 0, 0)))], f"it waits for user and csat until {UNTIL}"),
+        (CLOSED[:-1], CLOSES),
+        (HALF, f"it waits for the rest of its group until {clock_at(START_MS + 3_900_000)}"),
+        ([*HALF, (VERIFIED, DROPPED)], f"it waits for user and csat until {UNTIL}"),
+        # The other choice of the same request was not rated.
+        ([(VERIFIED, of(NAME, SECOND, size=2)), (VERIFIED, word("user")), (VERIFIED, word("csat"))],
+         f"it waits for user and csat until {UNTIL}"),
+        ([(VERIFIED, of(TURN, turn=1)), (VERIFIED, word("user", TURN)), (VERIFIED, word("csat", TURN))],
+         "it waits for the rest of its session, until none of it came for 300 s"),
+        (BUFFERED, LEAST),
+        ([*BUFFERED, (PROGRESS, drawn(b_0="stale"))], LEAST),
+        ([*BUFFERED, (PROGRESS, drawn(a_0="no advantage in the step", b_0="stale"))],
+         "the trainer took it out: no advantage in the step"),
+        # A later rating sends it again.
+        ([*BUFFERED, (PROGRESS, drawn(a_0="stale")), (BUFFER, of(NAME)), (PROGRESS, closure(GROUP, "buffered"))], LEAST),
+        ([*BUFFERED, (POLICIES, PolicyEvent(event="published", policy="main", version=0, parent=-1, step=-1, token=1)),
+          (BATCHES, batch(0, NAME, lane="live"))], "the version behind step 0 is not published yet"),
+        ([*CAME, (PROGRESS, Closure(group=GROUP, outcome="dropped", reason="unlabelled"))], ""),
+        ([CAME[0], (VERIFIED, DropMarker(id=NAME, group=GROUP, episode=0, group_size=1, reason="too short"))], ""),
+    ],
+)  # fmt: skip
+def test_an_answer_says_what_it_waits_for_and_until_when(tmp_path: Path, records: Records, waits: str) -> None:
+    name = TURN if waits.startswith("it waits for the rest of its session") else NAME
+    assert told(tmp_path, records, name=name) == waits
+
+
+def test_windows_are_those_of_the_settings_of_now(tmp_path: Path) -> None:
+    shorter = SOURCES.replace('"24h"', '"2h"')
+    assert told(tmp_path, CAME, more=shorter) == f"it waits for user and csat until {clock_at(START_MS + 2 * HOUR_MS)}"
+    assert told(tmp_path, CAME, after_ms=24 * HOUR_MS + 1) == told(tmp_path, CAME, more="") == CLOSES
+
+
+@pytest.mark.parametrize(
+    ("lanes", "waits"),
+    [
+        ("[trainer.lanes]\nlive = {}\n", LEAST),
+        ("[trainer.lanes]\nusual = {}\nlive = {}\n", BUFFERS),
         ("", "no lane takes it: [trainer.lanes] has usual, and it is of lane live"),
     ],
 )
-def test_a_closed_answer_waits_for_a_step_that_may_take_it(tmp_path: Path, trainer: str, waits: str) -> None:
-    assert told(tmp_path, BUFFERED, more=trainer) == waits
-
-
-def test_a_trained_answer_waits_for_the_next_version(tmp_path: Path) -> None:
-    records: Records = [*BUFFERED, (POLICIES, published(0, -1)), (BATCHES, batch(0, NAME, lane="live"))]
-    assert told(tmp_path, records) == "the version behind step 0 is not published yet"
-
-
-def test_what_the_trainer_took_out_is_waited_for_no_more_until_a_later_word_sends_it_again(tmp_path: Path) -> None:
-    gone = Drawn(token=1, step=1, version=0, groups=(), dropped={GROUP: "no advantage in the step", "b.0": "stale"})
-    records: Records = [*BUFFERED, (PROGRESS, gone)]
-    assert told(tmp_path, records) == "the trainer took it out: no advantage in the step"
-    again: Records = [*records, (BUFFER, of(NAME)), (PROGRESS, closure(GROUP, "buffered"))]
-    assert told(tmp_path, again).startswith("it waits in the trainer's buffer")
-    other = Drawn(token=1, step=1, version=0, groups=(), dropped={"b.0": "stale"})
-    assert told(tmp_path, [*BUFFERED, (PROGRESS, other)]).startswith("it waits in the trainer's buffer")
-
-
-def test_what_ended_otherwise_waits_for_nothing(tmp_path: Path) -> None:
-    dropped: Records = [*CAME, (PROGRESS, Closure(group=GROUP, outcome="dropped", reason="unlabelled"))]
-    assert told(tmp_path, dropped) == ""
-    marker = DropMarker(id=NAME, group=GROUP, episode=0, group_size=1, reason="too short")
-    assert told(tmp_path, [CAME[0], (VERIFIED, marker)]) == ""
-
-
-def published(version: int, step: int) -> PolicyEvent:
-    return PolicyEvent(event="published", policy="main", version=version, parent=version - 1, step=step, token=1)
+def test_a_closed_answer_waits_for_a_step_that_may_take_it(tmp_path: Path, lanes: str, waits: str) -> None:
+    assert told(tmp_path, BUFFERED, more=lanes) == waits
