@@ -29,7 +29,7 @@ from schemas.errors import BadFrame, NotInLog, Sealed
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
 from streams.collect.decision import Chain, Decision, Folded
 from streams.collect.feedback import usual_memories
-from streams.collect.fold import fold, make_chain, wanted
+from streams.collect.fold import fold, make_chain
 from streams.collect.limits import limit_memories
 from streams.collect.pending import PendingFile
 from streams.collect.rules import Arrival, Rules, go_by, group_named
@@ -141,7 +141,6 @@ class Collector:
         logger.info("collect_ready partition=%d offset=%d open=%d", self.partition, self.next_offset, self.num_open())
 
     async def take(self, records: Sequence[Record]) -> None:
-        """Fold records in offset order; on return they are published and saved."""
         fresh = [record for record in records if record.offset >= self.next_offset]
         if not fresh:
             return
@@ -183,13 +182,13 @@ class Collector:
         names = crediting(self._settings.rules.sources)
         sessions = {session for pair in named if (session := session_named(*pair, names))}
         self._pending.look_up_sessions(self._state, sessions)
-        return [await self._fold(arrival) for arrival in arrivals], letters
+        folded = [await fold(self._state, arrival, self._rules, self._chain, self._blocks_at) for arrival in arrivals]
+        return folded, letters
 
     async def save(self) -> None:
         await self._pending.save(self._state, self._settings.rules.keep_ms)
 
     async def snapshot(self) -> None:
-        """Store the state now; it is done from time to time by itself."""
         await self._snapshots.write()
 
     def _open_text(self, text: str, answer: str) -> str | None:
@@ -220,12 +219,6 @@ class Collector:
         self._snapshots.saved(self.next_offset)
         if counted:
             self._count(folded, decisions)
-
-    async def _fold(self, arrival: Arrival) -> Folded:
-        rules = self._rules
-        offsets = wanted(self._state, arrival, rules)
-        fetched = await self._blocks_at(sorted(offsets)) if offsets else {}
-        return await fold(self._state, arrival, rules, self._chain, fetched)
 
     async def _emit(self, decisions: Sequence[Decision], letters: Sequence[Output]) -> None:
         blocks = [block for decision in decisions for block in decision.blocks]

@@ -11,7 +11,7 @@ from schemas import Block, Closure, DeadLetter, Experience
 from schemas.experience import withdrawal_of
 from schemas.wire.block import split_blocks
 from streams.collect.feedback import FeedbackRules, OpenText, credited, mean_values, newest_edit, ratings, with_edit
-from streams.collect.group import Attempt, Group
+from streams.collect.state import Attempt, Group
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -38,7 +38,6 @@ class Folded(msgspec.Struct):
     closed_early: int = 0
 
     def drop(self, reason: str, count: int = 1) -> None:
-        """Count `count` under `reason`; "" is nothing."""
         if reason and count:
             self.dropped[reason] = self.dropped.get(reason, 0) + count
 
@@ -48,13 +47,11 @@ def dead_letter(partition: int, offset: int, reason: str, error: str, value: byt
 
 
 def mean_reward(experiences: Sequence[Experience]) -> float | None:
-    """Mean over the episodes that have a reward, which their last parts carry."""
     rewards = [experience.reward for experience in experiences if experience.last and experience.reward is not None]
     return sum(rewards) / len(rewards) if rewards else None
 
 
 def trial_version(experiences: Sequence[Experience]) -> int:
-    """Return the version that was on trial when these were answered, -1 for none."""
     return experiences[0].trial if experiences else -1
 
 
@@ -80,7 +77,6 @@ def learned(
 
 
 def counted_feedback(group: Group, answer: str, open_text: OpenText | None) -> tuple[dict[str, float], str | None]:
-    """Return what counts of one answer: values by source, and the newest edit."""
     on_answer = group.feedback.get(answer)
     return mean_values(on_answer), None if on_answer is None or open_text is None else newest_edit(on_answer, open_text)
 

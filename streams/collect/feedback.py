@@ -19,7 +19,7 @@ import msgspec
 from infra.chain.processor import Memory
 from schemas import Edit, Experience, Feedback, Rating, Score
 from schemas.ids import ANSWER_PREFIX
-from streams.collect.group import AnswerFeedback, LaterCredit, LoggedFeedback
+from streams.collect.state import AnswerFeedback, LaterCredit, LoggedFeedback
 
 MAX_COUNTED = 64
 MAX_KNOWN = 256
@@ -29,7 +29,6 @@ OpenText = Callable[[str, str], str | None]
 
 
 def named_answer(ref: str) -> str:
-    """Return the experience id in a ref, which may be the answer id that a client saw."""
     return ref.removeprefix(ANSWER_PREFIX)
 
 
@@ -38,7 +37,6 @@ def as_it_is(text: str, answer: str) -> str | None:
 
 
 def is_repeat(on_answer: AnswerFeedback | None, feedback: Feedback) -> bool:
-    """Return True if feedback of the same source and id was taken before."""
     return on_answer is not None and _digest(feedback) in on_answer.known
 
 
@@ -68,7 +66,6 @@ def take_feedback(on_answer: AnswerFeedback, logged: LoggedFeedback, open_text: 
 
 
 def mean_values(on_answer: AnswerFeedback | None) -> dict[str, float]:
-    """Return the mean of the raters' values by source, of the feedback on one answer that counts."""
     values: dict[str, list[float]] = {}
     for logged in [] if on_answer is None else on_answer.counted:
         if logged.feedback.value is not None:
@@ -201,7 +198,6 @@ def usual_value(memories: Mapping[str, Memory], tenant: str, source: str) -> flo
 
 
 def usual_memories(sources: Mapping[str, FeedbackRules]) -> dict[str, Memory]:
-    """Return the memories that credit of earlier turns needs."""
     return {USUAL: Memory(MAX_USUAL)} if any(source.discount > 0 for source in sources.values()) else {}
 
 
@@ -235,7 +231,6 @@ def credited(
 
 
 def with_edit(experience: Experience, on_answer: AnswerFeedback | None, open_text: OpenText = as_it_is) -> Experience:
-    """The experience with the newest edit, for the step `correct`; itself without edits."""
     if on_answer is None or not on_answer.edits:
         return experience
     return msgspec.structs.replace(experience, edit=Edit(text=newest_edit(on_answer, open_text), count=on_answer.edits))

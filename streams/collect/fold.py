@@ -11,7 +11,7 @@ the first attempt that completes wins; feedback is credited to the answer it nam
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
 
@@ -30,15 +30,23 @@ from streams.collect.feedback import (
     take_feedback,
     usual_value,
 )
-from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback, fullest, members_at
 from streams.collect.limits import beyond, charge
 from streams.collect.rules import Arrival, Rules, due_ms, group_named, late_is_dropped
-from streams.collect.state import State
+from streams.collect.state import (
+    AnswerFeedback,
+    Attempt,
+    BlockPlace,
+    Group,
+    LaterCredit,
+    LoggedFeedback,
+    State,
+    fullest,
+    members_at,
+)
 from streams.collect.turns import (
     NO_TURN,
     came_ms,
     closable,
-    credited_turns,
     crediting,
     cut_runs,
     ended_by,
@@ -52,15 +60,21 @@ from streams.collect.turns import (
 MAX_ANSWERS = 1024  # of a group, with feedback before it is closed
 
 
+# Blocks of `verified` at these offsets, as far as retention keeps them.
+BlocksAt = Callable[[Sequence[int]], Awaitable[dict[int, Block]]]
+
+
+async def no_blocks(offsets: Sequence[int]) -> dict[int, Block]:
+    return {}
+
+
 def make_chain(steps: Sequence[Step]) -> Chain:
     return functools.partial(run_chain, steps)
 
 
-async def fold(
-    state: State, arrival: Arrival, rules: Rules, chain: Chain, fetched: Mapping[int, Block] | None = None
-) -> Folded:
-    """Fold one record into `state` (changed in place). fetched: the blocks `wanted` asked for, as far as kept."""
-    work = _Fold(state, arrival, rules, chain, fetched or {})
+async def fold(state: State, arrival: Arrival, rules: Rules, chain: Chain, blocks_at: BlocksAt = no_blocks) -> Folded:
+    """Fold one record into `state` (changed in place)."""
+    work = _Fold(state, arrival, rules, chain, blocks_at)
     state.now_ms = max(state.now_ms, arrival.timestamp_ms)
     state.expire(rules.keep_ms)
     while (group := state.pop_due()) is not None:
@@ -83,14 +97,13 @@ async def fold(
 
 
 class _Fold:
-    def __init__(
-        self, state: State, arrival: Arrival, rules: Rules, chain: Chain, fetched: Mapping[int, Block]
-    ) -> None:
+    def __init__(self, state: State, arrival: Arrival, rules: Rules, chain: Chain, blocks_at: BlocksAt) -> None:
         self.state = state
         self.arrival = arrival
         self.rules = rules
         self.chain = chain
-        self.fetched = fetched
+        self.blocks_at = blocks_at
+        self.fetched: dict[int, Block] = {}
         self.folded = Folded()
 
     async def block(self, block: Block) -> None:
@@ -195,7 +208,7 @@ class _Fold:
         names, credited = crediting(self.rules.sources), set()
         if group.depth < 0 or not names:
             return 0
-        revised: dict[str, tuple[Group, list[Experience]]] = {}
+        changed: list[tuple[Group, str, LaterCredit]] = []
         for turn, later, credit in new_credits(group, self.state.turns(group.id), names, came):
             if turn.is_closed:
                 before = turn.credits.get(later)
@@ -203,9 +216,19 @@ class _Fold:
                 dropped = [name for name, source in sources if late_is_dropped(turn, source, self.state.now_ms)]
                 late = late_credit(before, credit, dropped)
                 self.folded.drop("late feedback" if late.values != credit.values else "")
-                if late == before or (members := self._reopened(turn, turn.num_credited, is_back)) is None:
+                if late == before:
                     continue
-                revised[turn.id], credit = (turn, members), late
+                credit = late
+            changed.append((turn, later, credit))
+        await self._fetch(
+            turn for turn, *_ in changed if turn.is_closed and (is_back or turn.num_credited < self.rules.revisions)
+        )
+        revised: dict[str, tuple[Group, list[Experience]]] = {}
+        for turn, later, credit in changed:
+            if turn.is_closed:
+                if (members := await self._reopened(turn, turn.num_credited, is_back)) is None:
+                    continue
+                revised[turn.id] = (turn, members)
             turn.credits[later] = credit
             self.state.touched.add(turn.id)
             credited.add(turn.id)
@@ -324,7 +347,7 @@ class _Fold:
             self.folded.drop("late feedback")
             return False
         num_rated = group.revision - group.num_credited
-        members = self._reopened(group, num_rated, logged.feedback.type == "retraction")
+        members = await self._reopened(group, num_rated, logged.feedback.type == "retraction")
         if members is None:
             return False
         if answer not in {member.id for member in members}:
@@ -346,7 +369,12 @@ class _Fold:
         )
         return True
 
-    def _reopened(self, group: Group, num_revisions: int, is_back: bool) -> list[Experience] | None:
+    async def _fetch(self, groups: Iterable[Group]) -> None:
+        offsets = {offset for group in groups for offset in group.offsets()} - self.fetched.keys()
+        if offsets:
+            self.fetched |= await self.blocks_at(sorted(offsets))
+
+    async def _reopened(self, group: Group, num_revisions: int, is_back: bool) -> list[Experience] | None:
         """Members of a closed group that feedback may close again; None, with a counted drop, if it may not.
 
         num_revisions: of the same kind so far: of credit, or of feedback on its own answers. is_back: for a retraction, which
@@ -355,6 +383,7 @@ class _Fold:
         if num_revisions >= self.rules.revisions and not is_back:
             self.folded.drop("revised often enough")
             return None
+        await self._fetch([group])
         try:
             return members_at(group.attempts[group.winner].places(done_only=True), self.fetched.__getitem__)
         except KeyError:
@@ -399,34 +428,3 @@ class _Fold:
         places = attempt.places(done_only=True)
         await self.state.frames.bring(places)
         return members_at(places, self.state.frames.get)
-
-
-def wanted(state: State, arrival: Arrival, rules: Rules) -> set[int]:
-    """Offsets of `verified` whose blocks `fold` needs: those of the groups that late feedback reopens.
-
-    They are closed by now, or the record's own time closes them first.
-    """
-    value = arrival.value
-    name = group_named(value)
-    if name is None or not isinstance(value, Feedback | Block):
-        return set()
-    group, names = state.groups.get(name), crediting(rules.sources)
-    turns = state.turns(name)
-    now_ms = max(state.now_ms, arrival.timestamp_ms)
-    credited = credited_turns(group, value, turns, names) if names else []
-    # A turn whose time has come may close all that wait with it.
-    is_due = any(0 < turn.due_ms <= now_ms for turn in (*turns, *([] if group is None else [group])))
-    if isinstance(value, Block) or value.type != "retraction":
-        credited = [turn for turn in credited if turn.num_credited < rules.revisions]
-        rated = [group] if group is not None and group.revision - group.num_credited < rules.revisions else []
-    else:
-        rated = [group] if group is not None else []
-    reopened = credited
-    if isinstance(value, Feedback):
-        source = rules.sources.get(value.source)
-        if source is None:
-            return set()
-        reopened = [
-            turn for turn in (*credited, *rated) if turn.winner >= 0 and not late_is_dropped(turn, source, now_ms)
-        ]
-    return {offset for turn in reopened if turn.is_closed or is_due for offset in turn.offsets()}

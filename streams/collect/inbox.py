@@ -46,7 +46,6 @@ class Inbox:
         self._ticked_at_s = 0.0
 
     async def put(self, delivery: Delivery) -> None:
-        """Queue a record; waits while the queue is full."""
         while len(self._queue) >= MAX_QUEUED and not self._retired:
             self._room.clear()
             await self._room.wait()
@@ -57,7 +56,6 @@ class Inbox:
         self._changed.set()
 
     def retire(self) -> None:
-        """Let the partition go: what is queued is not begun, what is begun is finished."""
         self._retired = True
         while self._queue:
             self._queue.popleft().abandon()
@@ -165,7 +163,6 @@ class CollectDriver:
         self._running: dict[int, asyncio.Task[None]] = {}
 
     async def accept(self, delivery: Delivery) -> None:
-        """Queue a record for its partition."""
         inbox = self._inbox(delivery.record.partition, delivery.generation)
         if inbox is None:
             delivery.abandon()
@@ -173,7 +170,6 @@ class CollectDriver:
             await inbox.put(delivery)
 
     def assigned(self, partitions: set[int], generation: int) -> None:
-        """These partitions are this worker's: their states are recovered even if no record comes."""
         for partition in partitions:
             self._inbox(partition, generation)
 
@@ -190,7 +186,6 @@ class CollectDriver:
         return sum(inbox.num_queued() for inbox in self._inboxes.values())
 
     def waiting(self) -> Waiting:
-        """Sum over all partitions."""
         states = [state for inbox in self._inboxes.values() if (state := inbox.state()) is not None]
         return Waiting(
             groups=sum(state.num_open() for state in states),
@@ -200,11 +195,9 @@ class CollectDriver:
         )
 
     def marks(self) -> dict[int, int]:
-        """Per partition, a number that changes while it is folded or rebuilt."""
         return {partition: inbox.mark() for partition, inbox in self._inboxes.items()}
 
     async def finish(self) -> None:
-        """Retire everything and wait until the state files are closed."""
         self.retire()
         if self._running:
             await asyncio.wait(self._running.values())

@@ -23,7 +23,6 @@ _ALL = ""
 
 
 def limit_memories() -> dict[str, Memory]:
-    """Return empty memories for the counters."""
     return {name: Memory(size) for name, size in SIZES.items()}
 
 
@@ -43,7 +42,6 @@ def beyond(memories: dict[str, Memory], limits: LimitsConfig, tenant: str, rater
 
 
 def charge(memories: dict[str, Memory], tenant: str, rater: str, time_ms: int, moved: int) -> None:
-    """Count the answers that a feedback moved."""
     day, tenants = time_ms // DAY_MS, _memory(memories, MOVED_BY_TENANTS)
     if is_named(rater):
         _add(_memory(memories, MOVED_BY_RATERS), f"{tenant}\x00{rater}", day, moved)
@@ -52,7 +50,6 @@ def charge(memories: dict[str, Memory], tenant: str, rater: str, time_ms: int, m
 
 
 def is_named(rater: str) -> bool:
-    """True if feedback names a rater."""
     return bool(rater) and not rater.startswith(OF_KEY)
 
 

@@ -19,8 +19,7 @@ from infra.observe.failpoint import reach
 from infra.store.snapshots import SnapshotDamaged, SnapshotManifest, read
 from infra.store.store import Store
 from schemas.bulk import FindSeal
-from streams.collect.group import Group
-from streams.collect.state import Frames, State
+from streams.collect.state import Frames, Group, State
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +70,6 @@ class PendingFile:
             self._connection = self._open()
 
     def load(self, memories: dict[str, Memory]) -> State:
-        """The state as last saved; memories: empty ones, filled with what was remembered."""
         meta = dict(self._connection.execute("SELECT key, value FROM meta").fetchall())
         for name, data in saved_memories(self._connection).items():
             if name in memories:
@@ -118,7 +116,6 @@ class PendingFile:
                 connection.execute(f"PRAGMA cache_size = -{CACHE_KB}")
 
     def look_up(self, state: State, group_ids: Iterable[str]) -> None:
-        """Bring closed groups that records are about to name into the state."""
         for group_id in group_ids:
             if group_id not in state.groups:
                 row = self._connection.execute("SELECT data FROM groups WHERE id = ?", (group_id,)).fetchone()
@@ -127,7 +124,6 @@ class PendingFile:
                     self._looked_up.add(group_id)
 
     def look_up_sessions(self, state: State, sessions: Iterable[str]) -> None:
-        """Bring all closed turns of these sessions into the state."""
         for session in sessions:
             # "/" follows ".", so this is every id that begins with the session and a dot.
             between = (f"{session}.", f"{session}/")
@@ -184,7 +180,6 @@ class PendingFile:
         state.forget_closed_order()
 
     def clear(self) -> None:
-        """Forget everything, to be rebuilt from the log."""
         with self._writing:
             self._connection.execute("BEGIN IMMEDIATE")
             for table in TABLES:
@@ -192,7 +187,6 @@ class PendingFile:
             self._connection.execute("COMMIT")
 
     def close(self) -> None:
-        """Close the file; what was saved stays."""
         with self._writing:
             self._connection.close()
 
@@ -241,12 +235,10 @@ def _entry_rows(entries: Mapping[str, Iterable[tuple[str, Value]]], age: int) ->
 
 
 def _memory_rows(memories: Mapping[str, bytes]) -> Rows:
-    """Rows of memories in the format of `Memory.to_bytes`. Raises msgspec.DecodeError."""
     return _entry_rows({name: entries_in(data) for name, data in memories.items()}, 0)
 
 
 def saved_memories(connection: sqlite3.Connection) -> dict[str, bytes]:
-    """Return each memory in the file by its name, as `Memory.to_bytes` gives it."""
     found: dict[str, list[tuple[str, msgspec.Raw]]] = {}
     for name, key, value in connection.execute("SELECT memory, key, value FROM entries ORDER BY memory, age"):
         found.setdefault(name, []).append((key, msgspec.Raw(value)))

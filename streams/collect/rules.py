@@ -7,12 +7,12 @@ record closes all.
 
 import msgspec
 
+from infra.settings.config import Floor, duration_s
 from schemas import Block, Control, DropMarker, Feedback, Lane
 from schemas.ids import group_of
 from streams.collect.feedback import FeedbackRules, OpenText, as_it_is, is_labelled
-from streams.collect.group import Group
-from streams.collect.state import State
-from streams.config import LimitsConfig
+from streams.collect.state import Group, State
+from streams.config import LimitsConfig, StreamsConfig
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,8 +37,30 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def window_ms(self) -> int:
-        """Window of the slowest source."""
         return max((source.window_ms for source in self.sources.values()), default=0)
+
+
+def collect_rules(floor: Floor, config: StreamsConfig) -> Rules:
+    sources = {
+        source.name: FeedbackRules(
+            window_ms=int(duration_s(source.window) * 1000),
+            default=None if isinstance(source.default, str) else float(source.default),
+            late=source.late,
+            discount=source.discount,
+        )
+        for source in config.feedback
+    }
+    return Rules(
+        deadline_ms=int(config.collect.deadline_s * 1000),
+        keep_ms=int(duration_s(floor.keep.replay) * 1000),
+        sources=sources,
+        corrects=config.collect.correct.on,
+        revisions=config.collect.revisions,
+        retrainings=config.collect.retrainings,
+        session_ms=int(config.collect.session_s * 1000),
+        session_turns=config.collect.session_turns,
+        limits=config.collect.limits,
+    )
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +78,6 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def group_named(value: Block | Control | None) -> str | None:
-    """Group a record is about, None for none."""
     if isinstance(value, Block | DropMarker):
         return value.group
     if isinstance(value, Feedback):
@@ -72,7 +93,6 @@ APART_MS = 1000
 
 
 def due_ms(group: Group, rules: Rules) -> int:
-    """Return the moment at which time alone decides about an open group that has an attempt."""
     if group.winner >= 0:
         return group.attempts[group.winner].first_ms + rules.window_ms
     return min(attempt.first_ms for attempt in group.attempts.values()) + rules.deadline_ms

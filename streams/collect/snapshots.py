@@ -115,7 +115,6 @@ class SnapshotManager:
         return found
 
     def refuse(self, reason: str, line: str) -> None:
-        """Log and count that a snapshot is not used."""
         logger.warning("collect_snapshot_refused partition=%d reason=%s: %s", self._partition, reason, line)
         self._metrics.counter("snapshots_refused", reason=reason).inc()
 
@@ -160,7 +159,6 @@ class SnapshotManager:
             self._task = asyncio.create_task(self.write())
 
     def close(self) -> None:
-        """Write nothing more; a snapshot in progress is left unfinished."""
         self._closed = True
         if self._task is not None:
             self._task.cancel()

@@ -2,17 +2,190 @@
 
 Guarantee: a state is a function of the records folded so far; where its blocks and closed groups are kept (here, or in
 the file of `pending.py`) changes nothing it decides.
+
+An attempt is complete when every episode 0..group_size-1 has all its parts up to its last one; a drop marker counts like the
+experience it replaces. Arrivals are known by (episode, part), so a redelivery changes nothing. A partition may have a million
+groups open: their records make no cycle, and the garbage collector does not walk through them (`gc=False`).
 """
 
 import heapq
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
+
+import msgspec
 
 from infra.chain.processor import Memory
-from schemas import Block, FeedbackWait, decode, encode
+from schemas import Block, DropMarker, Experience, Feedback, FeedbackWait, Lane, decode, encode
 from schemas.bulk import FindSeal
 from schemas.ids import session_of
-from streams.collect.group import BlockPlace, Group
+
+Numbered = TypeVar("Numbered")
+
+
+class BlockPlace(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    offset: int
+    index: int
+
+
+class Episode(msgspec.Struct, array_like=True, gc=False):
+    """The parts of one episode that arrived.
+
+    parts: by number a BlockPlace, or the reason of the drop marker that came instead. last: number of its last part, -1 not
+    seen yet.
+    """
+
+    parts: dict[int, BlockPlace | str] = {}
+    last: int = -1
+
+    @property
+    def is_done(self) -> bool:
+        return self.last >= 0 and all(part in self.parts for part in range(self.last + 1))
+
+
+class Attempt(msgspec.Struct, array_like=True, gc=False):
+    """One try of a group.
+
+    number: issue of the task, 0 for the first. group_size: episodes of the group. lane: that trains it. sequence: issue order,
+    -1 unpaced. first_ms: log-append time of its first record. episodes: by number. num_done: episodes that are done.
+    """
+
+    number: int
+    group_size: int
+    lane: Lane
+    sequence: int
+    first_ms: int
+    episodes: dict[int, Episode] = {}
+    num_done: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_done >= self.group_size
+
+    def has(self, episode: int, part: int) -> bool:
+        known = self.episodes.get(episode)
+        return known is not None and part in known.parts
+
+    def add(self, record: Experience | DropMarker, arrived: BlockPlace | str) -> bool:
+        if record.episode >= self.group_size or self.has(record.episode, record.part):
+            return False
+        episode = self.episodes.setdefault(record.episode, Episode())
+        was_done = episode.is_done
+        episode.parts[record.part] = arrived
+        if record.last:
+            episode.last = record.part
+        self.num_done += episode.is_done - was_done
+        return True
+
+    def places(self, *, done_only: bool = False) -> list[BlockPlace]:
+        """Experiences that arrived, by (episode, part); done_only: without those of episodes that miss a part."""
+        return [
+            arrived
+            for episode in _in_order(self.episodes)
+            if not done_only or episode.is_done
+            for arrived in _in_order(episode.parts)
+            if isinstance(arrived, BlockPlace)
+        ]
+
+    @property
+    def has_answers(self) -> bool:
+        return any(
+            isinstance(part, BlockPlace) for episode in self.episodes.values() for part in episode.parts.values()
+        )
+
+    def drops(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for episode in self.episodes.values():
+            for arrived in episode.parts.values():
+                if isinstance(arrived, str):
+                    counts[arrived] = counts.get(arrived, 0) + 1
+        return counts
+
+
+class LoggedFeedback(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    feedback: Feedback
+    offset: int
+    time_ms: int
+
+
+class AnswerFeedback(msgspec.Struct, array_like=True, gc=False):
+    """The feedback on one answer. See `streams.collect.feedback`.
+
+    counted: what counts of it, in log order, one for each (source, rater, type). known: digests of the last feedback that was
+    taken, to recognize a redelivery. edits: how often a correction was made or taken back.
+    """
+
+    counted: list[LoggedFeedback] = []
+    known: dict[int, None] = {}
+    edits: int = 0
+
+
+class LaterCredit(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The credit of a later answer of the same session.
+
+    turns: how many turns later it was given. values: what counts of it, by source.
+    """
+
+    turns: int
+    values: dict[str, float]
+
+
+class Group(msgspec.Struct, array_like=True, gc=False):
+    """Everything about one group.
+
+    id: of the group. attempts: by number, those still open and the one that won. winner: its number, -1 before. superseded:
+    attempts that are over. revision: of the last closure. closed_ms: 0 while open. due_ms: when time alone decides something,
+    0 never. feedback: by experience id. lane: of the copy that the last revision sent on, None without a copy. depth: messages
+    before the answer of a session's turn, -1 for anything else. credits: of later turns of the session, by group. retrained:
+    how often late feedback had it trained again. join: the name under which it was closed with others, "" for alone.
+    num_credited: revisions that credit of later turns made; the other revisions are of feedback on its own answers.
+
+    is_ready: of a turn, see `streams.collect.turns`: nothing more is waited for that is about itself. is_over: of a turn: no
+    other of its session follows.
+    """
+
+    id: str
+    attempts: dict[int, Attempt] = {}
+    winner: int = -1
+    superseded: list[int] = []
+    revision: int = 0
+    closed_ms: int = 0
+    due_ms: int = 0
+    feedback: dict[str, AnswerFeedback] = {}
+    lane: Lane | None = None
+    depth: int = -1
+    credits: dict[str, LaterCredit] = {}
+    retrained: int = 0
+    is_ready: bool = False
+    is_over: bool = False
+    join: str = ""
+    num_credited: int = 0
+
+    @property
+    def is_closed(self) -> bool:
+        return self.closed_ms > 0
+
+    @property
+    def came_ms(self) -> int:
+        """Log-append time of its first record, 0 while only feedback on it has come."""
+        return min((attempt.first_ms for attempt in self.attempts.values()), default=0)
+
+    def offsets(self) -> set[int]:
+        return {place.offset for attempt in self.attempts.values() for place in attempt.places()}
+
+
+def members_at(places: Iterable[BlockPlace], block_at: Callable[[int], Block]) -> list[Experience]:
+    return [block_at(place.offset).experiences[place.index] for place in places]
+
+
+def _in_order(numbered: dict[int, Numbered]) -> Iterable[Numbered]:
+    return numbered.values() if len(numbered) == 1 else [numbered[number] for number in sorted(numbered)]
+
+
+def fullest(attempts: dict[int, Attempt]) -> Attempt:
+    """The attempt a deadline closes: most episodes done, then most that arrived at all, then the earliest."""
+    return max(attempts.values(), key=lambda attempt: (attempt.num_done, len(attempt.episodes), -attempt.number))
+
 
 MAX_CACHED_BYTES = 64 * 1024 * 1024
 READ_AHEAD = 64  # offsets; groups close about in the order in which they came
@@ -69,7 +242,6 @@ class Frames:
         return block
 
     def remove(self, offset: int) -> None:
-        """Forget a block that no open group needs."""
         self.absent.discard(offset)
         if offset in self._decoded:
             self._decoded_bytes -= self._decoded.pop(offset)[1]
@@ -111,7 +283,6 @@ class State:
         self._closed: deque[tuple[int, str]] = deque()
 
     def schedule(self, group: Group, due_ms: int) -> None:
-        """Let time decide about `group` at due_ms; 0 for never."""
         if due_ms == group.due_ms:
             return
         group.due_ms = due_ms
@@ -141,7 +312,6 @@ class State:
         return FeedbackWait(sum(self._waiting.values()), 0 if first is None else self.groups[first].due_ms)
 
     def hold(self, group: Group, came_ms: int) -> None:
-        """Keep a ready turn until its session closes."""
         group.is_ready = True
         self._waiting.pop(group.id, None)
         self._held[group.id] = came_ms
@@ -154,12 +324,10 @@ class State:
         return len(self._held)
 
     def longest_held(self, count: int) -> list[Group]:
-        """The turns that came first of those that wait for their session."""
         first = heapq.nsmallest(count, ((came_ms, group_id) for group_id, came_ms in self._held.items()))
         return [self.groups[group_id] for _, group_id in first]
 
     def turns(self, group_id: str) -> list[Group]:
-        """Groups of the session that a group belongs to, by id; none for a group that is not a turn."""
         return [self.groups[name] for name in sorted(self._sessions.get(session_of(group_id), ()))]
 
     def restore(self, group: Group) -> None:
@@ -182,7 +350,6 @@ class State:
         return 0
 
     def pop_due(self) -> Group | None:
-        """A group whose moment has come by `now_ms`, earliest first."""
         due_ms = self.next_due_ms()
         if not due_ms or due_ms > self.now_ms:
             return None
@@ -199,7 +366,6 @@ class State:
         self._closed.append((group.closed_ms, group.id))
 
     def expire(self, keep_ms: int) -> None:
-        """Forget closed groups older than keep_ms."""
         while self._closed and self._closed[0][0] < self.now_ms - keep_ms:
             closed_ms, group_id = self._closed.popleft()
             group = self.groups.get(group_id)
@@ -207,7 +373,6 @@ class State:
                 self.remove(group_id)
 
     def forget_closed_order(self) -> None:
-        """Closed groups are kept, and expire, elsewhere."""
         self._closed.clear()
 
     def oldest_ms(self) -> int:

@@ -34,40 +34,24 @@ from schemas.fields import HISTORY_REWRITTEN
 from schemas.ids import experience_id, session_of
 from streams.collect.decision import Decision
 from streams.collect.feedback import FeedbackRules, mean_values
-from streams.collect.group import Group, LaterCredit
+from streams.collect.state import Group, LaterCredit
 
 NO_TURN = -1
 MAX_TURNS = 64
 
 
 def turn_depth(experience: Experience) -> int:
-    """Return the messages before the answer of a session's turn, NO_TURN for anything else."""
     return experience.turn if experience.group_size == 1 and session_of(experience.group) else NO_TURN
 
 
 def crediting(sources: Mapping[str, FeedbackRules]) -> frozenset[str]:
-    """Sources whose feedback is credited to earlier turns."""
     return frozenset(name for name, source in sources.items() if source.discount > 0)
 
 
 def session_named(value: Block | Control | None, group: str | None, names: frozenset[str]) -> str:
-    """Session whose turns a record may concern, "" for none."""
     if group is None or not names or not isinstance(value, Block | Feedback):
         return ""
     return session_of(group)
-
-
-def credited_turns(
-    group: Group | None, value: Block | Control | None, turns: Sequence[Group], names: frozenset[str]
-) -> list[Group]:
-    """Earlier turns that a record about `group` may give credit to."""
-    if isinstance(value, Feedback):
-        depth = group.depth if group is not None and value.source in names else NO_TURN
-    elif isinstance(value, Block):
-        depth = turn_depth(value.experiences[0]) if any(counting(turn, names) for turn in turns) else NO_TURN
-    else:
-        depth = NO_TURN
-    return sorted((turn for turn in turns if 0 <= turn.depth < depth), key=lambda turn: turn.depth)[-MAX_TURNS:]
 
 
 def new_credits(
@@ -106,7 +90,6 @@ def late_credit(before: LaterCredit | None, credit: LaterCredit, dropped: Collec
 
 
 def counting(turn: Group, names: frozenset[str]) -> dict[str, float]:
-    """Return the values that count of a turn's own answer, of the sources that are credited to earlier turns."""
     attempt = turn.winner if turn.winner >= 0 else min(turn.attempts, default=0)
     values = mean_values(turn.feedback.get(experience_id(turn.id, attempt, 0)))
     return {name: value for name, value in sorted(values.items()) if name in names}
@@ -135,7 +118,6 @@ def ended_by(came: Group, answer: Experience, turns: Iterable[Group]) -> list[Gr
 
 
 def closable(turns: Iterable[Group], now_ms: int, session_ms: int) -> ClosableTurns:
-    """Return the turns of a session that can be closed now."""
     known = sorted(
         (turn for turn in turns if turn.depth != NO_TURN and not turn.is_closed and turn.winner >= 0),
         key=lambda turn: (turn.depth, turn.id),
@@ -173,7 +155,6 @@ def joined(decisions: Sequence[Decision], name: str) -> list[Decision]:
 
 
 def joined_again(decision: Decision, name: str) -> Decision:
-    """A decision about a turn that was closed in a join before."""
     return _in_joins(decision, lambda: Join(name))
 
 
@@ -191,7 +172,6 @@ def _in_joins(decision: Decision, join: Callable[[], Join]) -> Decision:
 
 
 def is_followed(block: Block) -> bool:
-    """Return True if others of its join follow the block into `buffer`."""
     return any(member.join is not None and member.join.more > 0 for member in block.experiences)
 
 

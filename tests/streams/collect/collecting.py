@@ -23,7 +23,7 @@ from schemas import (
 from schemas.ids import experience_id
 from streams.collect.decision import Decision, Folded
 from streams.collect.feedback import FeedbackRules
-from streams.collect.fold import fold, wanted
+from streams.collect.fold import fold
 from streams.collect.rules import Arrival, Rules
 from streams.collect.state import State
 
@@ -135,21 +135,21 @@ class FakePartition:
             self.append(record)
         return self
 
-    def block_at(self, offset: int) -> Block:
-        value = self.arrivals[offset].value
-        assert isinstance(value, Block)
-        return value
+    async def blocks_at(self, offsets: Sequence[int]) -> dict[int, Block]:
+        return {offset: value for offset in offsets if isinstance(value := self.arrivals[offset].value, Block)}
 
 
 def folded(inbox: FakePartition, rules: Rules = RULES, state: State | None = None, kept_from: int = 0) -> list[Folded]:
     """Everything the inbox leads to, record by record; kept_from: the log was trimmed below it."""
     state = State() if state is None else state
     results = []
+
+    async def blocks_at(offsets: Sequence[int]) -> dict[int, Block]:
+        return await inbox.blocks_at([offset for offset in offsets if offset >= kept_from])
+
     for arrival in inbox.arrivals:
         if arrival.offset >= state.next_offset:
-            needed = [offset for offset in wanted(state, arrival, rules) if offset >= kept_from]
-            fetched = {offset: inbox.block_at(offset) for offset in needed}
-            results.append(asyncio.run(fold(state, arrival, rules, scored, fetched)))
+            results.append(asyncio.run(fold(state, arrival, rules, scored, blocks_at)))
     return results
 
 

@@ -12,7 +12,7 @@ from schemas import Block, Control, Edit, Experience, Feedback, Span, encode
 from schemas.experience import is_withdrawal, pair_fault, pair_side
 from streams.collect.decision import Decision
 from streams.collect.feedback import FeedbackRules
-from streams.collect.fold import fold, make_chain, wanted
+from streams.collect.fold import fold, make_chain
 from streams.collect.rules import Rules
 from streams.collect.state import State
 from streams.processors.correct import Correct, answer_start
@@ -65,8 +65,7 @@ def decided(records: Sequence[Block | Control], rules: Rules = RULES) -> list[De
     inbox, state, found = FakePartition().extend(records), State(), []
     chain = make_chain(STEPS)
     for arrival in inbox.arrivals:
-        fetched = {offset: inbox.block_at(offset) for offset in wanted(state, arrival, rules)}
-        found += asyncio.run(fold(state, arrival, rules, chain, fetched)).decisions
+        found += asyncio.run(fold(state, arrival, rules, chain, inbox.blocks_at)).decisions
     return found
 
 

@@ -28,9 +28,8 @@ from streams.collect.feedback import (
     take_feedback,
     usual_value,
 )  # fmt: skip  # fmt: skip
-from streams.collect.group import AnswerFeedback, LaterCredit, LoggedFeedback
 from streams.collect.rules import Rules
-from streams.collect.state import State
+from streams.collect.state import AnswerFeedback, LaterCredit, LoggedFeedback, State
 from tests.streams.collect.collecting import (
     REF,
     WINDOW_MS,

@@ -19,9 +19,18 @@ from streams.collect.decision import (
 )
 from streams.collect.feedback import FeedbackRules, take_feedback
 from streams.collect.fold import MAX_ANSWERS
-from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback
 from streams.collect.rules import Rules
-from streams.collect.state import MAX_CACHED_BYTES, MEMBER_BYTES, Frames, State
+from streams.collect.state import (
+    MAX_CACHED_BYTES,
+    MEMBER_BYTES,
+    AnswerFeedback,
+    Attempt,
+    BlockPlace,
+    Frames,
+    Group,
+    LoggedFeedback,
+    State,
+)
 from streams.config import LimitsConfig
 from tests.names import session_name
 from tests.streams.collect.collecting import (

@@ -6,11 +6,8 @@ from collections.abc import Iterable
 import pytest
 
 from infra.chain.processor import Memory
-from schemas import Feedback, Tick
+from schemas import Feedback
 from schemas.ids import request_group
-from streams.collect.feedback import FeedbackRules
-from streams.collect.fold import wanted
-from streams.collect.group import Attempt, BlockPlace, Group
 from streams.collect.limits import (
     DAY_MS,
     MOVED_BY_RATERS,
@@ -21,7 +18,6 @@ from streams.collect.limits import (
     beyond,
     charge,
 )
-from streams.collect.rules import Arrival, Rules
 from streams.collect.state import State
 from streams.config import LimitsConfig
 from tests.names import session_name
@@ -34,7 +30,6 @@ from tests.streams.collect.collecting import (
     folded,
     rules,
     said,
-    stub,
 )
 from tests.streams.collect.test_fold_turns import ref as turn_ref
 from tests.streams.collect.test_fold_turns import turn
@@ -148,37 +143,3 @@ def test_what_is_taken_back_is_taken_back_beyond_any_limit() -> None:
     state = State()
     results = folded(inbox, rules(limits=LimitsConfig(rater_answers=1)), state)
     assert [len(decision.closure.ratings or ()) for decision in decisions(results)] == [1, 0] and not drops(results)
-
-
-def closed(revision: int = 0, closed_ms: int = 5, due_ms: int = 0) -> State:
-    group = Group("a.0", winner=0, revision=revision, closed_ms=closed_ms, due_ms=due_ms)
-    group.attempts[0] = Attempt(0, 2, "usual", 412, 1_000)
-    for episode in range(2):
-        group.attempts[0].add(answer("a.0", episode), BlockPlace(episode, 0))
-    state = State()
-    state.now_ms = 50
-    state.add(group)
-    return state
-
-
-def arrival(value: object, time_ms: int = 60) -> Arrival:
-    return Arrival(partition=0, offset=9, timestamp_ms=time_ms, value=value)  # type: ignore[arg-type]
-
-
-def late_rules(late: str = "amend", **more: object) -> Rules:
-    return Rules(deadline_ms=10, keep_ms=1_000, sources={"csat": FeedbackRules(5, late=late)}, revisions=2, **more)  # type: ignore[arg-type]
-
-
-def test_late_words_need_the_blocks_of_the_group_they_reopen_and_nothing_else_needs_any() -> None:
-    word = arrival(said("a.0.0-0-0", 1.0))
-    assert wanted(closed(), word, late_rules()) == {0, 1}
-    for state, record, given in (
-        (closed(), arrival(word.value, 5_000), late_rules("drop")),
-        (closed(), arrival(said("a.0.0-0-0", 1.0, source="other")), late_rules()),
-        (closed(), arrival(said("b.0.0-0-0", 1.0)), late_rules()), (closed(), arrival(said("x", 1.0)), late_rules()),
-        (closed(), arrival(stub("a.0", 0)), late_rules()), (closed(), arrival(block(answer("a.0", 0))), late_rules()),
-        (closed(), arrival(Tick(partition=0, due_ms=1)), late_rules()), (closed(), arrival(None), late_rules()),
-        (closed(closed_ms=0), word, late_rules()), (closed(closed_ms=0, due_ms=61), word, late_rules()),
-        (closed(revision=2), word, late_rules()),
-    ):  # fmt: skip
-        assert wanted(state, record, given) == set()

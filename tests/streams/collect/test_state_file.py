@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +11,8 @@ from hypothesis import strategies as st
 from infra.chain.processor import Memory
 from schemas import Block, Control, Experience
 from streams.collect.feedback import FeedbackRules
-from streams.collect.fold import Decision, fold, wanted
 from streams.collect.pending import PendingFile
-from streams.collect.rules import Rules, group_named
+from streams.collect.rules import Rules
 from tests.streams.collect.collecting import (
     DEADLINE_MS,
     FakePartition,
@@ -23,21 +21,13 @@ from tests.streams.collect.collecting import (
     buffered,
     decisions,
     folded,
-    said,
-    scored,
     stub,
-    tick,
 )
 
 RULES = Rules(
     deadline_ms=DEADLINE_MS * 1000,
     keep_ms=10_000_000_000,
     sources={"csat": FeedbackRules(window_ms=400, default=0.5, late="amend")},
-)
-SHORT = Rules(
-    deadline_ms=150,
-    keep_ms=10_000_000_000,
-    sources={"csat": FeedbackRules(window_ms=120, default=None, late="retrain")},
 )
 
 
@@ -90,115 +80,6 @@ def ends(results: list[object]) -> set[tuple[object, ...]]:
     ]
     assert len(found) == len({entry[:3] for entry in found})
     return set(found)
-
-
-class Worker:
-    """Folds an inbox with its state in a file; dies and comes back at will, as the collector does it."""
-
-    def __init__(self, path: Path, inbox: FakePartition, rules: Rules) -> None:
-        self.inbox, self.rules = inbox, rules
-        self.pending = PendingFile(path)
-        self.state = self.pending.load({})
-
-    def batch(self, until: int, *, save: bool) -> list[Decision]:
-        """Fold up to `until`, publish; save or die before it."""
-
-        async def run() -> list[Decision]:
-            arrivals = self.inbox.arrivals[self.state.next_offset : until]
-            self.pending.look_up(self.state, {name for arrival in arrivals if (name := group_named(arrival.value))})
-            made: list[Decision] = []
-            for arrival in arrivals:
-                fetched = {offset: self.inbox.block_at(offset) for offset in wanted(self.state, arrival, self.rules)}
-                made += (await fold(self.state, arrival, self.rules, scored, fetched)).decisions
-            if save:
-                await self.pending.save(self.state, self.rules.keep_ms)
-            return made
-
-        return asyncio.run(run())
-
-    def die(self) -> None:
-        self.pending.close()
-
-
-mixed = st.lists(
-    st.one_of(
-        st.tuples(st.just("block"), st.integers(0, 3), st.integers(0, 1), st.integers(0, 1)),
-        st.tuples(st.just("live"), st.integers(0, 2), st.just(0), st.just(0)),
-        st.tuples(st.just("stub"), st.integers(0, 3), st.integers(0, 1), st.integers(0, 1)),
-        st.tuples(st.just("said"), st.integers(0, 2), st.integers(0, 5), st.just(0)),
-        st.tuples(st.just("tick"), st.just(0), st.just(0), st.just(0)),
-        st.tuples(st.just("unreadable"), st.just(0), st.just(0), st.just(0)),
-    ),
-    max_size=40,
-)
-
-
-def record_of(kind: str, group: int, number: int, attempt: int) -> Block | Control | None:
-    if kind == "block":
-        return block(answer(f"t{group}.0", number, attempt=attempt))
-    if kind == "live":
-        return block(answer(f"live{group}.0", 0, size=1, lane="live"))
-    if kind == "stub":
-        return stub(f"t{group}.0", number, attempt=attempt)
-    if kind == "said":
-        return said(
-            f"hr-live{group}.0.0-0-0", number / 5, id=str(number), type="retraction" if number == 5 else "value"
-        )
-    return tick() if kind == "tick" else None
-
-
-@settings(max_examples=25, deadline=None)
-@given(mixed, st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.booleans()), min_size=1, max_size=12))
-def test_crashes_and_rebuilds_decide_as_one_uninterrupted_worker(
-    steps: list[tuple[str, int, int, int]], lives: list[tuple[int, bool, bool]]
-) -> None:
-    inbox = FakePartition(step_ms=20).extend(record_of(*step) for step in steps)
-    expected = {key_of(decision): decision.closure for decision in decisions(folded(inbox, SHORT))}
-    contents = [sent for decision in decisions(folded(inbox, SHORT)) for sent in decision.blocks]
-    published: dict[tuple[str, int, int], object] = {}
-    sent_blocks: list[Block] = []
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "collect-0.sqlite"
-        done, turn = 0, 0
-        while done < len(inbox.arrivals):
-            length, save, lose_file = lives[turn % len(lives)]
-            # After as many deaths as there are lives the worker stays up.
-            save, lose_file = save or turn >= len(lives), lose_file and turn < len(lives)
-            worker = Worker(path, inbox, SHORT)
-            for decision in worker.batch(min(done + length, len(inbox.arrivals)), save=save):
-                if key_of(decision) not in published:
-                    published[key_of(decision)] = decision.closure
-                    sent_blocks += decision.blocks
-            done = worker.state.next_offset if save else done
-            worker.die()
-            if lose_file:
-                path.unlink(missing_ok=True)
-                path.with_name(path.name + "-wal").unlink(missing_ok=True)
-                path.with_name(path.name + "-shm").unlink(missing_ok=True)
-            turn += 1
-    assert published == expected
-    assert sorted(map(ids_of, sent_blocks)) == sorted(map(ids_of, contents))
-
-
-def key_of(decision: Decision) -> tuple[str, int, int]:
-    return (decision.closure.group, decision.closure.attempt, decision.closure.revision)
-
-
-def ids_of(sent: Block) -> list[tuple[str, int, str, float | None]]:
-    return [(member.id, member.revision, member.lane, member.reward) for member in sent.experiences]
-
-
-def test_a_closed_group_leaves_no_block_in_the_file(tmp_path: Path) -> None:
-    inbox = FakePartition().extend([block(answer("t.0", 0)), block(answer("t.0", 1)), block(answer("u.0", 0))])
-    worker = Worker(tmp_path / "collect-0.sqlite", inbox, RULES)
-    for until in range(1, 4):
-        worker.batch(until, save=True)
-    worker.die()
-    reopened = Worker(tmp_path / "collect-0.sqlite", inbox, RULES)
-    assert list(reopened.state.groups) == ["u.0"]
-    assert reopened.state.frames.get(2).group == "u.0"
-    assert reopened.pending._connection.execute("SELECT offset FROM frames").fetchall() == [(2,)]
-    reopened.die()
 
 
 def test_a_damaged_file_is_put_aside_and_started_anew(tmp_path: Path) -> None:
