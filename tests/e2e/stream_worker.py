@@ -15,9 +15,9 @@ from infra.log.log import Log
 from infra.settings.config import Floor, Kafka
 from infra.store.directory import DirectoryStore
 from schemas.errors import HeadraceError
-from streams.app import run_worker
 from streams.config import CollectConfig, FilterConfig, ScoreConfig, StreamsConfig, Switch, VerifyConfig
 from streams.stages.hosted import BrokerLogin
+from streams.worker import run_worker
 from tests.role import role_of
 
 

@@ -103,25 +103,6 @@ def store_of(stack: ComposeStack, role: str, bucket: str = "headrace") -> Store:
     return open_s3(bucket, "main", stack.environment(role))
 
 
-def test_the_broker_of_the_containers_lets_in_its_users_by_password_over_tls_alone(stack: ComposeStack) -> None:
-    def create(*sets: str) -> tuple[int, str]:
-        return called(stack, "operator", "check", "--create", *(word for one in sets for word in ("--set", one)))
-
-    code, said = create()
-    assert code == 0, said
-    code, said = create("app=other", "kafka.deadline_s=3")
-    assert code != 0 and "other." in said, said
-    code, said = create("kafka.security_protocol=SASL_PLAINTEXT", "kafka.ssl_ca_file=", "kafka.deadline_s=3")
-    assert code != 0, said
-    code, said = create("kafka.ssl_ca_file=", "kafka.deadline_s=3")
-    assert code == 2 and "certificate" in said, said
-    password = stack.services["operator"]["environment"]["HEADRACE_KAFKA_PASSWORD"]
-    stack.services["operator"]["environment"]["HEADRACE_KAFKA_PASSWORD"] = "one2four5"
-    code, said = create()
-    stack.services["operator"]["environment"]["HEADRACE_KAFKA_PASSWORD"] = password
-    assert code == 2 and 'does not let "operator" with this password in (PLAIN)' in said, said
-
-
 def test_check_connect_finds_every_right_of_a_role_and_names_what_is_taken_away(stack: ComposeStack) -> None:
     for role in RIGHTS:
         code, said = called(stack, role, "check", "--connect", "--role", role)

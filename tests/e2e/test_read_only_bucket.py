@@ -5,23 +5,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from actors.engines.scripted import ScriptedEngine
 from infra.policies.fetch import PolicyFetcher
 from infra.roles.role import first_error
 from infra.store.memory import MemoryStore
 from infra.store.s3 import open_s3
 from infra.store.store import Store
 from schemas.errors import StoreError
-from schemas.topics import EXPERIENCES, TASKS
 from tests import minio
 from tests.actors.gateway.gateway_rig import RunningGateway, engine, says, serving
 from tests.actors.gateway.test_gateway_reload import announce, bigram, loaded
-from tests.actors.rig import MASTER, TopicArrivals, explorer, load, master, memory_log, running, streams, until
-from tests.actors.test_explorer import announce as announce_to_explorers
-from tests.actors.test_explorer import issue
+from tests.actors.rig import until
 from tests.infra.platform_server import Platform, platform
 from tests.infra.test_store_s3 import identity, limited
 from tests.minio import MinioServer
@@ -122,38 +117,6 @@ def test_a_gateway_of_a_read_only_bucket_serves_new_versions_and_keeps_what_need
                 assert {one.id for one in await served.recorded(3)} == {before, *meanwhile}
                 assert served.count("shed") == 0
         said = [record.getMessage() for record in caplog.records if "keys_held" in record.getMessage()]
-        assert "AccessDenied" in said[0] and "\n" not in said[0]
-
-    asyncio.run(main())
-
-
-def test_explorers_and_a_master_of_a_read_only_bucket_go_on_and_the_master_says_what_it_cannot_keep(
-    minio_server: MinioServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def main() -> None:
-        with (
-            roles_bucket(minio_server, tmp_path, "explorer") as (store, here),
-            roles_bucket(minio_server, tmp_path, "explorer") as (trainers, _),
-        ):
-            log = await memory_log()
-            await load(log)
-            here.mint = lambda: limited(minio_server, READ)
-            heard, sampler = TopicArrivals(log, EXPERIENCES), ScriptedEngine()
-            config = msgspec.structs.replace(MASTER, snapshot_s=0.5)
-            async with running(
-                explorer(log, store, sampler),
-                master(log, config, store=store),
-                asyncio.create_task(streams(log)),
-                asyncio.create_task(heard.listen()),
-            ):
-                await until(lambda: bool(heard.experiences), seconds=120)
-                await announce_to_explorers(log, trainers, 1)
-                await log.publish(TASKS, issue("late", 50, min_version=1))
-                await until(lambda: any(one.max_version == 1 for one in heard.experiences), seconds=120)
-                await until(lambda: "snapshot_not_written" in caplog.text, seconds=120)
-                here.mint = lambda: limited(minio_server, EVERY)
-                await until(lambda: any(trainers.keys("snapshots/")), seconds=120)
-        said = [record.getMessage() for record in caplog.records if "snapshot_not_written" in record.getMessage()]
         assert "AccessDenied" in said[0] and "\n" not in said[0]
 
     asyncio.run(main())

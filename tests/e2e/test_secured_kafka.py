@@ -5,7 +5,6 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 from typer.testing import Result
 
@@ -13,7 +12,6 @@ from infra.cli.settings import load_settings
 from infra.log.access import kafka_access
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
-from schemas.errors import ConfigError
 from schemas.topics import ALL, EXPERIENCES
 from tests.e2e.acls import CLUSTER, deny
 from tests.e2e.secured_broker import PASSWORD, USER, Secured, secured_broker
@@ -117,20 +115,6 @@ def test_a_client_without_the_certificate_that_a_broker_asks_for_is_one_line(app
     assert done.exit_code == 2 and f"kafka.ssl_cert_file: {asking.bootstrap} asks for another" in done.output, (
         done.output
     )
-
-
-def test_a_password_that_is_nowhere_is_one_line_with_the_variable(
-    secured: Secured, app_name: str, tmp_path: Path
-) -> None:
-    settings = load_settings(settings_file(secured, tmp_path, app_name, sasl_password_file=""))
-    with pytest.raises(ConfigError, match="the environment has no HEADRACE_KAFKA_PASSWORD"):
-        kafka_access(settings)
-
-
-def test_an_access_never_shows_its_password(secured: Secured, app_name: str, tmp_path: Path) -> None:
-    access = kafka_access(load_settings(settings_file(secured, tmp_path, app_name)))
-    assert access.password == PASSWORD and PASSWORD not in repr(access)
-    assert PASSWORD not in repr(msgspec.structs.replace(access, username="x"))
 
 
 def tried(done: Result) -> dict[str, str]:

@@ -114,17 +114,6 @@ def test_a_plugin_that_raises_is_an_outage_that_names_it_and_not_what_it_said(
     assert "the-secret" not in f"{failed.value}{done.output}"
 
 
-def test_a_server_that_is_silent_hides_no_refusal_of_another(secured: Secured, app_name: str, tmp_path: Path) -> None:
-    access = kafka_access(load_settings(settings_file(secured, tmp_path, app_name, **SCRAM)))
-
-    async def main() -> Refusal | None:
-        async with await asyncio.start_server(lambda reader, writer: reader.read(), "127.0.0.1", 0) as silent:
-            servers = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}, {secured.bootstrap}"
-            return await refusal(servers, msgspec.structs.replace(access, password="no"))
-
-    assert secured.bootstrap in str(asyncio.run(main()))
-
-
 def test_answers_of_a_gateway_whose_right_to_write_is_revoked_are_kept_and_stored_once_it_is_granted(
     secured: Secured, app_name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -212,18 +201,6 @@ def test_a_right_to_read_that_is_revoked_is_one_line_that_names_it(
                 pass
             await take_away(secured, log)
             await read_on(log, reader)
-
-    with pytest.raises(BrokerDenies, match=rf"read.*{app_name}.experiences.*`headrace check --connect`"):
-        asyncio.run(main())
-
-
-def test_a_reader_of_a_topic_that_was_taken_away_before_it_fetched_anything_says_so(
-    secured: Secured, app_name: str, tmp_path: Path
-) -> None:
-    async def main() -> None:
-        async with one_answer(secured, app_name, tmp_path) as log:
-            await take_away(secured, log)
-            await read_on(log, await log.assigned(EXPERIENCES, {0: 0, 1: 0}))
 
     with pytest.raises(BrokerDenies, match=rf"read.*{app_name}.experiences.*`headrace check --connect`"):
         asyncio.run(main())

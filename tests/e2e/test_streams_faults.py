@@ -118,18 +118,6 @@ def test_records_deleted_unread_stop_the_worker_until_somebody_skips_them(
     asyncio.run(skip())
 
 
-def test_an_unreachable_broker_is_named_within_the_deadline(app_name: str, tmp_path: Path) -> None:
-    code, said = ended(worker("127.0.0.1:1", app_name, tmp_path, deadline_s=2.0))
-    assert code != 0
-    assert "Kafka at 127.0.0.1:1 is not reachable" in said
-
-
-def test_missing_topics_are_a_settings_error(kafka: str, app_name: str, tmp_path: Path) -> None:
-    code, said = ended(worker(kafka, app_name, tmp_path))
-    assert code != 0
-    assert "headrace check --create" in said
-
-
 def test_a_worker_reports_itself_and_stops_cleanly(kafka: str, app_name: str, tmp_path: Path) -> None:
     async def run() -> list[Progress]:
         log = await prepared(kafka, app_name)

@@ -163,7 +163,7 @@ use = "streams.scores.llm_judge:Judge"
 options = {{ endpoint = {{ url = "http://127.0.0.1:9/v1", model = "j", attempts = 1 }} }}
 [[score]]
 name = "rubric"
-use = "streams.scores.rubric:Rubric"
+use = "streams.scores.llm_judge:Rubric"
 options = {{ endpoint = {{ url = "{services}/rubric", model = "j" }}, criteria = ["short", "polite"] }}
 [[score]]
 name = "quality"

@@ -24,13 +24,13 @@ from schemas.fields import Channel, PolicyEventKind
 from schemas.topics import EXPERIENCES, EXPERTS, POLICIES, TASKSET_RAW, VERIFIED, Topic
 from streams.collect.collector import CollectSettings
 from streams.collect.inbox import CollectDriver
+from streams.collect.rules import collect_rules
 from streams.collect.snapshots import SnapshotPolicy
 from streams.sources.source import build_sources, run_sources
 from streams.stages.chain_builder import build_tasks
 from streams.stages.driver import WindowDriver
 from streams.stages.tasks_stage import TaskStage
 from streams.stages.verify import Verifier
-from streams.worker import collect_rules
 from tests.role import role_of
 from tests.simulator.network import ClientReader
 from tests.simulator.plugins import EOS, LightMetrics, SmallTokenizer, TableLearner, WatchedEngine

@@ -8,18 +8,15 @@ import sys
 from collections import Counter
 from pathlib import Path
 from random import Random
-from typing import Literal
 
 import msgspec
 import pytest
 
-from schemas import EvalResult, PolicyEvent
-from tests.simulator.faults import Mixture, draw_mixture
+from tests.simulator.faults import Mixture
 from tests.simulator.hunt import BUGS, PATCHED, ROOT, place_of, read_bug
 from tests.simulator.run import run_seed
 from tests.simulator.scenario import draw_scenario
-from tests.simulator.settlement_serving import verdict_fault
-from tests.simulator.virtual_loop import START_S, Process, Stuck, VirtualLoop
+from tests.simulator.virtual_loop import Process, VirtualLoop
 from tests.simulator.world import World
 
 NUM_FAST = 20
@@ -79,49 +76,6 @@ def test_no_promise_is_broken_in_a_thousand_seeds() -> None:
     assert not MUST_BE_SEEN - summary["seen"].keys()
 
 
-# Seed, and what of its mixture of faults is another than the one it draws.
-RUNS: dict[str, tuple[int, dict[str, object]]] = {
-    "an expert delivered again after the first checkpoint": (3, {"crash": 0.03, "crashes": 4}),
-    "a suite that was asked with half of its tasks": (
-        8, {"slow": 0.3, "lost": 0.1, "crash": 0.03, "crashes": 8, "focus": "process"}
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_what_once_broke_a_promise_breaks_none(name: str) -> None:
-    seed, changes = RUNS[name]
-    mixture = msgspec.structs.replace(draw_mixture(Random(f"mixture/{seed}")), **changes)
-    outcome = run_seed(seed, mixture=mixture)
-    assert not outcome.violations, outcome.words()
-
-
-def result(correct: int, num_tasks: int) -> EvalResult:
-    return EvalResult(
-        policy="main", version=1, suite="dev", num_tasks=num_tasks, num_correct=correct, tasks=str(num_tasks)
-    )
-
-
-@pytest.mark.parametrize(
-    ("event", "own", "before", "fault"),
-    [
-        ("promoted", (0, 2), (2, 2), "it answers the same tasks worse"),
-        ("promoted", (1, 2), (2, 2), ""),
-        ("promoted", (0, 2), (1, 1), ""),
-        ("held", (0, 2), (1, 1), ""),
-        ("held", (0, 2), (2, 2), ""),
-        ("held", (1, 2), (2, 2), "it answers no worse"),
-        ("held", (1, 1), (1, 2), "it answers no worse"),
-        ("promoted", (0, 2), None, ""),
-    ],
-)
-def test_a_drop_of_all_tasks_is_held_against_a_version_where_they_are_the_same(
-    event: Literal["promoted", "held"], own: tuple[int, int], before: tuple[int, int] | None, fault: str
-) -> None:
-    told = PolicyEvent(event=event, policy="main", version=2)
-    assert verdict_fault(told, result(*own), [] if before is None else [result(*before)]) == fault
-
-
 CYCLES = 100
 STOPS = 14  # of a run that never loses a request: what goes wrong here, zombies do
 
@@ -157,18 +111,6 @@ def test_customers_get_what_was_decided_as_far_as_it_was_heard_whoever_was_overt
 
 
 NAMES = sorted(path.stem for path in BUGS.glob("*.toml"))
-# The twenty classes of bugs that a log between actors and a trainer is prone to; the others are of what was added to it.
-TWENTY = {
-    "ack_before_send", "attempt_with_same_ids", "buffer_trimmed_too_far", "checkpoint_after_publication",
-    "dead_letter_not_confirmed", "deadline_by_wall_clock", "delta_on_wrong_parent", "duplicate_closure",
-    "event_before_manifest", "feedback_before_answer", "feedback_to_last_answer", "journal_after_step",
-    "manifest_before_shards", "offset_before_state", "drop_marker_not_sent", "rng_left_out", "state_before_outputs",
-    "token_missing_in_journal", "token_missing_in_path", "uses_not_in_checkpoint",
-}  # fmt: skip
-
-
-def test_the_twenty_are_planted() -> None:
-    assert len(TWENTY) == 20 and set(NAMES) >= TWENTY
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -205,53 +147,6 @@ def test_every_planted_bug_is_found_and_the_source_without_it_is_clean() -> None
     assert not wrong, said.stderr
 
 
-def test_time_jumps_to_the_next_timer() -> None:
-    loop = VirtualLoop(Random(0))
-    loop.run_until_complete(asyncio.sleep(86_400))
-    assert loop.time() == pytest.approx(START_S + 86_400)
-
-
-def test_a_dead_process_does_nothing_more() -> None:
-    loop, process, done = VirtualLoop(Random(0)), Process("a"), []
-
-    async def work() -> None:
-        for step in range(10):
-            await asyncio.sleep(1)
-            done.append(step)
-
-    async def main() -> None:
-        loop.create_task(work(), context=process.context)
-        await asyncio.sleep(3.5)
-        process.is_dead = True
-        await asyncio.sleep(30)
-
-    loop.run_until_complete(main())
-    loop.abandon()
-    assert done == [0, 1, 2]
-
-
-def test_a_stalled_process_goes_on_where_it_was() -> None:
-    loop, process, done = VirtualLoop(Random(0)), Process("a"), []
-
-    async def work() -> None:
-        await asyncio.sleep(1)
-        done.append(loop.time() - START_S)
-        await asyncio.sleep(1)
-        done.append(loop.time() - START_S)
-
-    async def main() -> None:
-        loop.create_task(work(), context=process.context)
-        await asyncio.sleep(0.5)
-        process.is_stalled = True
-        await asyncio.sleep(10)
-        assert not done
-        loop.resume(process)
-        await asyncio.sleep(5)
-
-    loop.run_until_complete(main())
-    assert done == pytest.approx([10.5, 11.5])
-
-
 def test_processes_are_shuffled_and_each_keeps_its_order() -> None:
     orders = set()
     for seed in range(20):
@@ -268,9 +163,3 @@ def test_processes_are_shuffled_and_each_keeps_its_order() -> None:
         assert [item for item in ran if item[0] == 0] == [(0, 0), (0, 1)]
         orders.add(tuple(ran))
     assert len(orders) > 2
-
-
-def test_waiting_for_nothing_is_said() -> None:
-    loop = VirtualLoop(Random(0))
-    with pytest.raises(Stuck):
-        loop.run_until_complete(loop.create_future())
