@@ -16,6 +16,7 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a share from 0 to
 Weight = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6, description="a weight")]
 Options = dict[str, Any]
 FEEDBACK_PATH = "/v1/feedback"
+QUESTION = "{question}"  # its place in a template
 
 
 class LangfuseConfig(Section, frozen=True):
@@ -408,6 +409,11 @@ class VaryConfig(Section, frozen=True):
     """Seconds of one request."""
 
     def __post_init__(self) -> None:
+        for template in self.templates:
+            if QUESTION not in template:
+                raise ValueError(f"got the template {template!r}, expected {QUESTION} in it")
+        if bool(self.url) != bool(self.model):
+            raise ValueError("got one of url and model, expected both or neither")
         if self.url:
             checked_url(self.url)
 

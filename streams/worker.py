@@ -1,42 +1,59 @@
-"""Around the stages of one worker: its folder, its reports, and the watchdog that ends it when stuck."""
+"""The Faust worker: one Faust app per stage, each feeding a driver that does not know Faust; its reports, and the watchdog that
+ends it when stuck.
+
+Guarantees: at least once. A record is acknowledged by its driver, after what it led to is confirmed. A worker ends within
+END_S of a signal, or of an error, whatever its broker does.
+
+    faust (fetch, rebalance) ─> agent ─> WindowDriver (tasks, verify) or CollectDriver (collect) ─> infra.log ─> log
+"""
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import msgspec
-
+from infra.chain.chain import Step
 from infra.log.bus import Partition, RecordPosition
 from infra.log.log import Log
 from infra.log.memory import wall_ms
 from infra.observe.metrics import Metrics
-from infra.roles.process import EXIT_STUCK
-from infra.settings.config import Floor, duration_s
-from schemas import Progress
+from infra.observe.release import full_release
+from infra.roles.process import EXIT_STUCK, ClaimedFolder, ends_within
+from infra.roles.role import Role
+from schemas import FeedbackWait, Progress
 from schemas.errors import BrokerUnavailable
-from schemas.topics import REPORTS
-from streams.collect.feedback import FeedbackRules
-from streams.collect.rules import Rules
+from schemas.topics import EXPERIENCES, EXPERTS, REPORTS, TASKSET_RAW, VERIFIED
+from streams.collect.collector import CollectSettings
+from streams.collect.inbox import CollectDriver
+from streams.collect.rules import collect_rules
+from streams.collect.snapshots import SnapshotPolicy
 from streams.config import StreamsConfig
-from streams.stages.stage import EXIT_BROKER, end_process
+from streams.sources.source import build_sources, run_sources
+from streams.stages.chain_builder import build_collect, build_tasks, build_verify
+from streams.stages.driver import WindowDriver
+from streams.stages.hosted import BrokerLogin, HostedStage, StageName
+from streams.stages.stage import EXIT_BROKER, causes, end_process
+from streams.stages.tasks_stage import TaskStage
+from streams.stages.verify import Verifier
 
 logger = logging.getLogger(__name__)
 
+ALL_STAGES: tuple[StageName, ...] = ("tasks", "verify", "collect")
+RUNNING, STOPPED = "running", "stopped"
+END_S = 60.0  # of all stages together, whatever Faust does
+STUCK_S = 180.0
+Steps = dict[StageName, tuple[Step, ...]]
 REPORT_S = 2.0
 WATCH_S = 5.0
 REPEAT_S = 10.0
 SLACK_MS = 5_000  # a clock that is off by less changes nothing
 CLIENT_LOGGERS = (
-    "faust",
-    "mode",
-    "aiokafka",
-    "aiokafka.cluster",
-    "aiokafka.conn",
-    "aiokafka.consumer.fetcher",
-    "aiokafka.consumer.group_coordinator",
-    "aiokafka.producer.sender",
-)
+    "faust", "mode", "aiokafka", "aiokafka.cluster", "aiokafka.conn", "aiokafka.consumer.fetcher",
+    "aiokafka.consumer.group_coordinator", "aiokafka.producer.sender",
+)  # fmt: skip
 
 
 class LogTime:
@@ -47,7 +64,6 @@ class LogTime:
         self._off_ms = 0
 
     def now_ms(self) -> int:
-        """Milliseconds since 1970 by the broker's clock."""
         return self._wall_ms() - self._off_ms
 
     async def hear(self, storing: Awaitable[RecordPosition]) -> None:
@@ -59,6 +75,172 @@ class LogTime:
         if bool(off_ms) != bool(self._off_ms):
             logger.warning("clock_off seconds=%d: stages go by the broker's clock", off_ms // 1000)
         self._off_ms = off_ms
+
+
+class HeldTopic(NamedTuple):
+    """A topic (full name) of which a worker holds partitions; marks: per partition, a number that changes with work on it."""
+
+    topic: str
+    group: str
+    partitions: set[int]
+    marks: dict[int, int]
+
+
+@runtime_checkable
+class Companion(Protocol):
+    """A step's function that also runs beside the stages."""
+
+    async def accompany(self, log: Log, metrics: Metrics) -> None:
+        """Run until cancelled."""
+
+
+def companions(steps: Sequence[Step]) -> list[Companion]:
+    functions: list[object] = [step.function for step in steps]
+    return [function for function in functions if isinstance(function, Companion)]
+
+
+logger = logging.getLogger(__name__)
+
+
+async def run_worker(
+    role: Role,
+    config: StreamsConfig,
+    login: BrokerLogin,
+    *,
+    stages: Sequence[StageName] = ALL_STAGES,
+    state_folder: Path | None = None,
+) -> None:
+    """Host `stages` until the role is stopped. The topics must exist.
+
+    login: where Faust finds the brokers of the role's log. state_folder: where workers of this machine keep their state
+    files, by default `state` beside the TOML.
+    Raises ConfigError for settings that cannot hold, BrokerUnavailable naming the address.
+    """
+    quieten_clients()
+    floor, log, metrics = role.floor, role.log, role.metrics
+    steps: Steps = {
+        "tasks": build_tasks(config),
+        "verify": build_verify(config, floor.model_path),
+        "collect": build_collect(config, floor.model_path),
+    }
+    sources = build_sources(config.feedback, floor.folder, config.verify.redact)
+    folder = ClaimedFolder(state_folder or floor.folder / "state")
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            hosts, log_time = [], LogTime()
+            for stage in stages:
+                chain = " ".join(step.stamp for step in steps[stage])
+                hosts.append(HostedStage(log, login, stage, folder.path, chain))
+                snapshots = SnapshotPolicy(config.collect.snapshot_s, config.collect.snapshot_records)
+                settings = CollectSettings(
+                    folder.path, collect_rules(floor, config), steps["collect"], snapshots=snapshots
+                )
+                _feed(hosts[-1], role, tasks, steps, settings, log_time)
+            listening = tasks.create_task(run_sources(sources, log, metrics, folder.path))
+            beside = [
+                tasks.create_task(companion.accompany(log, metrics))
+                for companion in companions([*steps["verify"], *steps["collect"]])
+            ]
+            try:
+                await _host(hosts, role, log_time)
+            finally:
+                for task in (listening, *beside):
+                    task.cancel()
+    except BaseExceptionGroup as errors:
+        raise causes(errors)[0] from errors
+    finally:
+        folder.release()
+
+
+def _feed(
+    host: HostedStage, role: Role, tasks: asyncio.TaskGroup, steps: Steps, settings: CollectSettings, log_time: LogTime
+) -> None:
+    log, metrics = role.log, role.metrics
+    if host.stage == "tasks":
+        host.add(TASKSET_RAW, WindowDriver("tasks", TaskStage(steps["tasks"], log), log, metrics, tasks))
+    elif host.stage == "verify":
+        for topic in (EXPERIENCES, EXPERTS):
+            host.add(topic, WindowDriver("verify", Verifier(steps["verify"]), log, metrics, tasks))
+    else:
+        committed = _committed(log, host.group)
+        host.add(VERIFIED, CollectDriver(log, metrics, settings, committed, tasks, wall_ms=log_time.now_ms))
+
+
+async def _host(hosts: Sequence[HostedStage], role: Role, log_time: LogTime) -> None:
+    log, metrics, instance, stop = role.log, role.metrics, role.instance, role.stop
+    state = ["starting"]
+    metrics.check("worker", lambda: "" if state[0] == RUNNING else state[0])
+    async with asyncio.TaskGroup() as around:
+        now = partial(_progress, hosts, metrics, instance, log_time.now_ms)
+        watchers = [around.create_task(report(log, lambda: now(state[0]), log_time))]
+        try:
+            async with asyncio.TaskGroup() as starting:
+                for host in hosts:
+                    starting.create_task(host.start())
+            watchers += [around.create_task(host.guard()) for host in hosts]
+            watchers.append(around.create_task(watch(log, lambda: _held(hosts), metrics, STUCK_S)))
+            state[0] = RUNNING
+            logger.info("worker_ready instance=%s stages=%s", instance, ",".join(host.stage for host in hosts))
+            await stop.wait()
+        finally:
+            state[0] = STOPPED
+            # A broker that has gone leaves Faust waiting for acknowledgements that never come, and it ignores cancellation.
+            with ends_within("the stop of the stages", END_S):
+                for watcher in watchers:
+                    watcher.cancel()
+                for host in hosts:
+                    await host.stop()
+                    for driver in host.drivers.values():
+                        await driver.finish()
+    await log.publish(REPORTS, now(state[0]))
+
+
+def _progress(
+    hosts: Sequence[HostedStage], metrics: Metrics, instance: str, now_ms: Callable[[], int], state: str
+) -> Progress:
+    waits = FeedbackWait()
+    for host in hosts:
+        if host.stage == "collect":
+            (driver,) = host.drivers.values()
+            waiting = driver.waiting()
+            waits = waiting.feedback
+            metrics.gauge("groups_pending").set(waiting.groups)
+            oldest_s = max(0.0, now_ms() - waiting.oldest_ms) / 1000 if waiting.oldest_ms else 0.0
+            metrics.gauge("oldest_waiting_s").set(oldest_s)
+            metrics.gauge("answers_waiting").set(waits.answers)
+            metrics.gauge("turns_held").set(waiting.turns)
+        in_flight = sum(driver.num_in_flight() for driver in host.drivers.values())
+        metrics.gauge("records_in_flight", stage=host.stage).set(in_flight)
+    return Progress(
+        role="process",
+        instance=instance,
+        counters=metrics.counters(),
+        gauges=metrics.gauges(),
+        state=state,
+        life="ended" if state == STOPPED else "working" if state == RUNNING else "starting",
+        chains={host.stage: host.chain for host in hosts},
+        partitions={} if state == STOPPED else {host.stage: host.partitions() for host in hosts},
+        release=full_release(),
+        waits=None if state == STOPPED else waits,
+    )
+
+
+def _held(hosts: Sequence[HostedStage]) -> list[HeldTopic]:
+    return [
+        HeldTopic(topic=name, group=host.group, partitions=partitions, marks=host.drivers[name].marks())
+        for host in hosts
+        for name, partitions in host.assignment().items()
+        if name in host.drivers
+    ]
+
+
+def _committed(log: Log, group: str) -> Callable[[int], Any]:
+    topic = log.name(VERIFIED)
+
+    async def committed(partition: int) -> int:
+        return (await log.bus.committed(group, topic)).get(Partition(topic, partition), 0)
+
+    return committed
 
 
 class QuietRepeats(logging.Filter):
@@ -77,7 +259,6 @@ class QuietRepeats(logging.Filter):
 
 
 def quieten_clients() -> None:
-    """Have Kafka's clients speak of trouble only, and not all the time."""
     for name in CLIENT_LOGGERS:
         client = logging.getLogger(name)
         client.setLevel(max(logging.WARNING, client.level))
@@ -85,32 +266,7 @@ def quieten_clients() -> None:
             client.addFilter(QuietRepeats())
 
 
-def collect_rules(floor: Floor, config: StreamsConfig) -> Rules:
-    """Make the rules of collect from the settings."""
-    sources = {
-        source.name: FeedbackRules(
-            window_ms=int(duration_s(source.window) * 1000),
-            default=None if isinstance(source.default, str) else float(source.default),
-            late=source.late,
-            discount=source.discount,
-        )
-        for source in config.feedback
-    }
-    return Rules(
-        deadline_ms=int(config.collect.deadline_s * 1000),
-        keep_ms=int(duration_s(floor.keep.replay) * 1000),
-        sources=sources,
-        corrects=config.collect.correct.on,
-        revisions=config.collect.revisions,
-        retrainings=config.collect.retrainings,
-        session_ms=int(config.collect.session_s * 1000),
-        session_turns=config.collect.session_turns,
-        limits=config.collect.limits,
-    )
-
-
 async def report(log: Log, now: Callable[[], Progress], log_time: LogTime) -> None:
-    """Say every REPORT_S how this worker is doing; a broker that is away past its deadline ends the process."""
     while True:
         try:
             await log_time.hear(log.publish(REPORTS, now()))
@@ -119,68 +275,32 @@ async def report(log: Log, now: Callable[[], Progress], log_time: LogTime) -> No
         await asyncio.sleep(REPORT_S)
 
 
-class HeldTopic(msgspec.Struct, frozen=True):
-    """A topic of which a worker holds partitions.
-
-    topic, group: full names. partitions: indexes. marks: per partition, a number that changes while it is worked on.
-    """
-
-    topic: str
-    group: str
-    partitions: set[int]
-    marks: dict[int, int]
-
-
-class Movement:
-    """The last movement of each partition: of its offset, of its mark, or that nothing is left to do."""
-
-    def __init__(self) -> None:
-        self._seen: dict[tuple[str, int], tuple[int, int]] = {}
-        self._moved_s: dict[tuple[str, int], float] = {}
-
-    def stuck_for_s(self, topic: str, partition: int, lag: int, committed: int, mark: int, now_s: float) -> float:
-        key = (topic, partition)
-        if lag <= 0 or self._seen.get(key) != (committed, mark):
-            self._moved_s[key] = now_s
-        self._seen[key] = (committed, mark)
-        return now_s - self._moved_s[key]
-
-    def keep(self, topic: str, partitions: set[int]) -> None:
-        """Forget the topic's other partitions, which other workers hold: their time begins anew when they come back."""
-        for key in [key for key in self._seen if key[0] == topic and key[1] not in partitions]:
-            del self._seen[key]
-
-
 async def watch(log: Log, held: Callable[[], list[HeldTopic]], metrics: Metrics, stuck_s: float) -> None:
     """End the process when a partition has lag and does not move for stuck_s, though it is this worker's or, of the worker's
     group, not held by any: a group that never let this worker in, or dealt it nothing, is joined anew. Never returns.
     """
-    movement = Movement()
+    moved: dict[Partition, tuple[int, int, float]] = {}  # offset, mark, and since when they are these
     clock = asyncio.get_running_loop().time
     while True:
         await asyncio.sleep(WATCH_S)
-        for held_topic in held():
+        for topic, group, partitions, marks in held():
             try:
-                ends = await log.bus.end_offsets(held_topic.topic)
-                offsets = await log.bus.committed(held_topic.group, held_topic.topic)
-                others = await log.bus.held(held_topic.group, held_topic.topic) - held_topic.partitions
+                ends = await log.bus.end_offsets(topic)
+                offsets = await log.bus.committed(group, topic)
+                others = await log.bus.held(group, topic) - partitions
             except BrokerUnavailable as error:
                 logger.warning("watch_failed error=%s", error)
                 continue
-            lags = {at.index: max(0, end - offsets.get(at, 0)) for at, end in ends.items() if at.index not in others}
-            movement.keep(held_topic.topic, set(lags))
-            for partition, lag in lags.items():
-                committed = offsets.get(Partition(held_topic.topic, partition), 0)
-                mark = held_topic.marks.get(partition, 0)
-                still_s = movement.stuck_for_s(held_topic.topic, partition, lag, committed, mark, clock())
+            lags = {at: max(0, end - offsets.get(at, 0)) for at, end in ends.items() if at.index not in others}
+            for at in [at for at in moved if at.topic == topic and at not in lags]:
+                del moved[at]  # another worker's: its time begins anew when it comes back
+            for at, lag in lags.items():
+                now = (offsets.get(at, 0), marks.get(at.index, 0))
+                if lag <= 0 or moved.get(at, ())[:2] != now:
+                    moved[at] = (*now, clock())
+                still_s = clock() - moved[at][2]
                 if still_s > stuck_s:
-                    holder = (
-                        "held here"
-                        if partition in held_topic.partitions
-                        else f"held by no worker of {held_topic.group}"
-                    )
+                    holder = "held here" if at.index in partitions else f"held by no worker of {group}"
                     behind = f"{lag} records behind and nothing moved for {still_s:.0f} s"
-                    end_process(f"{held_topic.topic}/{partition}, {holder}: {behind}", EXIT_STUCK)
-            metrics.gauge("lag", topic=held_topic.topic).set(
-                sum(lags.get(partition, 0) for partition in held_topic.partitions)
-            )
+                    end_process(f"{topic}/{at.index}, {holder}: {behind}", EXIT_STUCK)
+            metrics.gauge("lag", topic=topic).set(sum(lag for at, lag in lags.items() if at.index in partitions))

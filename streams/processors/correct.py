@@ -45,7 +45,6 @@ class Correct:
         self._redactor = Redactor(kinds, patterns)
 
     def __call__(self, group: tuple[Experience, ...]) -> tuple[Experience, ...]:
-        """The group, and behind it what edits of its answers make."""
         if not any(member.edit for member in group):
             return group
         made = [new for member in group for new in self._made(member)]

@@ -2,8 +2,8 @@
 
 from infra.chain.processor import Drop, processor
 from schemas import Experience
+from streams.processors.advantage import differ
 from streams.processors.episodes import episode_rewards, is_judged, is_lone
-from streams.processors.turns import differ
 
 ALL_EQUAL = "all rewards equal"
 TOLERANCE = 1e-9  # rewards closer than this are equal: blends differ in their last bits

@@ -6,7 +6,6 @@ from schemas import Experience
 
 
 def is_judged(experience: Experience) -> bool:
-    """Return True for all but demonstrations: reward and advantage apply."""
     return not experience.is_given
 
 

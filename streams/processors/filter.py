@@ -43,7 +43,6 @@ def filter(
 
 
 def sampled_tokens(experience: Experience) -> npt.NDArray[np.uint32]:
-    """The tokens inside spans, one after the other."""
     return np.concatenate([experience.tokens[span.start : span.stop] for span in experience.spans])
 
 
@@ -84,7 +83,6 @@ DUPLICATE = "duplicate"
 
 
 def dedupe_key(experience: Experience) -> str:
-    """Return the key that is remembered of an experience."""
     return f"{experience.id}/{experience.revision}" if experience.revision else experience.id
 
 

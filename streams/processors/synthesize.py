@@ -23,7 +23,6 @@ def synthesize(group: tuple[Experience, ...], *, min_reward: float) -> tuple[Exp
 
 
 def make_demonstration(best: Experience) -> Experience:
-    """`best` in the expert lane: same tokens, no behaviour policy, so no ratio."""
     group = ids.synthetic_group((best.id,), PROCESSOR, 0)
     spans = tuple(msgspec.structs.replace(span, version=-1, temperature=1.0, ratio=False, kv=-1) for span in best.spans)
     made = best.with_bulk(logprobs=np.zeros(best.num_sampled, dtype=np.float32))

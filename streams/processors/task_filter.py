@@ -51,7 +51,6 @@ class Verifiable:
         self._steps = tuple(steps)
 
     async def __call__(self, task: Task) -> Task | Drop:
-        """Ask the scores."""
         if task.answer is None:
             return Drop(UNVERIFIABLE, f"task {task.id} has no answer")
         perfect = make_experience(

@@ -55,7 +55,6 @@ class LettersReport(msgspec.Struct):
 async def redeliver(
     log: Log, ranges: Sequence[Range], on_progress: Callable[[int], None], *, by: str = ""
 ) -> LettersReport:
-    """Deliver the letters in the ranges again that were not yet and that decode. by: who does and why, kept in each mark."""
     report = LettersReport()
     marks = Marks(log, by)
     try:
@@ -164,7 +163,6 @@ class Marks:
         self._follower = Follower(log, (DEAD_LETTERS,))
 
     async def read_on(self, stops: Mapping[int, int]) -> None:
-        """Read the marks up to `stops`, by partition."""
         begins, _ = await self._log.bounds(DEAD_LETTERS)
         starts = {index: max(begins[index], self._nexts.get(index, 0)) for index in stops}
         async with aclosing(self._follower.chunks(DEAD_LETTERS, starts, stops)) as chunks:

@@ -16,13 +16,13 @@ from infra.settings.config import Floor
 from schemas.errors import ConfigError
 from schemas.topics import DEAD_LETTERS, EXPERIENCES, EXPERTS, TASKSET_RAW, VERIFIED, Topic
 from streams.collect.collector import CollectSettings
+from streams.collect.rules import collect_rules
 from streams.config import StreamsConfig
 from streams.reprocess import stages
-from streams.reprocess.ranges import LogPlace, Range, find_ranges, parse_place, until_committed
+from streams.reprocess.ranges import Range, find_ranges, is_offset, until_committed
 from streams.reprocess.report import OutcomeTable, ReprocessReport
 from streams.reprocess.stages import ReprocessRun
 from streams.stages.chain_builder import build_collect, build_tasks, build_verify
-from streams.worker import collect_rules
 
 StageName = Literal["tasks", "verify", "collect", "dead-letters"]
 INPUTS: dict[str, tuple[Topic, ...]] = {
@@ -55,12 +55,8 @@ class ReprocessOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def plan(log: Log, order: ReprocessOrder) -> list[Range]:
-    """Return the ranges of an order. Raises ConfigError."""
-    start, stop = parse_place(order.start, "--from"), parse_place(order.stop, "--to")
-    ranges: list[Range] = []
-    for topic in _topics(order, start, stop):
-        ranges += await find_ranges(log, topic, start, stop)
-    return ranges
+    found = [await find_ranges(log, topic, order.start, order.stop) for topic in _topics(order)]
+    return [part for ranges in found for part in ranges]
 
 
 async def reprocess(
@@ -81,7 +77,7 @@ async def reprocess(
         steps = build_tasks(config) if order.stage == "tasks" else build_verify(config, floor.model_path)
     record, run_again = STAGES[order.stage]
     with tempfile.TemporaryDirectory(prefix="headrace-reprocess-") as folder:
-        table = OutcomeTable(Path(folder) / "recorded.sqlite")
+        table = OutcomeTable()
         settings = CollectSettings(Path(folder), collect_rules(floor, config), steps)
         run = ReprocessRun(log, ranges, steps, report, table, settings, order.diff, order.rescore, on_progress)
         try:
@@ -100,7 +96,7 @@ async def reprocess(
     return report
 
 
-def _topics(order: ReprocessOrder, start: LogPlace, stop: LogPlace) -> tuple[Topic, ...]:
+def _topics(order: ReprocessOrder) -> tuple[Topic, ...]:
     if order.stage not in INPUTS:
         raise ConfigError(f"reprocess: got {order.stage!r}, expected one of {', '.join(INPUTS)}")
     topics = INPUTS[order.stage]
@@ -109,4 +105,4 @@ def _topics(order: ReprocessOrder, start: LogPlace, stop: LogPlace) -> tuple[Top
             names = ", ".join(topic.name for topic in topics)
             raise ConfigError(f"--topic: got {order.topic!r}, expected one of {names}")
         return tuple(topic for topic in topics if topic.name == order.topic)
-    return topics[:1] if start.is_offset or stop.is_offset else topics
+    return topics[:1] if is_offset(order.start) or is_offset(order.stop) else topics

@@ -29,12 +29,20 @@ from schemas.topics import BUFFER, DEAD_LETTERS, EVALS, PROGRESS, TASKSET, VERIF
 from streams.collect.collector import Collector, CollectSettings
 from streams.collect.decision import Decision
 from streams.processors.filter import DUPLICATE
-from streams.reprocess.outcome import Difference, Outcome, dropped_outcome, ending, kept_outcome, left_out, task_content
 from streams.reprocess.ranges import Range, first_time_ms, messages_in
-from streams.reprocess.report import OutcomeTable, ReprocessReport
+from streams.reprocess.report import (
+    Difference,
+    Outcome,
+    OutcomeTable,
+    ReprocessReport,
+    dropped_outcome,
+    ending,
+    kept_outcome,
+    left_out,
+    task_content,
+)
 from streams.stages import tasks_stage, verify
-from streams.stages.driver import TIMEOUT_S, Stage, decided
-from streams.stages.recall import recall
+from streams.stages.driver import TIMEOUT_S, Stage, decided, recall
 from streams.stages.stage import Handled
 
 IN_FLIGHT = 64
@@ -159,7 +167,6 @@ async def verify_steps(run: ReprocessRun) -> AsyncGenerator[RunStep, None]:
 
 
 def asks_scores(run: ReprocessRun) -> bool:
-    """True if a step of the chain has verdicts on record."""
     return any(step.question for step in run.steps)
 
 

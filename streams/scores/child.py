@@ -39,7 +39,6 @@ class ScoreChild:
                 raise TimeoutError(str(error)) from error
 
     def close(self) -> None:
-        """End the process; the next question starts another."""
         with self._lock:
             process, self._process = self._process, None
             if process is not None:

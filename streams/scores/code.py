@@ -107,7 +107,6 @@ class Code:
         self._child = CHILD.read_bytes()
 
     def __call__(self, experience: Experience) -> float | None:
-        """Grade one answer; raises ValueError for tests that cannot be read, SandboxUnavailable."""
         written = experience.meta.get(self.tests)
         if written is None:
             return None

@@ -18,7 +18,6 @@ FOLDER = "/program"  # where answer.py lies
 
 
 def main() -> None:
-    """Load the answer, then call its function for each request."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     os.dup2(2, 1)  # what the answer prints is no reply

@@ -302,7 +302,6 @@ class JudgeLedger:
         )
 
     def reserve(self, day: int, usd: float, budget_usd: float) -> bool:
-        """Spend `usd` if they fit into the day's budget; return whether they did."""
         self._database.execute("INSERT OR IGNORE INTO spending VALUES (?, 0.0)", (day,))
         changed = self._database.execute(
             "UPDATE spending SET usd = usd + ? WHERE day = ? AND usd + ? <= ?", (usd, day, usd, budget_usd)
@@ -310,7 +309,6 @@ class JudgeLedger:
         return changed.rowcount == 1
 
     def settle(self, day: int, difference_usd: float) -> None:
-        """Correct a reservation by what it really cost."""
         self._database.execute("UPDATE spending SET usd = max(0, usd + ?) WHERE day = ?", (difference_usd, day))
 
     def close(self) -> None:

@@ -34,7 +34,6 @@ class Format:
         self._child = ScoreChild("streams.scores.pattern_worker")
 
     def __call__(self, experience: Experience) -> float:
-        """Match one response; raises TimeoutError."""
         response = experience.response.strip()
         if len(response) > MAX_CHARS:
             return 0.0
@@ -42,7 +41,6 @@ class Format:
         return float(self._child.ask(asked, self.timeout_s)["matches"])
 
     def close(self) -> None:
-        """End the child; the next call starts another."""
         self._child.close()
 
 

@@ -45,7 +45,6 @@ class Math:
         self._child = ScoreChild("streams.scores.math_worker")
 
     def __call__(self, experience: Experience) -> float | None:
-        """Compare one answer; raises TimeoutError, and ValueError for a reference that cannot be read."""
         expected = experience.reference(self.answer)
         if expected is None:
             return None
@@ -69,7 +68,6 @@ class Math:
         return bool(reply["equal"])
 
     def close(self) -> None:
-        """End the child; the next call starts another."""
         self._child.close()
 
 

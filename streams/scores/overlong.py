@@ -23,5 +23,4 @@ class Overlong:
         self.margin = margin
 
     def __call__(self, experience: Experience) -> float:
-        """The penalty of one sequence, 0 to 1."""
         return min(1.0, max(0.0, (experience.num_sampled - self.max_tokens + self.margin) / self.margin))

@@ -11,7 +11,6 @@ import sys
 
 
 def main() -> None:
-    """Answer lines until the input ends."""
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
@@ -21,7 +20,6 @@ def main() -> None:
 
 @functools.lru_cache(maxsize=64)
 def compiled(pattern: str, dotall: bool) -> re.Pattern[str]:
-    """The pattern; raises re.error."""
     return re.compile(pattern, re.DOTALL if dotall else 0)
 
 

@@ -34,7 +34,6 @@ def is_variant(answer: str, accepted: Iterable[str]) -> bool:
 
 
 def normal(text: str) -> str:
-    """The form in which answers are compared."""
     text = normalized("NFKC", text).casefold()
     text = re.sub(r"[*`]+|(?<!\w)_+|(?<!_)_++(?!\w)", "", text).translate(_MARKS)
     text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)

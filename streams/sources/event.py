@@ -130,7 +130,6 @@ async def read_events(source: EventSource, events: Sequence[Event], keys: Keys |
 
 
 async def _table(event: Event, keys: Keys | None) -> dict[str, Any]:
-    """Decode an event. Raises BadFrame, Sealed where it is forgotten, StoreError."""
     value = event.value
     if event.ours and keys is not None:
         value = await asyncio.to_thread(open_event, value, keys)
@@ -141,7 +140,6 @@ async def _table(event: Event, keys: Keys | None) -> dict[str, Any]:
 
 
 def event_table(value: bytes) -> dict[str, Any]:
-    """The JSON object an event is. Raises BadFrame."""
     try:
         table = msgspec.json.decode(value)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

@@ -26,11 +26,6 @@ logger = logging.getLogger(__name__)
 
 
 class FilePosition(msgspec.Struct, frozen=True):
-    """The position up to which a file is published.
-
-    inode: of the file, 0 before the first read. offset: everything before this byte is published.
-    """
-
     inode: int = 0
     offset: int = 0
 
@@ -49,7 +44,6 @@ async def run_file(source: EventSource, log: Log, metrics: Metrics, state: Path)
 
 
 async def take_lock(lock: IO[str]) -> None:
-    """Wait until no other process holds the lock of a file; it is held until that is closed."""
     while True:
         if _locked(lock):
             return
@@ -102,7 +96,6 @@ def read_lines(path: Path, position: FilePosition) -> tuple[FilePosition, list[t
 
 
 def load_position(path: Path) -> FilePosition:
-    """The saved position; the beginning where none was saved. Raises msgspec.DecodeError for a damaged file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=FilePosition)
     except FileNotFoundError:

@@ -93,7 +93,6 @@ def langfuse_score(
 
 
 def find_answer(score: Mapping[str, Any]) -> str | None:
-    """Return the id of the answer that a score names, None for none."""
     metadata = score.get("metadata")
     found = [metadata.get(name) for name in ANSWER_NAMES] if isinstance(metadata, dict) else []
     subject = score.get("subject")
@@ -103,7 +102,6 @@ def find_answer(score: Mapping[str, Any]) -> str | None:
 
 
 def score_key(score: Mapping[str, Any]) -> str:
-    """Return the id of a score in its present state; a changed score has another."""
     return f"{score.get('id')}@{score.get('updatedAt') or score.get('timestamp') or ''}"
 
 
@@ -163,7 +161,6 @@ async def take_round(
 
 
 def load_state(path: Path) -> LangfuseState:
-    """The saved state; an empty one where none was saved. Raises msgspec.DecodeError for a damaged file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=LangfuseState)
     except FileNotFoundError:

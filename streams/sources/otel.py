@@ -64,7 +64,6 @@ def split_otlp(value: bytes) -> list[bytes]:
 
 
 def read_attributes(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a log record that are a text or a number."""
     found: dict[str, Any] = {}
     for attribute in record.get("attributes") or ():
         kind, value = next(iter(attribute["value"].items()), ("", 0))

@@ -44,7 +44,6 @@ def rating(body: dict[str, Any]) -> Feedback | None:
 
 
 async def run_received(sources: Sequence[EventSource], log: Log, metrics: Metrics) -> None:
-    """Read `feedback` until cancelled and give each record to the source of its path."""
     by_path = {source.webhook: source for source in sources}
     reader = await log.subscribed(FEEDBACK, group=GROUP)
     read: OrderedDict[str, None] = OrderedDict()

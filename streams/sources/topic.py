@@ -55,7 +55,6 @@ async def until_there(source: EventSource, log: Log, metrics: Metrics) -> None:
 
 
 async def take_once(source: EventSource, reader: Reader, log: Log, metrics: Metrics) -> int:
-    """One round of the loop; returns how many events it took."""
     try:
         records = await reader.get_many(timeout_s=POLL_S)
     except OffsetOutOfRange:

@@ -6,24 +6,162 @@
                        └─> handle ─> publish, confirmed ─┘
 
 Guarantees: at least once, whatever dies when; outputs of records with one key keep the order of the records; what a stage
-remembers sees the records of a partition in log order, and after a rebalance it is rebuilt from the log before the first
-of them is handled; nothing escapes: what fails is retried, then dead-lettered, else the process ends before the
-acknowledgement.
+remembers sees the records of a partition in log order, and after a rebalance it is rebuilt, as far as retention kept it, from
+the log before the first of them is handled; nothing escapes: what fails is retried, then dead-lettered, else the process ends
+before the acknowledgement. Records are acknowledged in offset order, each once every earlier record of its partition is done,
+so a crash repeats records and never skips one.
 """
 
 import asyncio
 import logging
-from typing import Protocol
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from infra.chain.chain import ChainTurn
-from infra.log.bus import Record
+from infra.log.bus import Partition, Record
 from infra.log.log import Log, LogMessage
 from infra.observe.failpoint import reach
 from infra.observe.metrics import Metrics
-from schemas.errors import RecordTooLarge
-from streams.stages.recall import Remembers, recall
+from schemas import Block
+from schemas.errors import OffsetOutOfRange, RecordTooLarge
+from schemas.topics import by_name
 from streams.stages.stage import Delivery, Handled, Waiting, count, end_for, publish_all, read
-from streams.stages.window import Ticket, Window
+
+CHUNK_RECORDS = 512
+FETCH_BYTES = 512 * 1024  # a chunk is about so much: more would be sent, and held, of what lies behind it
+YIELD_EVERY = 32  # records between two looks at everything else: heartbeats must not wait
+
+
+class Remembers(Protocol):
+    """A stage that remembers. reach: inputs that its memory goes back, 0 for none."""
+
+    @property
+    def reach(self) -> int: ...
+
+    async def recall(self, message: LogMessage) -> None:
+        """Remember a record that was handled before."""
+
+
+async def recall(log: Log, stage: Remembers, topic: str, partition: int, before: int) -> None:
+    """Have `stage` remember the inputs below offset `before` of a topic (full name) of this app."""
+    if not stage.reach:
+        return
+    begin = (await log.bus.beginning_offsets(topic))[Partition(topic, partition)]
+    start = await _start(log, stage.reach, topic, partition, begin, before)
+    if start >= before:
+        return
+    count = 0
+    async with aclosing(_kept(log, topic, partition, start, before)) as messages:
+        async for message in messages:
+            await stage.recall(message)
+            count += 1
+            if count % YIELD_EVERY == 0:
+                await asyncio.sleep(0)
+    logger.info("recalled topic=%s partition=%d from=%d to=%d", topic, partition, start, before)
+
+
+async def _start(log: Log, reach: int, topic: str, partition: int, begin: int, before: int) -> int:
+    start, found = before, 0
+    while start > begin and found < reach:
+        stop, start = start, max(begin, start - CHUNK_RECORDS)
+        sizes: list[tuple[int, int]] = []
+        async with aclosing(_kept(log, topic, partition, start, stop)) as messages:
+            async for message in messages:
+                sizes.append(
+                    (message.offset, len(message.value.experiences) if isinstance(message.value, Block) else 1)
+                )
+        for offset, size in reversed(sizes):
+            found += size
+            if found >= reach:
+                return offset
+    return start
+
+
+async def _kept(log: Log, topic: str, partition: int, start: int, stop: int) -> AsyncGenerator[LogMessage, None]:
+    known = by_name(topic.removeprefix(f"{log.app}."))
+    while True:
+        scanned = log.scan(known, {partition: start}, {partition: stop}, fetch_bytes=FETCH_BYTES)
+        try:
+            async with aclosing(scanned) as messages:
+                async for message in messages:
+                    yield message
+            return
+        except OffsetOutOfRange:
+            begin = (await log.bus.beginning_offsets(topic))[Partition(topic, partition)]
+            logger.warning("recall_trimmed topic=%s partition=%d from=%d to=%d", topic, partition, start, begin)
+            start = begin
+
+
+Handle = TypeVar("Handle")
+
+
+class Ticket(NamedTuple):
+    """One record in flight. generation: of the assignment that delivered it."""
+
+    partition: int
+    offset: int
+    generation: int
+
+
+class _Lane(Generic[Handle]):
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self.highest = -1
+        self.flying: dict[int, Handle] = {}  # by offset, in their order
+        self.done: set[int] = set()
+
+
+class Window(Generic[Handle]):
+    """Records in flight of any number of partitions; holds no clock, task or client."""
+
+    def __init__(self, limit: int) -> None:
+        if limit < 1:
+            raise ValueError(f"limit: got {limit}, expected 1 or more")
+        self.limit = limit
+        self._lanes: dict[int, _Lane[Handle]] = {}
+
+    def is_full(self, partition: int, generation: int) -> bool:
+        lane = self._lanes.get(partition)
+        return lane is not None and lane.generation == generation and len(lane.flying) >= self.limit
+
+    def take(self, partition: int, offset: int, generation: int, handle: Handle) -> Ticket | None:
+        """Put a record in flight; None for one that this generation has seen or that an older one delivered.
+
+        A newer generation forgets what the older had in flight: those records are delivered again.
+        """
+        lane = self._lanes.get(partition)
+        if lane is None or generation > lane.generation:
+            lane = self._lanes[partition] = _Lane(generation)
+        if generation < lane.generation or offset <= lane.highest:
+            return None
+        lane.highest = offset
+        lane.flying[offset] = handle
+        return Ticket(partition, offset, generation)
+
+    def complete(self, ticket: Ticket) -> list[Handle]:
+        """Handles that may be acknowledged now, in offset order; none for a ticket of a forgotten generation."""
+        lane = self._lanes.get(ticket.partition)
+        if lane is None or lane.generation != ticket.generation or ticket.offset not in lane.flying:
+            return []
+        lane.done.add(ticket.offset)
+        ready: list[Handle] = []
+        while lane.flying and (first := next(iter(lane.flying))) in lane.done:
+            lane.done.remove(first)
+            ready.append(lane.flying.pop(first))
+        return ready
+
+    def forget(self) -> list[Handle]:
+        """Give up everything in flight; returns the handles, none of which may be acknowledged."""
+        given_up = [handle for lane in self._lanes.values() for handle in lane.flying.values()]
+        for lane in self._lanes.values():
+            lane.flying.clear()
+            lane.done.clear()
+        return given_up
+
+    def num_in_flight(self) -> int:
+        return sum(len(lane.flying) for lane in self._lanes.values())
+
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +213,6 @@ class WindowDriver:
         self._running: set[asyncio.Task[None]] = set()
 
     async def accept(self, delivery: Delivery) -> None:
-        """Take a record into flight; waits while its partition's window is full."""
         record = delivery.record
         if delivery.generation > self._generation:
             self._generation = delivery.generation

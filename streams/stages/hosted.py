@@ -108,7 +108,6 @@ class BrokerLogin(NamedTuple):
 
 
 def credentials(access: Access) -> Any:
-    """The same access as Faust names it; None for plain text."""
     if access.protocol == "PLAINTEXT":
         return None
     if access.protocol == "SSL":
@@ -161,7 +160,6 @@ class HostedStage:
         )
 
     def add(self, topic: Topic, driver: Driver) -> None:
-        """Hand the records of `topic` to `driver`."""
         name = self._log.name(topic)
         self.drivers[name] = driver
         source = self.app.topic(
@@ -210,7 +208,6 @@ class HostedStage:
                 await self._let_go()
 
     def assignment(self) -> dict[str, set[int]]:
-        """Partitions this worker holds, by topic."""
         found: dict[str, set[int]] = {name: set() for name in self.drivers}
         try:
             assigned = self.app.consumer.assignment()
@@ -221,7 +218,6 @@ class HostedStage:
         return found
 
     def partitions(self) -> tuple[int, ...]:
-        """Those this worker holds of any of the stage's topics; none before it has joined."""
         return tuple(sorted(set().union(*self.assignment().values()))) if self.app.started else ()
 
     def _is_revoking(self) -> bool:

@@ -187,7 +187,6 @@ def causes(error: BaseException) -> list[BaseException]:
 
 
 def count(metrics: Metrics, stage: str, handled: Handled) -> None:
-    """Add what was handled to the role's counters."""
     metrics.counter("experiences_in", stage=stage).inc(handled.num_in)
     metrics.counter("experiences_out", stage=stage).inc(handled.num_out)
     for reason, number in handled.dropped.items():
@@ -205,6 +204,5 @@ def count_faults(gone: Iterable[tuple[str, str]]) -> dict[str, int]:
 
 
 def count_failed(metrics: Metrics, stage: str, failed: Mapping[str, int]) -> None:
-    """Add what steps failed at to the role's counters; `headrace status` raises an alarm where it is too much."""
     for stamp, number in failed.items():
         metrics.counter("step_failed", stage=stage, step=stamp).inc(number)

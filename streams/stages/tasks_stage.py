@@ -35,7 +35,6 @@ class TaskStage:
         self._remembering = asyncio.Lock()
 
     def forget(self) -> None:
-        """Another worker may have had the partitions in between: read `taskset` anew."""
         self._memories = None
 
     @property

@@ -28,7 +28,6 @@ class Verifier:
     """The chain of verify with its memories, one set per input partition."""
 
     def __init__(self, steps: Sequence[Step], recorded: Recorded | None = None) -> None:
-        """recorded: scores of outside verdicts that need not be asked for again."""
         self._steps = steps
         self._recorded = recorded
         # Scores and filters behind the last step that remembers change no memory.
@@ -41,7 +40,6 @@ class Verifier:
         return max((step.memory for step in self._steps), default=0)
 
     def forget(self) -> None:
-        """Another worker may have had the partitions in between: remember nothing of them."""
         self._memories.clear()
 
     async def recall(self, message: LogMessage) -> None:

@@ -34,7 +34,6 @@ from infra.store.directory import DirectoryStore
 from schemas import Block, DropMarker, Feedback, Message, Score, Span, decode, encode, make_experience
 from schemas.ids import answer_id, experience_id, request_group
 from schemas.topics import BUFFER, EXPERIENCES, VERIFIED
-from streams.app import run_worker
 from streams.collect.collector import Collector, CollectSettings
 from streams.collect.feedback import FeedbackRules
 from streams.collect.rules import Rules
@@ -42,6 +41,7 @@ from streams.config import RewardConfig, ScoreConfig, StreamsConfig
 from streams.processors.filter import MIN_LOOP_TOKENS, repetition
 from streams.stages.chain_builder import build_collect
 from streams.stages.hosted import BrokerLogin
+from streams.worker import run_worker
 from tests.bench.measuring import against, cpu_s, ended, idle_share, last_words, started
 from tests.bench.report import Row
 from tests.bench.texts import RawAnswer, samples

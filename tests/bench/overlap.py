@@ -40,11 +40,11 @@ from schemas import Batch, Closure, Drawn, Experience, Message, Task, topics
 from schemas.topics import EXPERIENCES, PROGRESS, TASKS, TASKSET, VERIFIED, Topic
 from streams.collect.collector import CollectSettings
 from streams.collect.inbox import CollectDriver
+from streams.collect.rules import collect_rules
 from streams.config import ScoreConfig, StreamsConfig
 from streams.stages.chain_builder import build_collect, build_verify
 from streams.stages.driver import WindowDriver
 from streams.stages.verify import Verifier
-from streams.worker import collect_rules
 from tests.bench.report import Row
 from tests.simulator.virtual_loop import OneThreadTime, VirtualTime
 from trainer.batch.batch import PackedBatch

@@ -14,12 +14,12 @@ from infra.settings.config import Floor
 from schemas.topics import EXPERIENCES, EXPERTS, TASKSET_RAW, VERIFIED, Topic
 from streams.collect.collector import CollectSettings
 from streams.collect.inbox import CollectDriver
+from streams.collect.rules import collect_rules
 from streams.config import StreamsConfig
 from streams.stages.chain_builder import build_collect, build_tasks, build_verify
 from streams.stages.driver import WindowDriver
 from streams.stages.tasks_stage import TaskStage
 from streams.stages.verify import Verifier
-from streams.worker import collect_rules
 
 STAGES: tuple[tuple[Topic, str], ...] = (
     (TASKSET_RAW, "tasks"), (EXPERIENCES, "verify"), (EXPERTS, "verify"), (VERIFIED, "collect"),

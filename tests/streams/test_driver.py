@@ -15,10 +15,9 @@ from infra.observe.metrics import Metrics
 from schemas import BadFrame, Block, DeadLetter, DropMarker, Experience, Message, Task, Tick, encode
 from schemas.topics import DEAD_LETTERS, EVALS, EXPERIENCES, TASKSET, VERIFIED
 from streams.processors.filter import dedupe
-from streams.stages.driver import WindowDriver
+from streams.stages.driver import Ticket, Window, WindowDriver
 from streams.stages.stage import Handled, Output, letter
 from streams.stages.verify import Verifier
-from streams.stages.window import Ticket, Window
 from tests.streams.collect.collecting import answer, block
 from tests.streams.deliveries import KeptDelivery, memory_log, stored, until, values
 

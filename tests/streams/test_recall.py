@@ -16,8 +16,7 @@ from schemas import Block, DropMarker, Experience, Score
 from schemas.topics import EXPERIENCES, VERIFIED
 from streams.config import CollectConfig, ProcessorConfig, ScoreConfig, StreamsConfig
 from streams.processors.filter import dedupe
-from streams.stages.driver import WindowDriver
-from streams.stages.recall import recall
+from streams.stages.driver import WindowDriver, recall
 from streams.stages.verify import Verifier
 from tests.streams.collect.collecting import answer, block
 from tests.streams.deliveries import KeptDelivery, memory_log, stored, until, values

@@ -25,11 +25,12 @@ from schemas.experience import pair_fault
 from schemas.topics import PROGRESS, VERIFIED
 from streams.collect.fold import fold, make_chain
 from streams.collect.inbox import CollectDriver
+from streams.collect.rules import collect_rules
 from streams.collect.state import State
 from streams.config import RewardConfig, ScoreConfig, StreamsConfig
 from streams.stages.chain_builder import build_collect, build_verify
 from streams.stages.stage import EXIT_BROKER, EXIT_BUG, end_for, process_exit
-from streams.worker import HeldTopic, LogTime, Movement, QuietRepeats, collect_rules, report, watch
+from streams.worker import HeldTopic, LogTime, QuietRepeats, report, watch
 from tests.actors.rig import CharTokenizer
 from tests.simulator.virtual_loop import VirtualLoop
 from tests.streams.collect.collecting import RULES, FakePartition, answer, block
@@ -45,23 +46,6 @@ def test_two_workers_of_one_machine_have_different_folders(tmp_path: Path) -> No
     assert third.path.name == "worker-0"
     second.release()
     third.release()
-
-
-def test_a_partition_is_stuck_only_while_it_lags_and_nothing_moves() -> None:
-    movement = Movement()
-    assert movement.stuck_for_s("verified", 0, lag=5, committed=1, mark=0, now_s=100) == 0
-    assert movement.stuck_for_s("verified", 0, lag=5, committed=1, mark=0, now_s=130) == 30
-    assert movement.stuck_for_s("verified", 0, lag=5, committed=1, mark=7, now_s=140) == 0
-    assert movement.stuck_for_s("verified", 0, lag=5, committed=2, mark=7, now_s=150) == 0
-    assert movement.stuck_for_s("verified", 0, lag=0, committed=2, mark=7, now_s=180) == 0
-    assert movement.stuck_for_s("verified", 0, lag=1, committed=2, mark=7, now_s=190) == 10
-
-
-def test_a_partition_that_comes_back_starts_its_time_anew() -> None:
-    movement = Movement()
-    movement.stuck_for_s("verified", 0, lag=5, committed=1, mark=0, now_s=100)
-    movement.keep("verified", {1})
-    assert movement.stuck_for_s("verified", 0, lag=5, committed=1, mark=0, now_s=900) == 0
 
 
 class Ended(Exception):

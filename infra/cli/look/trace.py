@@ -24,10 +24,9 @@ from schemas import DropMarker, Experience, Feedback
 from schemas.errors import ConfigError
 from schemas.ids import group_of
 from streams.collect.feedback import is_labelled, named_answer, take_feedback
-from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback
-from streams.collect.rules import Rules, due_ms
+from streams.collect.rules import Rules, collect_rules, due_ms
+from streams.collect.state import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback
 from streams.collect.turns import NO_TURN, turn_depth
-from streams.worker import collect_rules
 from trainer.batch.assemble import PACED
 
 SHOWN_IDS = 10

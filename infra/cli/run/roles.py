@@ -300,8 +300,8 @@ async def _process(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
     share_heaps()  # it decodes, saves and snapshots in threads
     search_seldom()  # groups that wait are many, and make no cycle
     from infra.log.access import kafka_access
-    from streams.app import run_worker
     from streams.stages.hosted import BrokerLogin
+    from streams.worker import run_worker
 
     async with connected(settings) as log:
         role = make_role("process", settings, log, metrics, stop)

@@ -17,7 +17,7 @@ from infra.chain.processor import Memory
 from infra.settings.config import decode
 from schemas import Experience, Message, Score, Span, ids, make_experience
 from streams.collect.feedback import FeedbackRules, learn_usual, returns, usual_value
-from streams.collect.group import AnswerFeedback, LaterCredit, LoggedFeedback
+from streams.collect.state import AnswerFeedback, LaterCredit, LoggedFeedback
 from streams.config import StreamsConfig
 from streams.processors.advantage import MAX_ADVANTAGE, MEMORY, WINDOW, compared
 from streams.processors.prioritize import novelty, progress, recency

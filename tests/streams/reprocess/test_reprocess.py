@@ -15,7 +15,7 @@ from schemas.topics import ALL, BUFFER, DEAD_LETTERS, EXPERIENCES, VERIFIED
 from streams.config import CollectConfig, FilterConfig, ProcessorConfig, RewardConfig, ScoreConfig, Switch, VerifyConfig
 from streams.processors.filter import dedupe_key
 from streams.reprocess.letters import MARK, redeliver
-from streams.reprocess.ranges import LogPlace, find_ranges
+from streams.reprocess.ranges import find_ranges
 from tests.simulator.virtual_loop import run_virtual
 from tests.streams.collect.collecting import answer, block
 from tests.streams.deliveries import values
@@ -198,7 +198,7 @@ async def buffered(log: Log) -> dict[str, tuple[object, ...]]:
 
 
 async def whole(log: Log) -> list:  # type: ignore[type-arg]
-    return await find_ranges(log, DEAD_LETTERS, LogPlace(edge="beginning"), LogPlace(edge="end"))
+    return await find_ranges(log, DEAD_LETTERS)
 
 
 def letter(value: bytes, topic: str = "experiences", stage: str = "verify", key: bytes = b"t.0") -> DeadLetter:

@@ -14,8 +14,7 @@ from infra.chain.chain import ChainResult, Context, make_step, run_chain
 from infra.chain.processor import Verdict
 from schemas import Experience
 from streams.scores.endpoint import Endpoint, EndpointConfig, JudgeLedger
-from streams.scores.llm_judge import Judge
-from streams.scores.rubric import Rubric
+from streams.scores.llm_judge import Judge, Rubric
 from tests.streams.scores.answers import FakeJudge, answered, fake_judge
 
 

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from streams.scores.boxes import MAX_BOXES, num_matched, overlap, read_boxes
 from streams.scores.k12 import k12
 from streams.scores.quantity import read_quantity
-from streams.scores.vision import Vision
+from streams.scores.vision import MAX_BOXES, Vision, num_matched, overlap, read_boxes
 from streams.scores.words import normal
 from tests.streams.scores.answers import answered
 

@@ -21,8 +21,8 @@ from infra.policies.tensors import Tensor, from_numpy, to_numpy
 from infra.store.memory import MemoryStore
 from schemas import PolicyEvent
 from schemas.topics import POLICIES
-from streams.app import companions
 from streams.scores.model import Model, probability
+from streams.worker import companions
 from tests.starts import CountingBus, summarize
 from tests.streams.scores.answers import answered
 
