@@ -14,7 +14,7 @@ from actors.gateway.recording.held import HeldKeys
 from actors.gateway.recording.outbox import Outbox, Outgoing
 from actors.gateway.recording.spool import Spool
 from infra.cli.settings import load_settings
-from infra.log.access import Refusal, kafka_access, refusal
+from infra.log.access import kafka_access
 from infra.log.bus import Reader
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
