@@ -13,10 +13,11 @@ import msgspec
 from infra.chain.processor import processor
 from infra.chain.redact import Kind, Redactor
 from infra.model.spelling import Speller, TokenizerFile
-from schemas import Experience, Message, Span, ids
+from schemas import Experience, Message, Span
 from schemas.errors import ConfigError
 from schemas.experience import CHOSEN, REJECTED, Side, withdrawal_of
 from schemas.fields import Lane
+from streams.processors.episodes import derive
 
 VERSION = 1
 PROCESSOR = f"correct@{VERSION}"
@@ -104,32 +105,7 @@ def _side(
 
 
 def _named(answer: Experience, index: int, lane: Lane, episode: int = 0) -> Experience:
-    group = ids.synthetic_group((answer.id,), PROCESSOR, index)
-    return msgspec.structs.replace(
-        answer,
-        id=ids.experience_id(group, 0, episode),
-        group=group,
-        episode=episode,
-        group_size=2 if index == PREFERENCE else 1,
-        part=0,
-        last=True,
-        attempt=0,
-        sequence=-1,
-        lane=lane,
-        origin=ORIGIN,
-        end="terminal",
-        scores=(),
-        reward=None,
-        advantage=None,
-        advantages=(),
-        stamps=(),
-        parent=answer.id,
-        turn=-1,
-        carried=0,
-        trial=-1,
-        ends_session=False,
-        truncated="",
-        part_reason="",
-        edit=None,
-        retrained=0,
-    )
+    return derive(
+        answer, PROCESSOR, index, episode=episode, group_size=2 if index == PREFERENCE else 1, part=0, last=True, lane=lane,
+        origin=ORIGIN, end="terminal", scores=(), reward=None, stamps=(), truncated="", part_reason="", edit=None,
+    )  # fmt: skip

@@ -3,7 +3,7 @@
 from infra.chain.processor import Drop, processor
 from schemas import Experience
 from streams.processors.advantage import differ
-from streams.processors.episodes import episode_rewards, is_judged, is_lone
+from streams.processors.episodes import episode_rewards, is_lone
 
 ALL_EQUAL = "all rewards equal"
 TOLERANCE = 1e-9  # rewards closer than this are equal: blends differ in their last bits
@@ -19,4 +19,4 @@ def difficulty(group: tuple[Experience, ...]) -> tuple[Experience | Drop, ...]:
     if not rewards or is_lone(group, found) or differ(group) or max(rewards) - min(rewards) > TOLERANCE:
         return group
     detail = f"{len(rewards)} episodes with reward {rewards[0]:g}"
-    return tuple(Drop(ALL_EQUAL, detail) if is_judged(member) else member for member in group)
+    return tuple(Drop(ALL_EQUAL, detail) if not member.is_given else member for member in group)

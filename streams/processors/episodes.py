@@ -1,19 +1,18 @@
-"""Episodes of a group: the parts of one episode share its reward and its advantage."""
+"""Episodes of a group: the parts of one episode share its reward and its advantage. Demonstrations have neither."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from schemas import Experience
+import msgspec
 
-
-def is_judged(experience: Experience) -> bool:
-    return not experience.is_given
+from schemas import Experience, ids
 
 
 def by_episode(group: Iterable[Experience]) -> dict[int, list[Experience]]:
     """Judged members of each episode, in the order of their parts."""
     episodes: dict[int, list[Experience]] = {}
     for experience in group:
-        if is_judged(experience):
+        if not experience.is_given:
             episodes.setdefault(experience.episode, []).append(experience)
     for parts in episodes.values():
         parts.sort(key=lambda part: part.part)
@@ -33,3 +32,17 @@ def episode_rewards(group: Iterable[Experience]) -> dict[int, float]:
 def is_lone(group: Sequence[Experience], rewards: Mapping[int, float]) -> bool:
     """Return True if the group holds nothing to compare with: one answer, or choices of production of which one was rated."""
     return group[0].group_size == 1 or (group[0].lane == "live" and len(rewards) == 1)
+
+
+def derive(source: Experience, processor: str, index: int, **fields: Any) -> Experience:
+    """Return a copy of an answer as another of a group of its own, with these fields; a retry gives it the same id.
+
+    index: of what a processor makes of one answer.
+    """
+    group = ids.synthetic_group((source.id,), processor, index)
+    own = {
+        "id": ids.experience_id(group, 0, fields.get("episode", 0)), "group": group, "episode": 0, "group_size": 1,
+        "attempt": 0, "sequence": -1, "advantage": None, "advantages": (), "parent": source.id, "turn": -1, "carried": 0,
+        "trial": -1, "ends_session": False, "retrained": 0,
+    }  # fmt: skip
+    return msgspec.structs.replace(source, **own | fields)

@@ -9,7 +9,7 @@ import msgspec
 from infra.chain.processor import Memory, processor
 from schemas import Experience
 from schemas.ids import task_of
-from streams.processors.episodes import episode_rewards, is_judged
+from streams.processors.episodes import episode_rewards
 
 MIN_PRIORITY = 0.1
 
@@ -28,7 +28,7 @@ def prioritize(group: tuple[Experience, ...], *, min_priority: float = MIN_PRIOR
     else:
         spread = max((abs(member.advantage or 0.0) for member in group), default=0.0)
     priority = min(1.0, max(min_priority, spread))
-    return tuple(msgspec.structs.replace(m, priority=priority) if is_judged(m) else m for m in group)
+    return tuple(msgspec.structs.replace(m, priority=priority) if not m.is_given else m for m in group)
 
 
 NEWEST = "newest version"
@@ -42,7 +42,7 @@ def recency(
     the newest that this partition has seen. half_life: versions after which the factor is half. min_factor: the smallest
     factor.
     """
-    versions = [span.version for member in group if is_judged(member) for span in member.spans]
+    versions = [span.version for member in group if not member.is_given for span in member.spans]
     if not versions:
         return group
     before = memory.get(NEWEST, -1)
@@ -105,7 +105,7 @@ def novelty(
     of: the task of the group, or each answer to it by its text (whose bulk is then decoded). Counted on this partition;
     a later revision of a group is not seen again. min_factor: the smallest factor.
     """
-    judged = [member for member in group if is_judged(member)]
+    judged = [member for member in group if not member.is_given]
     if not judged:
         return group
     is_new = judged[0].revision == 0
@@ -116,7 +116,7 @@ def novelty(
 
 
 def _times(group: tuple[Experience, ...], factor: float) -> tuple[Experience, ...]:
-    return tuple(msgspec.structs.replace(m, priority=m.priority * factor) if is_judged(m) else m for m in group)
+    return tuple(msgspec.structs.replace(m, priority=m.priority * factor) if not m.is_given else m for m in group)
 
 
 def _seen(key: str, memory: Memory, is_new: bool) -> int:

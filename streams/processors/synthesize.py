@@ -4,8 +4,8 @@ import msgspec
 import numpy as np
 
 from infra.chain.processor import processor
-from schemas import Experience, ids
-from streams.processors.episodes import by_episode, episode_rewards
+from schemas import Experience
+from streams.processors.episodes import by_episode, derive, episode_rewards
 
 VERSION = 1
 PROCESSOR = f"synthesize@{VERSION}"
@@ -23,33 +23,12 @@ def synthesize(group: tuple[Experience, ...], *, min_reward: float) -> tuple[Exp
 
 
 def make_demonstration(best: Experience) -> Experience:
-    group = ids.synthetic_group((best.id,), PROCESSOR, 0)
     spans = tuple(msgspec.structs.replace(span, version=-1, temperature=1.0, ratio=False, kv=-1) for span in best.spans)
     made = best.with_bulk(logprobs=np.zeros(best.num_sampled, dtype=np.float32))
-    return msgspec.structs.replace(
-        made,
-        id=ids.experience_id(group, 0, 0),
-        group=group,
-        episode=0,
-        group_size=1,
-        attempt=0,
-        sequence=-1,
-        lane="expert",
-        origin="synthesize",
-        spans=spans,
+    return derive(
+        made, PROCESSOR, 0, lane="expert", origin="synthesize", spans=spans, priority=1.0, revision=0, kind="demonstration",
         scores=tuple(score for score in best.scores if score.at is None),
-        advantage=None,
-        advantages=(),
-        priority=1.0,
-        revision=0,
-        kind="demonstration",
-        parent=best.id,
-        turn=-1,
-        carried=0,
-        trial=-1,
-        ends_session=False,
-        retrained=0,
-    )
+    )  # fmt: skip
 
 
 def _best(group: tuple[Experience, ...], min_reward: float) -> Experience | None:

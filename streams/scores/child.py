@@ -17,7 +17,7 @@ START_S = 60.0
 
 
 class ScoreChild:
-    """A process of `module`, started with the first question, again after one that was killed. Safe in several threads.
+    """A process of `module`, started again with the first question after it was killed. Safe in several threads.
 
     Its first line says that it is ready; it ends with its standard input.
     """
@@ -25,64 +25,55 @@ class ScoreChild:
     def __init__(self, module: str) -> None:
         self._module = module
         self._lock = threading.Lock()
-        self._process: _Process | None = _Process(module)
+        self._pending, self._is_ready = b"", False
+        self._process: subprocess.Popen[bytes] | None = self._start()
 
     def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """One question, one answer. Raises TimeoutError for one that is late, and where the process ended instead."""
         with self._lock:
-            process = self._process = self._process or _Process(self._module)
+            process = self._process = self._process or self._start()
+            assert process.stdin is not None
             try:
-                return process.ask(request, timeout_s)
+                if not self._is_ready:
+                    self._line(process, START_S)
+                    self._is_ready = True
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                process.stdin.flush()
+                reply: dict[str, Any] = json.loads(self._line(process, timeout_s))
+                return reply
             except (TimeoutError, OSError, ValueError) as error:
-                self._process = None
-                process.kill()
+                self._kill()
                 raise TimeoutError(str(error)) from error
 
     def close(self) -> None:
         with self._lock:
-            process, self._process = self._process, None
-            if process is not None:
-                process.kill()
+            self._kill()
 
-
-class _Process:
-    def __init__(self, module: str) -> None:
+    def _start(self) -> "subprocess.Popen[bytes]":
+        self._pending, self._is_ready = b"", False
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
-        self._pending = b""
-        self._ready = False
+        command = [sys.executable, "-P", "-m", self._module]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment)
 
-    def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        if not self._ready:
-            self._line(time.monotonic() + START_S)
-            self._ready = True
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        self._process.stdin.flush()
-        reply: dict[str, Any] = json.loads(self._line(time.monotonic() + timeout_s))
-        return reply
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                try:
+    def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            try:
+                if stream is not None:
                     stream.close()
-                except BrokenPipeError:  # unsent bytes for a process that is gone
-                    continue
+            except BrokenPipeError:  # unsent bytes for a process that is gone
+                continue
 
-    def _line(self, deadline: float) -> bytes:
-        assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
+    def _line(self, process: "subprocess.Popen[bytes]", timeout_s: float) -> bytes:
+        assert process.stdout is not None
+        descriptor, deadline_s = process.stdout.fileno(), time.monotonic() + timeout_s
         while b"\n" not in self._pending:
-            remaining_s = deadline - time.monotonic()
+            remaining_s = deadline_s - time.monotonic()
             if remaining_s <= 0 or not select.select([descriptor], [], [], remaining_s)[0]:
                 raise TimeoutError("no verdict in time")
             chunk = os.read(descriptor, 65_536)

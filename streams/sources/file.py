@@ -10,7 +10,7 @@ import fcntl
 import logging
 import os
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 import msgspec
 
@@ -23,6 +23,7 @@ POLL_S = 0.5
 LOCK_POLL_S = 5.0
 MAX_CHUNK_BYTES = 1024 * 1024  # a longer line is invalid
 logger = logging.getLogger(__name__)
+State = TypeVar("State", bound=msgspec.Struct)
 
 
 class FilePosition(msgspec.Struct, frozen=True):
@@ -35,7 +36,7 @@ async def run_file(source: EventSource, log: Log, metrics: Metrics, state: Path)
     state.parent.mkdir(parents=True, exist_ok=True)
     with state.with_suffix(".lock").open("a") as lock:
         await take_lock(lock)
-        position = load_position(state.with_suffix(".json"))
+        position = load_state(state.with_suffix(".json"), FilePosition)
         while True:
             moved = await take_once(source, position, log, metrics, state)
             if moved == position:
@@ -61,11 +62,7 @@ async def take_once(
     events = [Event(line, f"file:{source.file.name}", 0, offset) for offset, line in lines if line.strip()]
     if events:
         await publish_events(source, events, log, metrics)
-    try:
-        await asyncio.to_thread(save_position, state.with_suffix(".json"), moved)
-    except OSError as error:
-        metrics.counter("feedback_position_not_saved", source=source.name).inc()
-        logger.warning("feedback_position_not_saved source=%s error=%s", source.name, error.strerror)
+    await save_state(source, state.with_suffix(".json"), moved, metrics)
     return moved
 
 
@@ -95,15 +92,21 @@ def read_lines(path: Path, position: FilePosition) -> tuple[FilePosition, list[t
     return FilePosition(status.st_ino, start + end), lines
 
 
-def load_position(path: Path) -> FilePosition:
+def load_state(path: Path, kind: type[State]) -> State:
+    """The saved state of a source; an empty one where none was saved. Raises msgspec.DecodeError for a damaged file."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=FilePosition)
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
-        return FilePosition()
+        return kind()
 
 
-def save_position(path: Path, position: FilePosition) -> None:
-    replace_file(path, msgspec.json.encode(position))
+async def save_state(source: EventSource, path: Path, state: msgspec.Struct, metrics: Metrics) -> None:
+    """Save the state of a source. On a full disk it stays as it was, which is counted: a restart publishes again."""
+    try:
+        await asyncio.to_thread(replace_file, path, msgspec.json.encode(state))
+    except OSError as error:
+        metrics.counter("feedback_position_not_saved", source=source.name).inc()
+        logger.warning("feedback_position_not_saved source=%s error=%s", source.name, error.strerror)
 
 
 def _locked(lock: IO[str]) -> bool:

@@ -19,7 +19,6 @@ import httpx
 import msgspec
 
 from infra.chain.processor import feedback
-from infra.files import replace_file
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.settings.config import duration_s
@@ -30,7 +29,7 @@ from schemas import Feedback
 from schemas.ids import ANSWER_PREFIX
 from streams.config import LangfuseConfig
 from streams.sources.event import Event, EventSource, publish_events
-from streams.sources.file import take_lock
+from streams.sources.file import load_state, save_state, take_lock
 
 PAGE = 100  # the most that Langfuse gives
 MAX_PAGES = 100  # of one request: of more, an older part of the interval is read first
@@ -113,7 +112,7 @@ async def run_langfuse(source: EventSource, log: Log, metrics: Metrics, state: P
     state.parent.mkdir(parents=True, exist_ok=True)
     with state.with_suffix(".lock").open("a") as lock:
         await take_lock(lock)
-        known = load_state(state.with_suffix(".json"))
+        known = load_state(state.with_suffix(".json"), LangfuseState)
         every_s = wait_s = duration_s(config.every)
         async with httpx.AsyncClient(auth=auth, timeout=TIMEOUT_S) as client:
             while True:
@@ -152,19 +151,8 @@ async def take_round(
     young = {named: at_ms for named, at_ms in known.seen.items() if at_ms >= to_ms - overlap_ms}
     young |= {named: at_ms for at_ms, named, _ in new}
     read = LangfuseState(read_to_ms=to_ms, seen=dict(list(young.items())[-MAX_SEEN:]))
-    try:
-        await asyncio.to_thread(replace_file, state.with_suffix(".json"), msgspec.json.encode(read))
-    except OSError as error:
-        metrics.counter("feedback_position_not_saved", source=source.name).inc()
-        logger.warning("feedback_position_not_saved source=%s error=%s", source.name, error.strerror)
+    await save_state(source, state.with_suffix(".json"), read, metrics)
     return read
-
-
-def load_state(path: Path) -> LangfuseState:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=LangfuseState)
-    except FileNotFoundError:
-        return LangfuseState()
 
 
 async def _scores(

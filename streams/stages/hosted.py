@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import faust
 from faust.auth import OAuthCredentials, SASLCredentials, SSLCredentials
@@ -21,7 +21,9 @@ from infra.log.bus import Record
 from infra.log.kafka import METADATA_AGE_MS
 from infra.log.log import Log
 from schemas.topics import MAX_RECORD_BYTES, Topic
-from streams.stages.stage import Delivery, Waiting, end_crashed, end_for
+from streams.collect.inbox import CollectDriver
+from streams.stages.driver import WindowDriver
+from streams.stages.stage import end_crashed, end_for
 
 logger = logging.getLogger(__name__)
 
@@ -30,34 +32,7 @@ START_S = 120.0
 STOP_S = 30.0
 DRAIN_S = 5.0
 POLL_S = 0.1
-
-
-class Driver(Protocol):
-    """Receiver of the records of an agent."""
-
-    async def accept(self, delivery: Delivery) -> None:
-        """Take a record; waits while there are too many."""
-
-    def assigned(self, partitions: set[int], generation: int) -> None:
-        """These partitions are this worker's, whether or not records come."""
-
-    def retire(self, generation: int) -> None:
-        """A rebalance takes this generation's partitions: finish what is begun, begin nothing more."""
-
-    def abandon(self) -> None:
-        """A rebalance has waited long enough: what can be begun again is given up."""
-
-    def num_in_flight(self) -> int:
-        """Records taken and not acknowledged."""
-
-    def waiting(self) -> Waiting:
-        """Return counts of what waits for other records."""
-
-    def marks(self) -> dict[int, int]:
-        """Per partition, a number that changes while it is worked on."""
-
-    async def finish(self) -> None:
-        """Let go of everything; return when nothing runs."""
+Driver = WindowDriver | CollectDriver
 
 
 class OrderedEvent(faust.Event):  # type: ignore[misc]

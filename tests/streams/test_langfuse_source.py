@@ -24,7 +24,8 @@ from schemas.errors import ConfigError
 from streams.config import LangfuseConfig, StreamsConfig
 from streams.sources import langfuse, otel
 from streams.sources.event import EventSource
-from streams.sources.langfuse import LangfuseAway, LangfuseState, langfuse_score, load_state, run_langfuse, take_round
+from streams.sources.file import load_state
+from streams.sources.langfuse import LangfuseAway, LangfuseState, langfuse_score, run_langfuse, take_round
 from streams.sources.otel import EVENT, evaluation_result, split_otlp
 from streams.sources.source import build_sources, run_sources
 from tests.fake_langfuse import PUBLIC, SECRET, FakeLangfuse, ago, fake_langfuse
@@ -51,7 +52,7 @@ class SourceRounds:
     def __init__(self, mine: EventSource, log: Log, folder: Path) -> None:
         self.source, self.log, self.metrics = mine, log, Metrics("process")
         self.state = folder / "feedback-csat"
-        self.known = load_state(self.state.with_suffix(".json"))
+        self.known = load_state(self.state.with_suffix(".json"), LangfuseState)
 
     async def round(self) -> None:
         async with httpx.AsyncClient(auth=(PUBLIC, SECRET)) as client:

@@ -24,7 +24,7 @@ from schemas.errors import ConfigError
 from schemas.topics import DEAD_LETTERS, FEEDBACK, VERIFIED
 from streams.config import StreamsConfig
 from streams.sources.event import Event, EventSource, publish_events, read_events
-from streams.sources.file import FilePosition, load_position, read_lines
+from streams.sources.file import FilePosition, load_state, read_lines
 from streams.sources.file import take_once as take_from_file
 from streams.sources.received import GROUP, rating
 from streams.sources.received import take_once as received_once
@@ -200,10 +200,10 @@ async def test_a_file_is_followed_across_restarts_and_half_lines_wait(tmp_path: 
     path.write_bytes(ticket(id="1") + b"\n\n" + ticket(id="2")[:10])
     position = await take_from_file(mine, FilePosition(), log, metrics, state)
     await until(log, ["1"])
-    assert load_position(state.with_suffix(".json")) == position
+    assert load_state(state.with_suffix(".json"), FilePosition) == position
     with path.open("ab") as file:
         file.write(ticket(id="2")[10:] + b"\n{\n")
-    position = await take_from_file(mine, load_position(state.with_suffix(".json")), log, metrics, state)
+    position = await take_from_file(mine, load_state(state.with_suffix(".json"), FilePosition), log, metrics, state)
     await until(log, ["1", "2"])
     assert (await stored(log))[1][0].offset == len(ticket(id="1")) + 2 + len(ticket(id="2")) + 1
     assert await take_from_file(mine, position, log, metrics, state) == position
@@ -222,7 +222,7 @@ async def test_a_file_source_on_a_full_disk_goes_on_and_counts_what_it_could_not
         after = await take_from_file(mine, before, log, metrics, state)
     await until(log, ["1", "2"])
     assert metrics.counters()["feedback_position_not_saved{source=csat}"] == 1
-    assert load_position(state.with_suffix(".json")) == before != after
+    assert load_state(state.with_suffix(".json"), FilePosition) == before != after
     assert await take_from_file(mine, after, log, metrics, state) == after
 
 
