@@ -31,10 +31,10 @@ from streams.collect.inbox import CollectDriver
 from streams.collect.rules import collect_rules
 from streams.collect.snapshots import SnapshotPolicy
 from streams.config import StreamsConfig
+from streams.hosted import BrokerLogin, HostedStage, StageName
 from streams.sources.source import build_sources, run_sources
 from streams.stages.chain_builder import build_collect, build_tasks, build_verify
 from streams.stages.driver import WindowDriver
-from streams.stages.hosted import BrokerLogin, HostedStage, StageName
 from streams.stages.stage import EXIT_BROKER, causes, end_process
 from streams.stages.tasks_stage import TaskStage
 from streams.stages.verify import Verifier

@@ -16,8 +16,8 @@ ROOF = ("infra/cli/", "infra/sdk/")
 SCHEMAS_MAY = {"schemas", "msgspec", "numpy", "zstandard"}
 # A heavy library and the one door (path prefix) it comes in by.
 DOORS = {
-    "faust": ("streams/stages/hosted.py",),
-    "mode": ("streams/stages/hosted.py",),
+    "faust": ("streams/hosted.py",),
+    "mode": ("streams/hosted.py",),
     "vllm": ("actors/engines/vllm/",),
     "xgrammar": ("actors/engines/grammar.py",),
     "deepspeed": (
@@ -263,7 +263,7 @@ def test_roles_load_only_what_they_need() -> None:
     streams = [("streams.worker", "torch vllm transformers")]
     others = [
         ("infra.cli.main", "torch vllm faust aiokafka numpy matplotlib"),
-        ("streams.worker", "torch vllm faust"),
+        ("streams.collect.rules", "torch vllm faust"),
         ("actors.master.master", "torch vllm faust transformers"),
         ("trainer.train", "vllm faust"),
         ("actors.program.workflow", "vllm"),

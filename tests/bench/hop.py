@@ -38,9 +38,9 @@ from streams.collect.collector import Collector, CollectSettings
 from streams.collect.feedback import FeedbackRules
 from streams.collect.rules import Rules
 from streams.config import RewardConfig, ScoreConfig, StreamsConfig
+from streams.hosted import BrokerLogin
 from streams.processors.filter import MIN_LOOP_TOKENS, repetition
 from streams.stages.chain_builder import build_collect
-from streams.stages.hosted import BrokerLogin
 from streams.worker import run_worker
 from tests.bench.measuring import against, cpu_s, ended, idle_share, last_words, started
 from tests.bench.report import Row

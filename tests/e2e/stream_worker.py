@@ -16,7 +16,7 @@ from infra.settings.config import Floor, Kafka
 from infra.store.directory import DirectoryStore
 from schemas.errors import HeadraceError
 from streams.config import CollectConfig, FilterConfig, ScoreConfig, StreamsConfig, Switch, VerifyConfig
-from streams.stages.hosted import BrokerLogin
+from streams.hosted import BrokerLogin
 from streams.worker import run_worker
 from tests.role import role_of
 

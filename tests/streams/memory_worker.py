@@ -1,4 +1,4 @@
-"""A stream worker on the memory log: the drivers of `streams/stages/hosted.py`, fed by group readers instead of Faust."""
+"""A stream worker on the memory log: the drivers of `streams/hosted.py`, fed by group readers instead of Faust."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -300,7 +300,7 @@ async def _process(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
     share_heaps()  # it decodes, saves and snapshots in threads
     search_seldom()  # groups that wait are many, and make no cycle
     from infra.log.access import kafka_access
-    from streams.stages.hosted import BrokerLogin
+    from streams.hosted import BrokerLogin
     from streams.worker import run_worker
 
     async with connected(settings) as log:
