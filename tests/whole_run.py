@@ -5,10 +5,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from openai import AsyncOpenAI
+
 from actors.engines.engine import Engine
 from actors.master.master import run_master
 from actors.rollout.explorer import run_explorer
-from actors.tasksets.loader import load_experts, load_preferences, load_tasks
+from actors.tasksets.loader import load_examples, load_tasks
 from actors.tasksets.taskset import Demonstration, Preference
 from infra.chain.processor import score
 from infra.cli.demo.char_model import Size, build_char_model
@@ -29,7 +31,7 @@ from trainer.learners.learner import Learner, open_learner
 from trainer.train import run_trainer
 
 BASE = """
-app = "t"
+app = "test"
 [policy]
 model = "model"
 [engine]
@@ -50,6 +52,7 @@ use = "tests.whole_run:odd"
 [trainer]
 learning_rate = 1e-3
 max_steps = 3
+min_publish_interval = "0s"
 tensorboard = ""
 """
 
@@ -67,6 +70,18 @@ def written(folder: Path, toml: str, base: str = BASE) -> Settings:
     return load_settings(folder / "headrace.toml")
 
 
+def double(number: int) -> int:
+    """Twice the number."""
+    return 2 * number
+
+
+async def program(task: dict[str, Any], base_url: str, key: str, model: str) -> float:
+    """An agent that knows a base URL, and its reward."""
+    async with AsyncOpenAI(base_url=base_url, api_key=key) as client:
+        answer = await client.chat.completions.create(model=model, messages=task["messages"])
+    return len(answer.choices[0].message.content or "") / 4
+
+
 def ask(number: int) -> tuple[Message, ...]:
     return (Message(role="user", content=f"{number}+{number}="),)
 
@@ -74,13 +89,13 @@ def ask(number: int) -> tuple[Message, ...]:
 async def fill(log: Log, settings: Settings, count: int = 24) -> None:
     """Tasks, and demonstrations and pairs where a lane takes them."""
     tokenizer, lanes = load_tokenizer(settings.model_path), settings.trainer.lanes
-    await load_tasks(log, [Task(id=f"add-{n}", messages=ask(n), answer=str(2 * n)) for n in range(count)])
+    await load_tasks(log, [Task(id=f"add-{n}", messages=ask(n), answer=str(2 * n)) for n in range(1, count)])
     if "expert" in lanes:
         shown = [Demonstration(id=f"d{n}", messages=ask(n), response=str(2 * n)) for n in range(count)]
-        await load_experts(log, shown, tokenizer)
+        await load_examples(log, shown, tokenizer)
     if "human" in lanes:
         pairs = [Preference(id=f"p{n}", messages=ask(n), chosen=str(2 * n), rejected="no") for n in range(count)]
-        await load_preferences(log, pairs, tokenizer)
+        await load_examples(log, pairs, tokenizer)
 
 
 async def run_to_end(settings: Settings, log: Log, store: Store, *, roles: Iterable[Any] = ()) -> Learner:

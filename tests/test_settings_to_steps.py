@@ -1,5 +1,8 @@
-"""Each shipped loss from its settings to three steps, through the torch engine; distillation also again without its teacher."""
+"""From settings to three steps through the torch engine: each loss, lane, workflow and kind of feedback source. A distilled run
+also runs again, without its teacher.
+"""
 
+import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,14 +16,17 @@ from infra.cli.demo.char_model import Size, build_char_model
 from infra.cli.main import app
 from infra.cli.run.roles import check_teacher
 from infra.cli.settings import Settings
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
 from infra.model.model import load_tokenizer
 from infra.observe.metrics import Metrics
 from schemas import Batch, Block, Experience, topics
 from schemas.errors import ConfigError
 from schemas.wire.teacher import teacher_logprobs
-from tests.actors.gateway.gateway_rig import serving
+from streams.sources.source import build_sources, run_sources
+from tests.actors.gateway.gateway_rig import secret_store, serving
 from tests.own_sources import ROOT
-from tests.whole_run import trained, written
+from tests.whole_run import BASE, run_to_end, trained, written
 from trainer.config import LOSSES
 from trainer.journal.checkpoint import Position
 from trainer.learners.learner import open_learner
@@ -59,9 +65,75 @@ async def taught(folder: Path) -> AsyncIterator[Settings]:
 @pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"distill"}))
 async def test_three_steps_from_settings_to_weights(tmp_path: Path, loss: str) -> None:
     log, _, _ = await trained(written(tmp_path, settings(loss)))
-    assert [
-        message.value.step async for message in log.read_all(topics.BATCHES) if isinstance(message.value, Batch)
-    ] == [0, 1, 2]
+    assert await steps(log) == [0, 1, 2]
+
+
+WORKFLOWS = {
+    "interact": """
+workflow = "actors.rollout.workflows.interact:Interact"
+options = { max_turns = 3, environment = { use = "actors.rollout.environments.guess:Guess", options = { shaped = 0.5 } } }
+""",
+    "tools": """
+workflow = "actors.rollout.workflows.tools:Tools"
+options = { tools = [{ use = "tests.whole_run:double" }], system = "{tools}" }
+""",
+    "program": """
+workflow = "actors.program.workflow:Program"
+options = { use = "tests.whole_run:program" }
+""",
+}
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+async def test_each_workflow_leads_to_steps(tmp_path: Path, name: str) -> None:
+    found = written(tmp_path, "", BASE.replace("[explore]\n", f"[explore]{WORKFLOWS[name]}"))
+    log, _, _ = await trained(found)
+    assert await steps(log) == [0, 1, 2]
+
+
+async def steps(log: Log) -> list[int]:
+    journal = [message.value async for message in log.read_all(topics.BATCHES)]
+    return [batch.step for batch in journal if isinstance(batch, Batch)]
+
+
+LIVE = """
+[trainer.lanes]
+live = { loss = "topr", min_sequences = 2 }
+[collect]
+session_s = 0.0
+[[feedback]]
+name = "user"
+use = "streams.sources.received:rating"
+window = "1s"
+"""
+
+
+@pytest.mark.parametrize("place", ["webhook", "file", "topic"])
+async def test_rated_answers_of_each_kind_of_source_lead_to_steps(tmp_path: Path, place: str) -> None:
+    listens = {"webhook": "/v1/feedback", "file": "ratings.jsonl", "topic": "ratings"}[place]
+    found = written(tmp_path, f'{LIVE}from = {{ {place} = "{listens}" }}\n')
+    tokenizer = load_tokenizer(found.model_path)
+    store, bus = secret_store(), MemoryBus()
+    await bus.create_topic("ratings", 1, {})
+    engine = TorchEngine(model=found.model_path)
+    async with serving(tmp_path / "gateway", engine, bus=bus, store=store, tokenizer=tokenizer) as served:
+        client = served.http(await served.new_key())
+        log = served.log
+        for number in range(8):
+            body = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": f"{number}"}]}
+            answer = (await client.post("/v1/chat/completions", json=body)).json()["id"]
+            rating = {"answer_id": answer, "id": f"r{number}", "value": number % 2}
+            if place == "webhook":
+                await client.post("/v1/feedback", json=rating)
+            elif place == "file":
+                with (tmp_path / listens).open("a") as file:
+                    file.write(json.dumps(rating) + "\n")
+            else:
+                await bus.send(listens, json.dumps(rating).encode(), key=answer.encode())
+        await served.recorded(8)
+        sources = run_sources(build_sources(found.feedback, tmp_path), log, Metrics("process"), tmp_path)
+        await run_to_end(found, log, store, roles=[sources])
+    assert await steps(log) == [0, 1, 2]
 
 
 async def test_a_distilled_run_replays_to_the_bit_without_its_teacher(tmp_path: Path) -> None:
