@@ -6,6 +6,12 @@
      │ checkpoint when due ─> publish when due ────────────────────────────────────────────────────────│
      └───────────────────────────────────────────────────────────────────────────────────────────────┘
 
+    consumes        buffer, policies (leases, directives), progress, reports, evals (results, for the board)
+    produces        batches (the journal), progress (groups drawn and dropped), policies (versions), reports
+    waits for       as many groups as a step takes, within the bound on age
+    unblocked by    a block in buffer; the end of `straggler_s` of a missing group; the drain at the end of a run
+    durable first   a batch before its step; a checkpoint before the version due with it; weights before their event
+
 Guarantees: a batch is journaled before its step; a checkpoint is written before the version that falls due with it is
 published; a killed trainer continues with the same batches, in one process on one model of CPU to the same bits. It waits for
 explorers only when the buffer has too little for a step; while an operator has paused learning it begins no step. Where a user
@@ -116,7 +122,7 @@ async def watch_policies(log: Log, lease: Lease, policy: str, intake: Intake, pa
 
 
 async def learn(run: Run, stop: asyncio.Event) -> None:
-    """The loop of the diagram."""
+    """Make the first version, warm up, then draw and train until the end."""
     if run.config.warmup is not None:
         check_warm_up(run.position)
     run.report.life = "working"

@@ -3,6 +3,12 @@
     HTTP ─> Site ─> Gateway ─> engine <── PolicyFollower <── policies
                        └─> Outbox ─> experiences, feedback        KeyBook <── object store
 
+    consumes        requests; policies (versions, decisions, directives); keys of the object store
+    produces        answers; experiences, feedback, reports
+    waits for       a place among the running requests, and the engine; never for the log
+    unblocked by    an answer that ends; a client that disconnects
+    durable first   nothing before an answer; feedback before its status 202, in the log or in the spool on disk
+
 Guarantees: requests are served while the log, the store and every other role are away, at the start too: then with the
 version this gateway served last (its event is kept beside the spool), or with the model folder; a reload drops no
 request; at a stop running requests get `drain_s`, and what was served is written or spooled.

@@ -7,6 +7,12 @@
     evals ───────┘             v              └──> reports    report, every few seconds
                      Snapshots (store)
 
+    consumes        taskset, progress, reports, policies, evals, tasks (issued under other leases)
+    produces        tasks, evals (results), policies (its lease, decisions of the gate), reports
+    waits for       room for a group: fewer outstanding than the bound on age allows
+    unblocked by    a drawn or dropped group in progress; a version or a directive in policies; a report
+    durable first   the lease before the count of what was issued; a decision before the next; both before a snapshot
+
 Waits for the log alone: each batch read wakes the one loop that decides. Delivery: what is issued is confirmed by the
 broker before the next decision; a restart continues from a snapshot (`actors.master.snapshot`), or recounts everything from the
 log, so nothing is issued twice under one attempt and no result is published twice. A second master takes the lease and the

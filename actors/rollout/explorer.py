@@ -5,6 +5,12 @@
     policies ──> PolicyFollower ───── load ──────> engine
     progress ──> groups that are over: what runs of them is stopped
 
+    consumes        tasks (as a consumer group), policies, progress
+    produces        experiences, verified (markers of episodes without an answer), progress (closures of evals), reports
+    waits for       an issued task; a place for its episodes; the version that it asks for
+    unblocked by    a record of tasks; the end of an episode; a loaded version
+    durable first   the offset of a task before its first token
+
 Delivery: an offset is committed on receipt, before the task is started: a task is run at most once per attempt. What it
 holds it reports; what dies with this process is reported no more, and the master issues it again, as another attempt.
 Nothing is started whose commit was refused.

@@ -5,6 +5,12 @@
     deliveries ─> window (64 per partition)              ├─> window ─> acknowledge, in offset order
                        └─> handle ─> publish, confirmed ─┘
 
+    consumes        taskset.raw; experiences, experts (the stage collect, which has state: verified)
+    produces        taskset; verified, evals (collect: buffer, progress); dead-letters
+    waits for       the memory of earlier records; confirmation of what a record led to
+    unblocked by    a record; an acknowledgement by the broker; a time limit of the record or of a step
+    durable first   all outputs of a record, and those of the records before it, before its offset
+
 Guarantees: at least once, whatever dies when; outputs of records with one key keep the order of the records; what a stage
 remembers sees the records of a partition in log order, and after a rebalance it is rebuilt, as far as retention kept it, from
 the log before the first of them is handled; nothing escapes: what fails is retried, then dead-lettered, else the process ends

@@ -163,6 +163,28 @@ def test_every_field_of_a_record_of_the_log_and_of_the_public_face_says_what_it_
     assert {f"{item.where}:{item.node.name}": silent for item in held if (silent := item.silent(tables))} == {}
 
 
+LOOPS = (
+    "trainer/train",
+    "actors/rollout/explorer",
+    "actors/master/master",
+    "actors/gateway/serve",
+    "streams/stages/driver",
+)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_each_role_states_the_contract_of_its_loops_with_topics_that_are_there(name: str) -> None:
+    words = ast.get_docstring(ast.parse(text_of(ROOT / f"{name}.py"))) or ""
+    contract = dict(
+        re.findall(r"^    (consumes|produces|waits for|unblocked by|durable first)  +(.+)$", words, re.MULTILINE)
+    )
+    assert len(contract) == 5
+    named = re.findall(r"[a-z.-]+", re.sub(r"\(.*?\)", "", f"{contract['consumes']} {contract['produces']}"))
+    known = {topic.name for topic in topics.ALL}
+    assert len(known & set(named)) >= 4
+    assert set(named) - known <= {"requests", "answers", "keys", "of", "the", "object", "store"}
+
+
 def test_every_option_of_a_part_that_ships_says_what_it_means() -> None:
     page = (docs.FOLDER / "reference" / "options.md").read_text(encoding="utf-8")
     assert [line for line in page.splitlines() if line.startswith("| `") and line.endswith("|  |")] == []
