@@ -70,9 +70,9 @@ MAX_FUNCTION_LINES = 60
 # Lines of Python, blank ones and docstrings included, and files. Lower a number when a folder shrinks; raise one only with the
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
-    "schemas": 2_830, "infra": 18_100, "infra/cli": 8_020, "infra/cli/console": 2_720, "infra/cli/demo": 1_730,
-    "streams": 10_380,
-    "actors": 18_235, "actors/master/gate": 1_000, "trainer": 12_640, "tests": 75_500, "tests/bench": 4_000,
+    "schemas": 2_830, "infra": 18_130, "infra/cli": 8_020, "infra/cli/console": 2_720, "infra/cli/demo": 1_730,
+    "streams": 10_390,
+    "actors": 18_250, "actors/master/gate": 1_000, "trainer": 12_650, "tests": 75_500, "tests/bench": 4_000,
 }  # fmt: skip
 MAX_PRODUCT_FILES, MAX_TEST_FILES = 440, 380
 MAX_PARAMETERS = 8

@@ -305,6 +305,11 @@ def names() -> Iterator[str]:
 
     for kind, found in headrace.HOMES.items():
         yield f"\n## {kind.capitalize()}\n"
+        if kind == headrace.PARTS:
+            yield "\nThe pieces of `infra/cli/examples/walkthrough.py`; they may change between releases.\n"
+            yield "\n| name | module |\n|---|---|\n"
+            yield from (f"| `{name}` | `{found[name]}` |\n" for name in sorted(found, key=str.lower))
+            continue
         for name in sorted(found, key=str.lower):
             thing = getattr(headrace, name)
             is_alias = getattr(thing, "__name__", "") != name

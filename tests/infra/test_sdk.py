@@ -26,6 +26,7 @@ from headrace_wheel import PACKAGES, renamed
 from infra.chain.chain import ChainResult, Context, Step, make_step, new_memories, run_chain
 from infra.cli.commands.init import EXAMPLES
 from infra.cli.connect import app_store
+from infra.cli.examples import walkthrough
 from infra.cli.settings import load_settings
 from infra.settings.plugin import load
 from schemas import Experience, Message, Span, make_experience
@@ -66,6 +67,14 @@ def test_every_kind_of_plugin_is_written_with_headrace_alone() -> None:
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert imported == {"headrace", "collections.abc"}
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
+
+
+def test_the_walkthrough_is_a_page_that_makes_steps_with_headrace_alone(tmp_path: Path) -> None:
+    page = Path(walkthrough.__file__).read_text()
+    imported = {node.module for node in ast.walk(ast.parse(page)) if isinstance(node, ast.ImportFrom)}
+    assert imported == {"headrace", "collections.abc", "pathlib"} and len(page.splitlines()) < 200
+    means = asyncio.run(walkthrough.main(tmp_path, num_steps=2))
+    assert len(means) == 2 and all(0 < mean < 1 for mean in means)
 
 
 def said(text: str, episode: int = 0) -> Experience:

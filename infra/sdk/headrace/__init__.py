@@ -6,6 +6,7 @@ Type checkers read `__init__.pyi`.
 
 from importlib import import_module
 
+PARTS = "parts of a run"  # of infra/cli/examples/walkthrough.py; they may change between releases
 # What is written → the module each name lives in. The reference of docs shows the names by these kinds.
 HOMES: dict[str, dict[str, str]] = {
     "records": {
@@ -36,6 +37,28 @@ HOMES: dict[str, dict[str, str]] = {
     "stores": {
         **dict.fromkeys(("Store", "check_key", "check_prefix"), "infra.store.store"),
         **dict.fromkeys(("NotInStore", "StoreError"), "schemas.errors"),
+    },
+    PARTS: {
+        **dict.fromkeys(("Log", "LogMessage"), "infra.log.log"),
+        **dict.fromkeys(("Context", "make_step", "new_memories", "run_chain"), "infra.chain.chain"),
+        **dict.fromkeys(("NewVersion", "publish"), "infra.policies.publish"),
+        **dict.fromkeys(("LaneConfig", "TrainerConfig"), "trainer.config"),
+        **dict.fromkeys(("Stamp", "assemble"), "trainer.batch.assemble"),
+        **dict.fromkeys(("Issued", "PolicyEvent"), "schemas.records"),
+        "Block": "schemas.wire.block",
+        "MemoryBus": "infra.log.memory",
+        "MemoryStore": "infra.store.memory",
+        "PolicyFetcher": "infra.policies.fetch",
+        "StreamsConfig": "streams.config",
+        "Topic": "schemas.topics",
+        "TorchEngine": "actors.engines.torch",
+        "build_collect": "streams.stages.chain_builder",
+        "build_char_model": "infra.cli.demo.char_model",
+        "load_tokenizer": "infra.model.model",
+        "make_candidate": "trainer.buffer.buffer",
+        "open_learner": "trainer.learners.learner",
+        "pack": "trainer.batch.batch",
+        "topics": "schemas",
     },
     "options": {**dict.fromkeys(("Section", "Use"), "infra.settings.config"), "ConfigError": "schemas.errors"},
 }

@@ -9,6 +9,7 @@ from actors.engines.engine import LoadReport as LoadReport
 from actors.engines.engine import OnChunk as OnChunk
 from actors.engines.engine import Sampling as Sampling
 from actors.engines.engine import SchemaRefused as SchemaRefused
+from actors.engines.torch import TorchEngine as TorchEngine
 from actors.rollout.agent import Act as Act
 from actors.rollout.agent import Agent as Agent
 from actors.rollout.environment import Environment as Environment
@@ -18,19 +19,33 @@ from actors.rollout.workflow import Workflow as Workflow
 from actors.tasksets.taskset import Demonstration as Demonstration
 from actors.tasksets.taskset import Preference as Preference
 from actors.tasksets.taskset import Taskset as Taskset
+from infra.chain.chain import Context as Context
+from infra.chain.chain import make_step as make_step
+from infra.chain.chain import new_memories as new_memories
+from infra.chain.chain import run_chain as run_chain
 from infra.chain.processor import Drop as Drop
 from infra.chain.processor import Memory as Memory
 from infra.chain.processor import Verdict as Verdict
 from infra.chain.processor import feedback as feedback
 from infra.chain.processor import processor as processor
 from infra.chain.processor import score as score
+from infra.cli.demo.char_model import build_char_model as build_char_model
+from infra.log.log import Log as Log
+from infra.log.log import LogMessage as LogMessage
+from infra.log.memory import MemoryBus as MemoryBus
+from infra.model.model import load_tokenizer as load_tokenizer
+from infra.policies.fetch import PolicyFetcher as PolicyFetcher
 from infra.policies.policy import Policy as Policy
+from infra.policies.publish import NewVersion as NewVersion
+from infra.policies.publish import publish as publish
 from infra.settings.config import Section as Section
 from infra.settings.config import Use as Use
 from infra.store.images import Pixels as Pixels
+from infra.store.memory import MemoryStore as MemoryStore
 from infra.store.store import Store as Store
 from infra.store.store import check_key as check_key
 from infra.store.store import check_prefix as check_prefix
+from schemas import topics as topics
 from schemas.errors import ConfigError as ConfigError
 from schemas.errors import NotInStore as NotInStore
 from schemas.errors import PolicyRefused as PolicyRefused
@@ -41,14 +56,28 @@ from schemas.fields import Span as Span
 from schemas.ids import synthetic_group as synthetic_group
 from schemas.records import Feedback as Feedback
 from schemas.records import Image as Image
+from schemas.records import Issued as Issued
 from schemas.records import Message as Message
+from schemas.records import PolicyEvent as PolicyEvent
 from schemas.records import Task as Task
+from schemas.topics import Topic as Topic
+from schemas.wire.block import Block as Block
+from streams.config import StreamsConfig as StreamsConfig
+from streams.stages.chain_builder import build_collect as build_collect
+from trainer.batch.assemble import Stamp as Stamp
+from trainer.batch.assemble import assemble as assemble
+from trainer.batch.batch import pack as pack
+from trainer.buffer.buffer import make_candidate as make_candidate
+from trainer.config import LaneConfig as LaneConfig
+from trainer.config import TrainerConfig as TrainerConfig
+from trainer.learners.learner import open_learner as open_learner
 from trainer.losses.loss import LossInputs as LossInputs
 from trainer.losses.loss import LossOutput as LossOutput
 from trainer.losses.loss import Needs as Needs
 from trainer.losses.loss import needs as needs
 from trainer.processors import with_weight as with_weight
 
+PARTS: str
 HOMES: dict[str, dict[str, str]]
 
 def main() -> None: ...

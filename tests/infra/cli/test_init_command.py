@@ -166,7 +166,9 @@ def test_an_example_that_is_not_there_is_refused_in_one_line(tmp_path: Path) -> 
 
 
 def test_every_folder_is_an_example_and_the_help_of_init_says_what_it_is() -> None:
-    assert [folder.name for folder in sorted(EXAMPLES.iterdir())] == NAMES
+    assert [
+        folder.name for folder in sorted(EXAMPLES.iterdir()) if folder.is_dir() and folder.name != "__pycache__"
+    ] == NAMES
     shown = CliRunner().invoke(app, ["init", "--help"], env={"COLUMNS": "200"}).output
     assert [name for name in NAMES if name not in shown] == []
 
