@@ -23,7 +23,7 @@ Kind = Literal["answer", "demonstration", "chosen", "rejected", "withdrawal"]
 End = Literal["terminal", "truncated", "failed"]
 Outcome = Literal["buffered", "dropped", "superseded"]
 Channel = Literal["candidate", "canary", "stable"]
-PolicyEventKind = Literal["lease", "published", "promoted", "pinned", "rolled_back", "orphaned", "refused", "held"]
+PolicyEventKind = Literal["lease", "published", "promoted", "pinned", "rolled_back", "orphaned", "held"]
 DirectiveKind = Literal["lease", "drain", "pause", "continue", "eval", "forget", "open"]
 # Of a role: it gets ready, does its work, or ended in order.
 Life = Literal["starting", "working", "ended"]

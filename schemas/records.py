@@ -99,6 +99,7 @@ class FeedbackWait(Struct, frozen=True):
 
 
 MAX_HELD = 16_384
+MAX_REFUSED = 8
 
 
 def together(waits: Iterable[FeedbackWait]) -> FeedbackWait:
@@ -123,7 +124,8 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     chains: of a stream worker, stage to its steps with their versions. partitions: stage to the partitions it holds; of an
     explorer those of `tasks` that it reads, from which the master decides what it gets.
     holds: of an explorer, the groups and eval tasks it runs or waits with, to their attempts; in some reports only, and at
-    most MAX_HELD of them. answered: of a gateway, its newest versions. reason: why a role that says "failed" has ended.
+    most MAX_HELD of them. answered: of a gateway, its newest versions. refused: of an engine, newest versions that it does not
+    serve since its start, to the reason. reason: why a role that says "failed" has ended.
     alarms: what an operator should look at, a sentence each. release: of headrace, "" of older ones.
 
     Example: Progress(role="explore", instance="explore-0/4711", version=12, counters={"tokens": 81200.0})
@@ -138,6 +140,7 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     chains: Annotated[dict[str, str], Bounds(max_length=64)] = {}
     partitions: Annotated[dict[str, tuple[Count, ...]], Bounds(max_length=64)] = {}
     answered: Annotated[tuple[Answered, ...], Bounds(max_length=64)] = ()
+    refused: Annotated[dict[Count, str], Bounds(max_length=MAX_REFUSED)] = {}
     reason: str = ""
     life: Life | None = None
     is_canary: bool | None = None

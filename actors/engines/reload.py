@@ -19,7 +19,7 @@ from functools import partial
 from typing import Protocol, runtime_checkable
 
 from actors.engines.engine import Engine, LoadReport
-from infra.log.log import Log, LogMessage, follow
+from infra.log.log import LogMessage, follow
 from infra.observe.failpoint import reach
 from infra.policies.beginning import newest_summary
 from infra.policies.chain import NUM_SLICES
@@ -33,6 +33,7 @@ from infra.roles.role import Role
 from schemas import Directive, PolicyEvent
 from schemas.errors import PolicyRefused, StoreError
 from schemas.fields import Channel
+from schemas.records import MAX_REFUSED
 from schemas.topics import POLICIES
 
 _log = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ class PolicyFollower:
         self._follower = self._new_follower()
         self._published_ms: dict[int, int] = {}
         self._since_ms = time.time() * 1000
-        self._refused: set[int] = set()
+        self._refused: dict[int, str] = {}
         self._unsound: set[int] = set()
         self._may_adopt = True
         self._store_tries: dict[int, int] = {}
@@ -162,6 +163,11 @@ class PolicyFollower:
     def stable(self) -> Stable:
         """Versions that the channels serve, as far as `policies` was read."""
         return self._feed.stable
+
+    @property
+    def refused(self) -> dict[int, str]:
+        """Newest versions that were given up, each with its reason."""
+        return {version: self._refused[version] for version in sorted(self._refused)[-MAX_REFUSED:]}
 
     async def read(self) -> None:
         """Follow `policies` from its newest summary, or its beginning; nothing is loaded until what is there was read.
@@ -244,7 +250,7 @@ class PolicyFollower:
             policy = await self._fetched(follower, event)
         except PolicyRefused as error:
             self._unsound.add(event.version)
-            await self._refuse(event, error)
+            self._refuse(event, error)
             return None
         except StoreError as error:
             tries = self._store_tries.get(event.version, 0)
@@ -300,7 +306,7 @@ class PolicyFollower:
                 reach("explore.before_swap")
                 report = await self._engine.load(policy)
         except PolicyRefused as error:
-            await self._refuse(event, error)
+            self._refuse(event, error)
             return
         reach("explore.after_swap")
         self._follower.confirm(policy)
@@ -321,26 +327,11 @@ class PolicyFollower:
             del self._published_ms[old]
         _log.info("reloaded version=%d pause_ms=%.1f probe=%.2g", version, report.pause_ms, report.probe_abs_max)
 
-    async def _refuse(self, event: PolicyEvent, error: PolicyRefused) -> None:
-        """Count a refusal. The first leads to another fetch; the second publishes an event and gives the version up."""
+    def _refuse(self, event: PolicyEvent, error: PolicyRefused) -> None:
+        """Count a refusal. The first leads to another fetch; the second gives the version up, which the role's reports say."""
         self._role.metrics.counter("policies_refused").inc()
         _log.warning("policy_refused version=%d error=%s", event.version, error)
         self._refusals[event.version] = self._refusals.get(event.version, 0) + 1
         if self._refusals[event.version] < 2:
             return
-        self._refused.add(event.version)
-        await _tell_refused(self._role.log, event, str(error), self._role.instance)
-
-
-async def _tell_refused(log: Log, event: PolicyEvent, reason: str, owner: str) -> None:
-    refused = PolicyEvent(
-        event="refused",
-        policy=event.policy,
-        version=event.version,
-        parent=event.parent,
-        token=event.token,
-        manifest=event.manifest,
-        reason=reason,
-        owner=owner,
-    )
-    await log.publish(POLICIES, refused)
+        self._refused[event.version] = str(error)

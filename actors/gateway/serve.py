@@ -188,6 +188,7 @@ class _Loops(msgspec.Struct, frozen=True):
             gauges=metrics.gauges(),
             state=state,
             answered=gateway.tallies.report(),
+            refused=self.follower.refused,
             life=life,
             is_canary=gateway.config.channel == "canary",
             release=full_release(),

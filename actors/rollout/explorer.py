@@ -211,6 +211,7 @@ async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: Polic
         report = msgspec.structs.replace(
             _progress(runtime, "serving", "working"),
             holds=holds,
+            refused=follower.refused,
             partitions={TASKS.name: tuple(sorted(partition.index for partition in reader.positions()))},
         )
         await runtime.role.log.publish(REPORTS, report)

@@ -36,6 +36,7 @@ from schemas.wire.frame import is_sealed
 THREAD_TOKENS = 65_536
 STORE_PAUSES_S = (0.4, 1.6, 6.4)
 MAX_IN_FLIGHT = 512
+HELD = {topic.name: topic.holds for topic in ALL}
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,11 @@ class Log:
                 if self.store is None:
                     raise BadFrame("claim: the frame lies in the object store, and this reader has none")
                 value = redeem(self.store, value)
-            return LogMessage(record, value=decode(value, self.find_seal))
+            found = decode(value, self.find_seal)
+            topic, kind = record.topic.removeprefix(f"{self.app}."), type(found).__name__
+            if kind not in HELD.get(topic, (kind,)):  # who may write to one topic must not speak in another's name
+                raise BadFrame(f"{topic} holds {', '.join(HELD[topic])}; got {kind}")
+            return LogMessage(record, value=found)
         except BadFrame as error:
             return LogMessage(record, error=error)
 

@@ -93,10 +93,9 @@ RIGHTS: Mapping[str, RoleRights] = {
         puts=(SNAPSHOTS, SUMMARIES, BLOBS, FOLDER, SECRET, CHECKS),
         deletes=(SNAPSHOTS, SUMMARIES, CHECKS),
     ),
-    # An engine tells `policies` which version it refuses.
     "explore": RoleRights(
         reads=(topics.TASKS, topics.PROGRESS, topics.POLICIES),
-        writes=(topics.EXPERIENCES, topics.VERIFIED, topics.PROGRESS, topics.REPORTS, topics.POLICIES),
+        writes=(topics.EXPERIENCES, topics.VERIFIED, topics.PROGRESS, topics.REPORTS),
         groups=("explore",),
         gets=("policies/", SUMMARIES, BLOBS, "identity/", CHECKS),
         puts=(BLOBS, CHECKS),
@@ -104,7 +103,7 @@ RIGHTS: Mapping[str, RoleRights] = {
     ),
     "serve": RoleRights(
         reads=(topics.POLICIES,),
-        writes=(topics.EXPERIENCES, topics.FEEDBACK, topics.REPORTS, topics.POLICIES),
+        writes=(topics.EXPERIENCES, topics.FEEDBACK, topics.REPORTS),
         gets=("policies/", SUMMARIES, BLOBS, FOLDER, API_KEYS, SECRET, "identity/", CHECKS),
         puts=(BLOBS, FOLDER, SECRET, CHECKS),
         deletes=(CHECKS,),

@@ -192,9 +192,9 @@ async def test_a_version_an_eval_waits_for_is_not_skipped_and_one_that_is_past_i
 async def test_a_policy_that_fails_is_refused_and_the_old_one_serves_on(tmp_path: Path) -> None:
     store = folder_store(tmp_path)
     log = await memory_log()
-    policies, heard = TopicArrivals(log, POLICIES), TopicArrivals(log, EXPERIENCES)
+    reports, heard = TopicArrivals(log, REPORTS), TopicArrivals(log, EXPERIENCES)
     engine = ScriptedEngine()
-    async with running(explorer(log, store, engine), *listening(policies, heard)):
+    async with running(explorer(log, store, engine), *listening(reports, heard)):
         await announce(log, store, 1)
         await until(lambda: engine.version == 1)
         event = await asyncio.to_thread(
@@ -206,17 +206,14 @@ async def test_a_policy_that_fails_is_refused_and_the_old_one_serves_on(tmp_path
             probe=None,
         )
         await log.publish(POLICIES, event)
-        await until(lambda: any(event.event == "refused" for event in policies.of(PolicyEvent)))
+        await until(lambda: any(report.refused for report in reports.of(Progress)))
         assert engine.version == 1
         await log.publish(TASKS, issue("add"))
         await until(lambda: len(heard.experiences) == 3)
         await announce(log, store, 3)
         await until(lambda: engine.version == 3)
-    refused = [event for event in policies.of(PolicyEvent) if event.event == "refused"]
-    assert len(refused) == 1
-    refused, experiences = refused[0], heard.experiences
-    assert (refused.version, refused.owner) == (2, "explore/test")
-    assert refused.reason
+    report, experiences = reports.of(Progress)[-1], heard.experiences
+    assert report.instance == "explore/test" and report.refused.keys() == {2} and report.refused[2]
     assert {experience.max_version for experience in experiences} == {1}
 
 

@@ -363,15 +363,21 @@ def test_a_move_by_hand_ends_the_trial(kind: PolicyEventKind, version: int) -> N
     assert (at(gate, LATER_MS), gate.stable.version, gate.stable.trial) == ([], version, -1)
 
 
+def refusal(version: int, *, is_canary: bool = True) -> Progress:
+    return Progress(role="serve", instance="serve/7", is_canary=is_canary, refused={version: "damaged"})
+
+
 def test_a_version_that_the_canary_cannot_load_is_not_waited_for() -> None:
     gate = tried()
-    gate.event(event("refused", TRIAL, owner="serve/7", channel="candidate", reason="damaged"))
+    gate.progress(refusal(TRIAL, is_canary=False), 0)
+    assert decisions(gate) == []
+    gate.progress(refusal(TRIAL), 0)
     (held,) = decisions(gate)
     assert (held.event, held.owner, held.reason) == ("held", "canary", "serve/7 refused it: damaged")
     (again,) = evaluated(gate, 7)
     assert again.channel == "canary" and gate.stable.trial == 7 and at(gate, LATER_MS) == []
     gate = watched()
-    gate.event(event("refused", STABLE, owner="serve/7", channel="candidate", reason="damaged"))
+    gate.progress(refusal(STABLE), 0)
     (ended,) = decisions(gate)
     assert (ended.channel, ended.version, gate.stable.version, gate.stable.trial) == ("canary", TRIAL, TRIAL, -1)
 

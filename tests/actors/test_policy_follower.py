@@ -28,7 +28,7 @@ from schemas import PolicyEvent
 from schemas.errors import NotInStore, PolicyRefused, StoreError
 from schemas.fields import Channel
 from schemas.topics import POLICIES
-from tests.actors.rig import FLOOR, TopicArrivals, memory_log, running, until
+from tests.actors.rig import FLOOR, memory_log, running, until
 from tests.infra.weights.test_fetch import Counting
 from tests.role import role_of
 from tests.starts import CountingBus, summarize
@@ -76,10 +76,9 @@ def folders_of(keys: list[str]) -> set[str]:
     return {"/".join(key.split("/")[3:5]) for key in keys if "/manifests/" not in key}
 
 
-def is_decided(engine: FolderEngine, heard: TopicArrivals, version: int) -> bool:
+def is_decided(engine: FolderEngine, follower: PolicyFollower, version: int) -> bool:
     """Whether a version serves or was given up."""
-    told = [event.version for event in heard.of(PolicyEvent) if event.event == "refused"]
-    return engine.version == version or version in told
+    return engine.version == version or version in follower.refused
 
 
 async def follow(store: Store, engine: FolderEngine, steps: list[tuple[list[PolicyEvent], int]]) -> Metrics:
@@ -87,16 +86,15 @@ async def follow(store: Store, engine: FolderEngine, steps: list[tuple[list[Poli
     log, metrics = await memory_log(), Metrics("explore")
     await engine.start()
     follower = PolicyFollower(role_of("explore", FLOOR, log, store, metrics=metrics), engine)
-    heard = TopicArrivals(log, POLICIES)
     for event in steps[0][0]:
         await log.publish(POLICIES, event)
-    loops = [asyncio.create_task(loop) for loop in (follower.read(), follower.load(), heard.listen())]
+    loops = [asyncio.create_task(loop) for loop in (follower.read(), follower.load())]
     async with running(*loops):
         await until(lambda: engine.version == steps[0][1])
         for events, version in steps[1:]:
             for event in events:
                 await log.publish(POLICIES, event)
-                await until(partial(is_decided, engine, heard, event.version))
+                await until(partial(is_decided, engine, follower, event.version))
             assert engine.version == version
     await engine.close()
     return metrics
@@ -234,10 +232,9 @@ def test_while_a_store_fails_the_old_version_serves_on_and_the_reason_is_an_even
     async def run() -> None:
         log, metrics, engine = await memory_log(), Metrics("explore"), ScriptedEngine(num_vocabulary=VOCABULARY)
         await engine.start()
-        heard = TopicArrivals(log, POLICIES)
         behind = CachedStore(store, HostCache(tmp_path, max_bytes=10_000_000, metrics=metrics)) if cached else store
         follower = PolicyFollower(role_of("explore", FLOOR, log, behind, metrics=metrics), engine, slow_s=0.05)
-        loops = [asyncio.create_task(loop) for loop in (follower.read(), follower.load(), heard.listen(), ask(engine))]
+        loops = [asyncio.create_task(loop) for loop in (follower.read(), follower.load(), ask(engine))]
         async with running(*loops):
             await log.publish(POLICIES, events[1])
             await until(lambda: engine.version == 1)
@@ -245,10 +242,7 @@ def test_while_a_store_fails_the_old_version_serves_on_and_the_reason_is_an_even
             await log.publish(POLICIES, events[2])
             await until(lambda: metrics.counters().get(told, 0) >= 1)
             if told == "policies_refused":
-                await until(lambda: any(event.event == "refused" for event in heard.of(PolicyEvent)))
-                assert all(
-                    event.version == 2 and event.reason for event in heard.of(PolicyEvent) if event.event == "refused"
-                )
+                await until(lambda: follower.refused.keys() == {2} and bool(follower.refused[2]))
             answered = len(served)
             await until(lambda: len(served) > answered + 3)
             assert engine.version == 1 and engine.tensors[TENSOR] == weights[1][TENSOR]
@@ -294,22 +288,20 @@ def test_where_memory_and_disk_have_no_room_for_a_version_the_old_one_serves_on_
         log, metrics = await memory_log(), Metrics("explore")
         engine = PassingEngine(VersionFiles([tmp_path], free=lambda place: room[0]))
         await engine.start()
-        heard = TopicArrivals(log, POLICIES)
         follower = PolicyFollower(role_of("explore", FLOOR, log, store, metrics=metrics), engine)
-        loops = [asyncio.create_task(loop) for loop in (follower.read(), follower.load(), heard.listen())]
+        loops = [asyncio.create_task(loop) for loop in (follower.read(), follower.load())]
         async with running(*loops):
             await log.publish(POLICIES, events[1])
             await until(lambda: engine.version == 1)
             room[0] = 1000
             await log.publish(POLICIES, events[2])
-            await until(lambda: any(event.event == "refused" for event in heard.of(PolicyEvent)))
+            await until(lambda: bool(follower.refused))
             assert engine.version == 1 and len((await engine.generate([1, 2, 3], SAMPLING)).tokens) == 6
             assert engine.tensors[TENSOR] == weights[1][TENSOR] and metrics.counters()["policies_refused"] == 2
             room[0] = 10**9
             await log.publish(POLICIES, events[3])
             await until(lambda: engine.version == 3)
-            (reason,) = (event.reason for event in heard.of(PolicyEvent) if event.event == "refused")
-            return str(reason)
+            return follower.refused[2]
 
     assert "give the container a larger /dev/shm" in asyncio.run(run())
     assert not [*tmp_path.glob("*/*.safetensors")]

@@ -268,6 +268,10 @@ async def judged(log: Log, settings: Settings, ledger: LiveLedger) -> dict[str, 
     fates = await Fates.read(log, settings.pacing.max_staleness)
     lost = fates.lost(ledger.acknowledged, set(account.pending_ids))
     events = [message.value async for message in log.read_all(topics.POLICIES)]
+    reports = [message.value async for message in log.read_all(topics.REPORTS)]
+    refused = {
+        (report.instance, version) for report in reports if isinstance(report, Progress) for version in report.refused
+    }
     published = {one.version for one in events if isinstance(one, PolicyEvent) and one.event == "published"}
     for title, ids in (("lost", lost), ("pending", set(account.pending_ids)), ("twice", fates.trained_twice())):
         if ids:
@@ -282,7 +286,7 @@ async def judged(log: Log, settings: Settings, ledger: LiveLedger) -> dict[str, 
         "dropped": account.dropped,
         "steps": fates.steps,
         "versions": len(published),
-        "refused": sum(1 for one in events if isinstance(one, PolicyEvent) and one.event == "refused"),
+        "refused": len(refused),
         "audit_clean": account.is_clean,
     }
 

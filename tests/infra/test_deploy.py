@@ -26,6 +26,7 @@ from infra.cli.settings import load_settings
 from infra.observe.measures import MEASURES
 from infra.observe.metrics import LISTEN_VARIABLE, Metrics
 from infra.roles import rights
+from schemas import topics
 from tests.own_sources import ROOT
 
 DEPLOY = ROOT / "infra" / "deploy"
@@ -170,9 +171,11 @@ def test_each_role_is_a_user_of_its_own_at_the_broker_and_in_the_bucket_of_the_s
     assert len(passwords) == 6
 
 
-def test_an_explorer_reads_no_key_and_only_the_trainer_writes_weights() -> None:
+def test_an_explorer_reads_no_key_only_the_trainer_writes_weights_and_no_engine_moves_a_channel() -> None:
     assert not {"keys/", "gateway/keys/", "gateway/secret"} & set(rights.RIGHTS["explore"].gets)
     assert rights.RIGHTS["explore"].deletes == (rights.CHECKS,)
+    movers = {role for role, its in rights.RIGHTS.items() if topics.POLICIES in its.writes}
+    assert movers == {"master", "train", "operator"}
     writers = {role for role, one in rights.RIGHTS.items() if {"policies/", "checkpoints/"} & {*one.puts, *one.deletes}}
     assert writers == {"train", "operator"}
 

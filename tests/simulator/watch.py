@@ -147,8 +147,11 @@ class RunWatch:
             self._once("I6 one result", identity(value), process, value)
         elif isinstance(value, Block) and topic == "experiences":
             self._experiences(value)
-        elif isinstance(value, Progress) and value.role == "master":
-            self.master_state = value.state
+        elif isinstance(value, Progress):
+            if value.role == "master":
+                self.master_state = value.state
+            if value.refused and not self.altered[process]:
+                self.complain("I3 verified", f"{value.instance} refused versions: {value.refused}")
 
     def confirmed(self, process: Process, record: Record) -> None:
         topic = record.topic.partition(".")[2]
@@ -237,8 +240,6 @@ class RunWatch:
         elif event.event == "orphaned":
             self._orphaned.add(event.version)
             self.complain("I4 same bits", f"version {event.version} was orphaned: its steps gave other weights")
-        elif event.event == "refused" and not self.altered[process]:
-            self.complain("I3 verified", f"version {event.version} was refused: {event.reason}")
         elif event.event == "published":
             self._published(process, event)
         elif event.owner == "gate" and event.token >= self._master:  # what an overtaken one decided is decided again

@@ -78,8 +78,6 @@ class Gate:
                 self.counts.comparison(self.stable.trial).restart(at_ms, self.counts.block(at_ms))
         if event.policy != self._policy:
             return
-        if event.event == "refused" and event.version == self.stable.trial:
-            self._refused = f"{event.owner} refused it: {event.reason}"
         if event.channel == "stable" and event.event == "promoted" and event.owner not in MASTERS:
             self._since = max(self._since, event.version)
         if event.channel == "stable" and event.event == "promoted":
@@ -101,8 +99,11 @@ class Gate:
         self.counts.closure(closure, self.counts.tick(at_ms))
 
     def progress(self, progress: Progress, at_ms: int | None = None) -> None:
-        """Take what a gateway served."""
-        self.counts.progress(progress, self.counts.tick(at_ms))
+        """Take what a gateway served, and whether a canary refuses the version on trial."""
+        at_ms = self.counts.tick(at_ms)
+        self.counts.progress(progress, at_ms)
+        if progress.is_canary and self.stable.trial in progress.refused and at_ms >= self._began_ms:
+            self._refused = f"{progress.instance} refused it: {progress.refused[self.stable.trial]}"
 
     # ---- what follows from it
 

@@ -102,7 +102,7 @@ async def read_status(
         "roles": roles,
         "clock": clock_line(behind_s, roles, now_s - newest_s),
         "missing": missing(wanted, [heard(process) for process in spoken.values()], now_s, GONE_S),
-        "policies": policy_state(policies, now_s),
+        "policies": policy_state(policies, [last[name] for name in speaking(roles)], now_s),
         "learning": learning_state(policies),
         "answers": answers_state(await look(topics.EXPERIENCES, NEWEST, "")),
         "rollbacks": rollbacks(await look(topics.BATCHES, RECENT, "rollback")),
@@ -283,7 +283,7 @@ def by_reason(reports: Sequence[Progress], counter: str) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
 
-def policy_state(policies: Sequence[LogMessage], now_s: float) -> State:
+def policy_state(policies: Sequence[LogMessage], reports: Sequence[Progress], now_s: float) -> State:
     events = [message.value for message in policies]
     came_ms = [
         message.timestamp_ms
@@ -291,14 +291,14 @@ def policy_state(policies: Sequence[LogMessage], now_s: float) -> State:
         if isinstance(message.value, PolicyEvent) and message.value.event == "published"
     ]
     published = [event for event in events if isinstance(event, PolicyEvent) and event.event == "published"]
-    refused = [event for event in events if isinstance(event, PolicyEvent) and event.event == "refused"]
+    refused = sorted((version, by.instance, why) for by in reports for version, why in by.refused.items())
     version = max((event.version for event in published), default=None)
     return {
         "published": version,
         "age_s": now_s - max(came_ms) / 1000 if came_ms else 0.0,
-        "refused": [f"v{event.version} by {event.owner}: {event.reason}" for event in refused[-3:]],
+        "refused": [f"v{version} by {by}: {why}" for version, by, why in refused[-3:]],
         # One that was refused and replaced since is history; the newest being refused means that no engine serves it.
-        "newest_refused": any(event.version == version for event in refused),
+        "newest_refused": any(refusal[0] == version for refusal in refused),
     }
 
 

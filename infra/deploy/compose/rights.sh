@@ -10,7 +10,7 @@ set -e
 /opt/kafka/bin/kafka-acls.sh --bootstrap-server 127.0.0.1:9094 --add --allow-principal User:process --operation Write --topic headrace.taskset --topic headrace.verified --topic headrace.buffer --topic headrace.evals --topic headrace.progress --topic headrace.reports --topic headrace.dead-letters
 /opt/kafka/bin/kafka-acls.sh --bootstrap-server 127.0.0.1:9094 --add --allow-principal User:process --operation Read --group headrace.tasks --group headrace.verify --group headrace.collect --group headrace.feedback --resource-pattern-type prefixed
 /opt/kafka/bin/kafka-acls.sh --bootstrap-server 127.0.0.1:9094 --add --allow-principal User:explore --operation Read --topic headrace.tasks --topic headrace.progress --topic headrace.policies
-/opt/kafka/bin/kafka-acls.sh --bootstrap-server 127.0.0.1:9094 --add --allow-principal User:explore --operation Write --topic headrace.experiences --topic headrace.verified --topic headrace.progress --topic headrace.reports --topic headrace.policies
+/opt/kafka/bin/kafka-acls.sh --bootstrap-server 127.0.0.1:9094 --add --allow-principal User:explore --operation Write --topic headrace.experiences --topic headrace.verified --topic headrace.progress --topic headrace.reports
 /opt/kafka/bin/kafka-acls.sh --bootstrap-server 127.0.0.1:9094 --add --allow-principal User:explore --operation Read --group headrace.explore --resource-pattern-type prefixed
 /opt/kafka/bin/kafka-acls.sh --bootstrap-server 127.0.0.1:9094 --add --allow-principal User:serve --operation Read --topic headrace.policies
-/opt/kafka/bin/kafka-acls.sh --bootstrap-server 127.0.0.1:9094 --add --allow-principal User:serve --operation Write --topic headrace.experiences --topic headrace.feedback --topic headrace.reports --topic headrace.policies
+/opt/kafka/bin/kafka-acls.sh --bootstrap-server 127.0.0.1:9094 --add --allow-principal User:serve --operation Write --topic headrace.experiences --topic headrace.feedback --topic headrace.reports

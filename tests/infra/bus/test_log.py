@@ -206,6 +206,18 @@ def test_poison_is_a_message_and_its_neighbours_are_read() -> None:
     run(check)
 
 
+def test_a_promotion_in_any_topic_but_policies_is_poison() -> None:
+    async def check(log: Log) -> None:
+        promoted = PolicyEvent(event="promoted", policy="main", version=9, owner="mallory", channel="stable")
+        for topic in ALL:
+            await log.bus.send(log.name(topic), encode(promoted), key=b"k", partition=0)
+            (found,) = await all_of(log, topic)
+            assert found.value == (promoted if topic is POLICIES else None)
+            assert topic is POLICIES or "got PolicyEvent" in str(found.error)
+
+    run(check)
+
+
 def test_a_dead_letter_is_cut_so_that_it_always_fits() -> None:
     async def check(log: Log) -> None:
         await log.bus.send(log.name(EXPERIENCES), bytes(8_000_000), key=b"k")

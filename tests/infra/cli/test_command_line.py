@@ -231,8 +231,8 @@ RECORDS = [
     DeadLetter(
         topic="experiences", partition=0, offset=0, stage=CLEAN, reason=CLEAN, error=CLEAN, value=CLEAN.encode()
     ),
-    Progress(role=CLEAN, instance=CLEAN, state=CLEAN, counters={CLEAN: 1.0}, chains={CLEAN: CLEAN}),
-    PolicyEvent(event="refused", policy=CLEAN, version=3, owner=CLEAN, reason=CLEAN),
+    Progress(role=CLEAN, instance=CLEAN, state=CLEAN, counters={CLEAN: 1.0}, chains={CLEAN: CLEAN}, refused={3: CLEAN}),
+    PolicyEvent(event="held", policy=CLEAN, version=3, owner=CLEAN, reason=CLEAN),
     Directive(order="pause", owner=CLEAN, reason=CLEAN),
     Feedback(ref="hr-a1b2.0-3-0", id=CLEAN, text=CLEAN, source=CLEAN, rater=CLEAN),
     Closure(group="g", outcome="dropped", reason=CLEAN),
@@ -294,7 +294,7 @@ def test_trace_shows_an_answer_and_what_was_said_without_obeying_it(capsys: pyte
         closures=((1, closure),),
     )
     trace.show_answer(console, answer)
-    event = PolicyEvent(event="refused", policy="main", version=3, reason=HOSTILE)
+    event = PolicyEvent(event="held", policy="main", version=3, reason=HOSTILE)
     made = PolicyTrace(
         version=3, parent=2, events=((1, event),), steps=(), lanes={HOSTILE: 1}, versions={}, ids=(HOSTILE,)
     )

@@ -196,8 +196,8 @@ def test_status_tells_what_the_log_says_and_check_gives_the_exit_code(kafka: str
     state = json.loads(printed(config, "status", "--kept", "--json", "--check"))
     assert {item["what"]: item["num"] for item in state["kept"]}["topic evals"] == 1
     assert state["alarms"] == [] and state["policies"]["published"] == 4 and set(state["lags"]) >= {"verified"}
-    refused = PolicyEvent(event="refused", policy="main", version=4, owner="explore/1", reason="NaN")
-    publish(kafka, app_name, [(topics.POLICIES, refused)])
+    refused = Progress(role="explore", instance="explore/1", state="serving", refused={4: "NaN"})
+    publish(kafka, app_name, [(topics.REPORTS, refused)])
     state = json.loads(printed(config, "status", "--kept", "--json", "--check", code=1))
     assert state["alarms"] == ["policy v4 was refused: v4 by explore/1: NaN"]
     assert "refused" in printed(config, "status")

@@ -83,7 +83,7 @@ def test_rates_are_those_of_the_last_minute_and_a_counter_reported_once_has_none
     assert state_of((0, progress("serve", **told)), now_s=1)["roles"][0]["rates"] == {}
 
 
-REFUSED = PolicyEvent(event="refused", policy="main", version=2, owner="explore/7", reason="NaN in lm_head")
+REFUSES = Progress(role="explore", instance="explore/7", state="serving", refused={2: "NaN in lm_head"})
 TRAINER = Progress(role="train", instance="train/1", state="learning", gauges={"groups_waiting": 3.0})
 ODD = Progress(role="master", instance="master/1", state="issuing", alarms=("complaints come late",))
 WARM = "master waits for the version after the warm-up, and train for groups: this run began without a warm-up; take "
@@ -103,9 +103,9 @@ def master(state: str = "issuing", **ends: float) -> Progress:
          ["train/1 has been silent for 100 s"]),
         (((0, progress("train")), (90, Progress(role="train", instance="train/2", state="learning"))), 100, []),
         (((0, ODD),), 1, ["master/1: complaints come late"]),
-        (((0, published(1)), (0, published(2)), (1, REFUSED), (2, progress("explore"))), 3,
+        (((0, published(1)), (0, published(2)), (2, REFUSES)), 3,
          ["policy v2 was refused: v2 by explore/7: NaN in lm_head"]),
-        (((0, published(2)), (1, REFUSED), (2, published(3)), (2, progress("explore"))), 3, []),
+        (((0, published(2)), (1, REFUSES), (2, published(3))), 3, []),
         (((0, TRAINER), (0, master("warming up"))), 1, [WARM]),
         (((0, progress("train", state="supervised warm-up")), (0, master("warming up"))), 1, []),
     ],
@@ -198,7 +198,7 @@ FIRST_MS = START_MS + 23 * 3_600_000
     ("events", "now_s", "lines"),
     [
         (
-            ((0, published(7)), (1, PolicyEvent(event="refused", policy="main", version=7, owner="e", reason="[NaN]")),
+            ((0, published(7)), (9, Progress(role="e", instance="e", state="serving", refused={7: "[NaN]"})),
              (0, progress("train", version=6, steps=10.0, **DROPS)), (10, progress("train", version=7, steps=30.0, **DROPS)),
              (10, EvalResult(policy="main", version=7, suite="dev", num_tasks=10, num_correct=9))), 12,
             ["train/1 running v7 2 s ago steps 2", "published v7", "accuracy dev 90.0% at v7", "dropped [odd] 1,234",

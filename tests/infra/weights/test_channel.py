@@ -81,7 +81,7 @@ def test_no_other_directive_and_no_trainers_lease_takes_the_word_from_a_master()
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["published", "lease", "orphaned", "refused", "promoted"]), st.integers(-1, 50)),
+        st.tuples(st.sampled_from(["published", "lease", "orphaned", "held", "promoted"]), st.integers(-1, 50)),
         max_size=30,
     )
 )
@@ -207,7 +207,7 @@ def test_only_an_event_with_weights_of_the_followed_policy_announces_any() -> No
     assert feed.newest == 0
     for event in (
         published(2, policy="other"), trainer_lease(), said("orphaned", 9), said("published", 3),
-        said("refused", 3, manifest="m"),
+        said("held", 3, manifest="m"),
     ):  # fmt: skip
         assert feed.apply(event, 0) is False
     assert not feed.events and feed.newest == 0
