@@ -287,6 +287,26 @@ def test_every_python_snippet_runs_behind_those_before_it_with_headrace_alone(pa
             assert {*imported} <= {"headrace", *sys.stdlib_module_names}, f"{fence}: {imported}"
 
 
+@pytest.mark.parametrize("fence", [fence for fence in fences("text") if fence.values[0].text.startswith("import ")])
+def test_what_a_program_for_readers_imports_comes_with_the_packages(fence: FencedBlock) -> None:
+    for node in ast.walk(ast.parse(fence.text)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert all(importlib.util.find_spec(name) for name in names), f"{fence}: {names}"
+
+
+def test_the_tutorial_of_traffic_shows_lines_of_the_file_that_init_writes() -> None:
+    text = (docs.FOLDER / "tutorials" / "learn-from-traffic.md").read_text(encoding="utf-8")
+    written = {setting(line) for line in files_of("agent")["headrace.toml"].read_text(encoding="utf-8").splitlines()}
+    shown = re.search(r"^```toml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert shown and {setting(line) for line in shown[1].splitlines()} <= written
+
+
+def setting(line: str) -> str:
+    """A line of settings without the comment behind it."""
+    return line.partition("  #")[0].strip()
+
+
 def test_the_tutorial_shows_the_files_of_its_example() -> None:
     text = (docs.FOLDER / "tutorials" / "train-on-tasks.md").read_text(encoding="utf-8")
     shown = dict(re.findall(r"^```(?:toml|python) (\S+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))

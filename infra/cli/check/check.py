@@ -208,6 +208,8 @@ def check_gateway(settings: Settings) -> list[str]:
 def summary(settings: Settings, parsers: str = "") -> Table:
     """The decisions that matter most, as resolved. parsers: how the model writes calls and thoughts."""
     pacing = settings.pacing
+    waits = settings.trainer.groups_awaited(pacing.groups_per_step)
+    groups = f"{waits} {'groups' if 'usual' in settings.trainer.lanes else 'answers or more'} per step"
     lanes = ", ".join(f"{lane}: {config.loss} × {config.weight:g}" for lane, config in settings.trainer.lanes.items())
     rows = {
         "broker": settings.kafka.bootstrap_servers or "embedded",
@@ -218,7 +220,7 @@ def summary(settings: Settings, parsers: str = "") -> Table:
         "engine": settings.engine.use
         + (", which keeps keys and values over a reload" if settings.reload.kv == "keep" else ""),
         "learner": settings.trainer.learner.use + adapter_words(settings),
-        "pacing": f"{pacing.groups_per_step} groups per step, {pacing.steps_per_version} steps per version, "
+        "pacing": f"{groups}, {pacing.steps_per_version} steps per version, "
         f"at most {pacing.max_staleness} versions stale",
         "lanes": lanes,
         "reward": settings.reward.use or shown(settings.reward.blend) or "every score alike",

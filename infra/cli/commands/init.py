@@ -3,6 +3,7 @@
 Guarantee: nothing that is there is overwritten.
 """
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Annotated
@@ -67,6 +68,8 @@ def run_init(directory: Path, model: str, engine: str, example: str, *, tiny: bo
         console.print(f"wrote {target}")
     if tiny:
         from infra.cli.demo.char_model import build_char_model
+
+        logging.disable(logging.WARNING)  # DeepSpeed warns at its import that there is no GPU
 
         console.print(
             f"wrote {build_char_model(directory / model, seed=0)}, a model of 0.9 M parameters with random weights"

@@ -1,6 +1,5 @@
 """`headrace promote | pin | unpin | rollback | channel`: what customers are served, moved by hand, and who moved it when."""
 
-import getpass
 from collections.abc import Collection, Sequence
 from typing import Annotated
 
@@ -108,7 +107,7 @@ async def _move(
             version=version,
             channel=channel,
             reason=reason,
-            owner=getpass.getuser(),
+            owner=operator(),
         )
         await log.publish(topics.POLICIES, event)
         after = moved(before, event, settings.policy.name)
@@ -173,6 +172,7 @@ def decisions_table(made: Sequence[ChannelDecision]) -> Table:
     rows = Table("when", "what", "version", "by", "why")
     for decision in made:
         what = "unpinned" if decision.event == "pinned" and decision.version < 0 else decision.event.replace("_", " ")
+        what = {"pause": "paused", "continue": "resumed"}.get(what, what)
         what = ("watch" if decision.by == "watch" else "on trial") if decision.channel == "canary" else what
         style = {"held": "yellow", "pause": "yellow", "rolled_back": "red"}.get(decision.event)
         rows.add_row(

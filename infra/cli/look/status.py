@@ -62,9 +62,8 @@ async def status(
     settings = chosen.load()
     async with reading(settings) as log:
         wanted = expected_roles(settings.expect, serves=settings.gateway is not None)
-        state = await read_status(
-            log, now_s=time.time(), max_lag=max_lag, wanted=wanted, groups=settings.pacing.groups_per_step
-        )
+        groups = settings.trainer.groups_awaited(settings.pacing.groups_per_step)
+        state = await read_status(log, now_s=time.time(), max_lag=max_lag, wanted=wanted, groups=groups)
         state["alarms"] = [line.replace("-c FILE", f"-c {chosen.config}") for line in state["alarms"]]
         if kept:
             state["kept"] = msgspec.to_builtins(await list_kept(log, settings, state["roles"]))
@@ -88,7 +87,7 @@ async def read_status(
     """Everything `status` shows, as plain data.
 
     now_s: by this machine's clock; ages are by the log's, which is at least at its newest report. wanted: see `expected_roles`.
-    groups: that a step takes, 0 where that is not known. look, hour: readers of a caller that asks again and again.
+    groups: that a step waits for, 0 where that is not known. look, hour: readers of a caller that asks again and again.
     """
     look = look or NewestRecords(log).newest
     spoken = await (hour or LastHour(log)).spoken()
@@ -164,7 +163,7 @@ def all_dropped(ended: Mapping[tuple[str, str], float]) -> str:
 
 
 def trainer_words(role: State, groups: int, why: str) -> str:
-    """State of a trainer between two steps. groups: number that a step takes. why: reason for no groups."""
+    """State of a trainer between two steps. groups: number that a step waits for. why: reason for no groups."""
     if role["rates"].get("steps", 0.0) > 0 or "groups_waiting" not in role["gauges"]:
         return "learning"
     there = f"{role['gauges']['groups_waiting']:.0f}" + (f" of {groups}" if groups else "")

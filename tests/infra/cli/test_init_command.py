@@ -53,7 +53,7 @@ def test_what_init_writes_check_accepts_and_init_does_not_write_twice(tmp_path: 
     assert load_settings(folder / "headrace.toml").app == "support-bot"
     checked = headrace("check", "-c", str(folder / "headrace.toml"))
     assert checked.exit_code == 0, checked.stderr
-    for word in ("not_trivial", "brief", "10m", "webhook", "/v1/feedback", "correct"):
+    for word in ("not_trivial", "brief", "10m", "webhook", "/v1/feedback", "correct", "64 answers or more per step"):
         assert word in checked.stdout
     assert "csat" not in checked.stdout, "a source that nobody writes would hold every answer"
     (folder / "plugins" / "mine.py").write_text("mine = 1")
@@ -204,6 +204,7 @@ def test_the_sources_and_scores_of_agent_say_what_its_readme_says(tmp_path: Path
 def test_sorting_scores_the_words_in_order(tmp_path: Path) -> None:
     tasks = list(plugin("sorting:words_to_sort", "sorting", tmp_path)())
     assert [sum(task.split == split for task in tasks) for split in ("train", "held-out")] == [2000, 50]
+    assert len({task.messages for task in tasks}) == len(tasks)
     score: Any = load("sorting:in_order", {}, "test")
 
     def verdict(text: str) -> float:

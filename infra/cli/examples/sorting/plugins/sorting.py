@@ -12,10 +12,13 @@ WORDS = (
 
 
 def words_to_sort(*, train: int = 2000, held_out: int = 50, seed: int = 0) -> Iterator[Task]:
-    """Tasks of five words each. The answer is the words in order."""
-    random = Random(seed)
-    for number in range(train + held_out):
+    """Tasks of five words each, no list twice. The answer is the words in order."""
+    random, lists = Random(seed), set[tuple[str, ...]]()
+    while (number := len(lists)) < train + held_out:
         words = random.sample(WORDS, 5)
+        if tuple(words) in lists:
+            continue
+        lists.add(tuple(words))
         question = f"Sort these words and give them alone, separated by blanks: {' '.join(words)}"
         yield Task(
             id=f"sort-{number}",
