@@ -273,13 +273,6 @@ class TrainerConfig(Section, frozen=True):
         config = self.lanes[lane]
         return config.min_sequences or min(MIN_SEQUENCES.get(lane, 1), config.max_waiting)
 
-    def groups_awaited(self, groups_per_step: int) -> int:
-        """Groups that a step waits for: of the lane usual, or where there is none, the single answers of the others."""
-        others = [
-            self.min_sequences(lane) for lane, config in self.lanes.items() if config.weight and not config.optional
-        ]
-        return groups_per_step if "usual" in self.lanes else max(others, default=0)
-
     @property
     def publish_interval(self) -> str:
         """`min_publish_interval`, or its default."""

@@ -106,6 +106,13 @@ class Settings(Floor, frozen=True):
     expect: Expect = Expect()
     console: ConsoleConfig = ConsoleConfig()
 
+    @property
+    def groups_awaited(self) -> int:
+        """Groups that a step waits for: of the lane usual, or where there is none, single answers of the others."""
+        lanes = {lane: config for lane, config in self.trainer.lanes.items() if config.weight and not config.optional}
+        least = max((self.trainer.min_sequences(lane) for lane in lanes), default=0)
+        return self.pacing.groups_per_step if "usual" in self.trainer.lanes else least
+
     def gate(self) -> MasterConfig:
         """The master's part, where a rating counts as long as feedback and the rest of a session are waited for."""
         people = self.master.gate.people

@@ -47,12 +47,8 @@ class RoleRights(NamedTuple):
 
     def at_topic(self, topic: Topic) -> tuple[Right, ...]:
         """The rights at a topic, of read, write and delete (of records)."""
-        rights: tuple[tuple[Right, tuple[Topic, ...]], ...] = (
-            ("read", self.reads),
-            ("write", self.writes),
-            ("delete", self.trims),
-        )
-        return tuple(name for name, granted in rights if topic in granted)
+        rights: dict[Right, tuple[Topic, ...]] = {"read": self.reads, "write": self.writes, "delete": self.trims}
+        return tuple(name for name, granted in rights.items() if topic in granted)
 
     def at_prefix(self, prefix: str) -> tuple[str, ...]:
         """The rights at objects whose names begin with a prefix, of get, put and delete."""

@@ -19,9 +19,9 @@ from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import from_numpy
 from infra.settings.config import Use
 from infra.store.store import Store
-from schemas import Closure, DeadLetter, DropMarker, Experience, PolicyEvent, Score, Task
+from schemas import Closure, DeadLetter, DropMarker, Experience, PolicyEvent, Progress, Score, Task
 from schemas.ids import group_of
-from schemas.topics import DEAD_LETTERS, EXPERIENCES, POLICIES, PROGRESS, TASKS, VERIFIED, Topic
+from schemas.topics import DEAD_LETTERS, EXPERIENCES, POLICIES, PROGRESS, REPORTS, TASKS, VERIFIED, Topic
 from tests.actors.rig import EXPLORE, MASTER, TopicArrivals, explorer, folder_store, memory_log, running, task, until
 
 

@@ -208,8 +208,9 @@ def check_gateway(settings: Settings) -> list[str]:
 def summary(settings: Settings, parsers: str = "") -> Table:
     """The decisions that matter most, as resolved. parsers: how the model writes calls and thoughts."""
     pacing = settings.pacing
-    waits = settings.trainer.groups_awaited(pacing.groups_per_step)
-    groups = f"{waits} {'groups' if 'usual' in settings.trainer.lanes else 'answers or more'} per step"
+    groups = (
+        f"{settings.groups_awaited} {'groups' if 'usual' in settings.trainer.lanes else 'answers or more'} per step"
+    )
     lanes = ", ".join(f"{lane}: {config.loss} × {config.weight:g}" for lane, config in settings.trainer.lanes.items())
     rows = {
         "broker": settings.kafka.bootstrap_servers or "embedded",

@@ -70,10 +70,9 @@ def run_init(directory: Path, model: str, engine: str, example: str, *, tiny: bo
         from infra.cli.demo.char_model import build_char_model
 
         logging.disable(logging.WARNING)  # DeepSpeed warns at its import that there is no GPU
-
-        console.print(
-            f"wrote {build_char_model(directory / model, seed=0)}, a model of 0.9 M parameters with random weights"
-        )
+        built = build_char_model(directory / model, seed=0)
+        logging.disable(logging.NOTSET)
+        console.print(f"wrote {built}, a model of 0.9 M parameters with random weights")
     where = directory / SETTINGS
     console.print(f"next: headrace check -c {where}, then headrace up -c {where}", soft_wrap=True)
     return 0

@@ -62,8 +62,9 @@ async def status(
     settings = chosen.load()
     async with reading(settings) as log:
         wanted = expected_roles(settings.expect, serves=settings.gateway is not None)
-        groups = settings.trainer.groups_awaited(settings.pacing.groups_per_step)
-        state = await read_status(log, now_s=time.time(), max_lag=max_lag, wanted=wanted, groups=groups)
+        state = await read_status(
+            log, now_s=time.time(), max_lag=max_lag, wanted=wanted, groups=settings.groups_awaited
+        )
         state["alarms"] = [line.replace("-c FILE", f"-c {chosen.config}") for line in state["alarms"]]
         if kept:
             state["kept"] = msgspec.to_builtins(await list_kept(log, settings, state["roles"]))
