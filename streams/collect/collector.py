@@ -12,12 +12,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from infra.chain.chain import Step, new_memories
+from infra.chain.chain import Step, new_memories, run_chain
 from infra.chain.processor import Memory
 from infra.log.bus import Partition, Record
 from infra.log.log import Log
@@ -29,7 +30,7 @@ from schemas.errors import BadFrame, NotInLog, Sealed
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
 from streams.collect.decision import Chain, Decision, Folded
 from streams.collect.feedback import usual_memories
-from streams.collect.fold import fold, make_chain
+from streams.collect.fold import fold
 from streams.collect.limits import limit_memories
 from streams.collect.pending import PendingFile
 from streams.collect.rules import Arrival, Rules, go_by, group_named
@@ -90,7 +91,7 @@ class Collector:
         self._metrics = metrics
         self._settings = settings
         self._rules = msgspec.structs.replace(settings.rules, open_text=self._open_text)
-        self._chain: Chain = make_chain(settings.steps)
+        self._chain: Chain = partial(run_chain, settings.steps)
         self._pending = PendingFile(settings.folder / f"collect-{partition}.sqlite", log.find_seal)
         self._snapshots = SnapshotManager(log, metrics, partition, self._pending, settings.snapshots)
         self._state = State()

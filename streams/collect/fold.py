@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
 
-from infra.chain.chain import Context, Step, run_chain
+from infra.chain.chain import Context
 from schemas import Block, Closure, DropMarker, Experience, Feedback, Lane, Tick, encode
 from schemas.ids import group_of, tenant_in
 from streams.collect.decision import Chain, Decision, Folded, counted_feedback, dead_letter, judged, learned
@@ -66,10 +66,6 @@ BlocksAt = Callable[[Sequence[int]], Awaitable[dict[int, Block]]]
 
 async def no_blocks(offsets: Sequence[int]) -> dict[int, Block]:
     return {}
-
-
-def make_chain(steps: Sequence[Step]) -> Chain:
-    return functools.partial(run_chain, steps)
 
 
 async def fold(state: State, arrival: Arrival, rules: Rules, chain: Chain, blocks_at: BlocksAt = no_blocks) -> Folded:

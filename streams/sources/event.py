@@ -11,6 +11,7 @@ import asyncio
 import math
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,12 +101,17 @@ async def _publish_portion(source: EventSource, events: Sequence[Event], log: Lo
         metrics.counter("feedback_events", source=source.name, outcome=reading.outcome).inc()
         if reading.feedback is not None:
             group = ids.group_of(reading.feedback.ref)
-            queues.setdefault(group, []).append(_publisher(source, log, reading.feedback))
+            queues.setdefault(group, []).append(partial(_publish_feedback, source, log, reading.feedback))
         elif reading.outcome in ("invalid", "failed"):
-            queues.setdefault(f"dead {index}", []).append(_letter_publisher(source, event, reading, log))
+            queues[f"dead {index}"] = [partial(_publish_letter, source, log, event, reading)]
+
+    async def publish_in_order(queue: Sequence[Callable[[], Awaitable[object]]]) -> None:
+        for publish in queue:
+            await confirmed(publish, "feedback", GIVE_UP_S)
+
     async with asyncio.TaskGroup() as tasks:
         for queue in queues.values():
-            tasks.create_task(_in_order(queue))
+            tasks.create_task(publish_in_order(queue))
 
 
 async def read_events(source: EventSource, events: Sequence[Event], keys: Keys | None = None) -> list[EventReading]:
@@ -193,41 +199,27 @@ def _reading(source: EventSource, table: dict[str, Any], answer: object) -> Even
     return EventReading("accepted", msgspec.structs.replace(answer, source=source.name))
 
 
-def _publisher(source: EventSource, log: Log, feedback: Feedback) -> Callable[[], Awaitable[object]]:
+async def _publish_feedback(source: EventSource, log: Log, feedback: Feedback) -> None:
     text = source.redactor.mask(feedback.text)[0] if feedback.text else feedback.text
-
-    async def publish() -> object:
-        names = [name for name in ("id", "rater") if source.redactor.mask(getattr(feedback, name))[1]]
-        secret = await asyncio.to_thread(log.keys.app_secret) if names and log.keys is not None else b""
-        # Where it is personal data itself, a name that is as unique and says nothing.
-        named = {name: pseudonym(secret, "source", source.name, getattr(feedback, name)) for name in names}
-        kept = msgspec.structs.replace(feedback, text=text, **named)
-        if not text or log.keys is None:
-            return await log.publish(VERIFIED, kept)
-        answer = kept.ref.removeprefix(ids.ANSWER_PREFIX)
-        shut = await asyncio.to_thread(seal_text, text, log.keys, answer)
-        return await log.publish(VERIFIED, msgspec.structs.replace(kept, text=shut))
-
-    return lambda: confirmed(publish, "feedback", GIVE_UP_S)
+    names = [name for name in ("id", "rater") if source.redactor.mask(getattr(feedback, name))[1]]
+    secret = await asyncio.to_thread(log.keys.app_secret) if names and log.keys is not None else b""
+    # Where it is personal data itself, a name that is as unique and says nothing.
+    named = {name: pseudonym(secret, "source", source.name, getattr(feedback, name)) for name in names}
+    if text and log.keys is not None:
+        text = await asyncio.to_thread(seal_text, text, log.keys, feedback.ref.removeprefix(ids.ANSWER_PREFIX))
+    await log.publish(VERIFIED, msgspec.structs.replace(feedback, text=text, **named))
 
 
-def _letter_publisher(
-    source: EventSource, event: Event, reading: EventReading, log: Log
-) -> Callable[[], Awaitable[object]]:
-    async def publish() -> object:
-        sessions = ids.sessions_in(event.value.decode("utf-8", "replace"))
-        letter = letter_at(
-            (event.topic, event.partition, event.offset),
-            stage=f"feedback {source.name}",
-            reason=f"event {reading.outcome}",
-            error=reading.brief if event.ours or sessions else source.redactor.mask(reading.error)[0],
-        )
-        value = await asyncio.to_thread(_kept, source, event, sessions, log.keys)
-        return await log.publish(
-            DEAD_LETTERS, msgspec.structs.replace(letter, value=value)
-        )  # what is sealed stays whole
-
-    return lambda: confirmed(publish, "dead letter", GIVE_UP_S)
+async def _publish_letter(source: EventSource, log: Log, event: Event, reading: EventReading) -> None:
+    sessions = ids.sessions_in(event.value.decode("utf-8", "replace"))
+    letter = letter_at(
+        (event.topic, event.partition, event.offset),
+        stage=f"feedback {source.name}",
+        reason=f"event {reading.outcome}",
+        error=reading.brief if event.ours or sessions else source.redactor.mask(reading.error)[0],
+    )
+    value = await asyncio.to_thread(_kept, source, event, sessions, log.keys)
+    await log.publish(DEAD_LETTERS, msgspec.structs.replace(letter, value=value))  # what is sealed stays whole
 
 
 def _kept(source: EventSource, event: Event, sessions: Sequence[str], keys: Keys | None) -> bytes:
@@ -241,8 +233,3 @@ def _kept(source: EventSource, event: Event, sessions: Sequence[str], keys: Keys
     if len(sessions) > MAX_SESSIONS:
         return b""
     return masked[:MAX_LETTER_BYTES] if keys is None else seal_event(masked[:MAX_LETTER_BYTES], keys, sessions)
-
-
-async def _in_order(queue: Sequence[Callable[[], Awaitable[object]]]) -> None:
-    for publish in queue:
-        await publish()

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from infra.chain import calls
 from infra.chain.processor import declared_mark
 from infra.chain.redact import Redactor
@@ -41,18 +39,17 @@ def build_sources(
             raise ConfigError(f"{where}: {config.use} is marked @{kind}, expected @feedback")
         if any(source.name == config.name for source in sources):
             raise ConfigError(f'{where}.name: a source "{config.name}" is there already')
-        webhook = config.from_.webhook
+        listens = config.from_
+        webhook = listens.webhook
         if webhook and any(source.webhook == webhook for source in sources):
             raise ConfigError(f'{where}.from.webhook: a source listens to "{webhook}" already')
-        file = folder / config.from_.file if config.from_.file else None
-        source = EventSource(name=config.name, function=function, file=file, webhook=webhook, redactor=redactor)
-        listens = {
-            "topic": config.from_.topic,
-            "langfuse": config.from_.langfuse,
-            "otlp": config.from_.otlp,
-            "folder": folder,
-        }
-        sources.append(msgspec.structs.replace(source, trouble=calls.Trouble(config.name), **listens))
+        file = folder / listens.file if listens.file else None
+        sources.append(
+            EventSource(
+                name=config.name, function=function, topic=listens.topic, file=file, webhook=webhook, otlp=listens.otlp,
+                langfuse=listens.langfuse, folder=folder, trouble=calls.Trouble(config.name), redactor=redactor,
+            )
+        )  # fmt: skip
     return tuple(sources)
 
 
@@ -61,11 +58,10 @@ async def run_sources(sources: Sequence[EventSource], log: Log, metrics: Metrics
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(run_received([source for source in sources if source.webhook], log, metrics))
         for source in sources:
-            if source.webhook:
-                continue
+            state = folder / f"feedback-{source.name}"
             if source.langfuse is not None:
-                tasks.create_task(run_langfuse(source, log, metrics, folder / f"feedback-{source.name}"))
-            elif source.file is None:
+                tasks.create_task(run_langfuse(source, log, metrics, state))
+            elif source.file is not None:
+                tasks.create_task(run_file(source, log, metrics, state))
+            elif source.topic:
                 tasks.create_task(run_topic(source, log, metrics))
-            else:
-                tasks.create_task(run_file(source, log, metrics, folder / f"feedback-{source.name}"))

@@ -1,32 +1,20 @@
 """What verify remembers survives its worker: duplicates are known after a restart, and kills change nothing."""
 
 import asyncio
-import random
-from pathlib import Path
 
 import msgspec
-import pytest
 
 from infra.chain.chain import make_step
 from infra.chain.processor import Memory, processor
 from infra.log.log import Log
-from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
-from schemas import Block, DropMarker, Experience, Score
+from schemas import Block, Experience, Score
 from schemas.topics import EXPERIENCES, VERIFIED
-from streams.config import CollectConfig, ProcessorConfig, ScoreConfig, StreamsConfig
 from streams.processors.filter import dedupe
 from streams.stages.driver import WindowDriver, recall
 from streams.stages.verify import Verifier
 from tests.streams.collect.collecting import answer, block
 from tests.streams.deliveries import KeptDelivery, memory_log, stored, until, values
-from tests.streams.memory_worker import kill, settled, work, working
-
-CONFIG = StreamsConfig(
-    processor=(ProcessorConfig(use="tests.streams.test_recall:numbered", after="dedupe"),),
-    score=(ScoreConfig(name="exact", use="streams.scores.exact:exact"),),
-    collect=CollectConfig(deadline_s=3600),
-)
 
 
 @processor(version=1, memory=1000)
@@ -120,61 +108,3 @@ async def test_memories_see_records_in_log_order_whatever_overtakes_before() -> 
         assert {sent_block.group: sent_block.score("number") for sent_block in sent} == {
             f"g{n}.0": float(n) for n in range(12)
         }
-
-
-def traffic(seed: int) -> list[Block]:
-    """Groups in pieces, some of them twice and far apart."""
-    chosen = random.Random(seed)
-    blocks: list[Block] = []
-    for index in range(60):
-        members = [answer(f"t{index}.0", episode, size=4) for episode in range(4)]
-        cut = chosen.randrange(1, 4)
-        blocks += [block(*members[:cut]), block(*members[cut:])]
-    again = [blocks[chosen.randrange(len(blocks))] for _ in range(30)]
-    for item in again:
-        blocks.insert(chosen.randrange(blocks.index(item) + 1, len(blocks) + 1), item)
-    return blocks
-
-
-async def contents(log: Log) -> dict[str, tuple[object, ...]]:
-    """`verified` by id, as a reader sees it that knows each id once; two contents under one id fail."""
-    found: dict[str, tuple[object, ...]] = {}
-    for record in await values(log, VERIFIED):
-        if isinstance(record, Block):
-            for member in record.experiences:
-                seen: tuple[object, ...] = (member.scores, member.stamps, member.tokens.tolist())
-                assert found.setdefault(member.id, seen) == seen
-        elif isinstance(record, DropMarker):
-            assert found.setdefault(record.id, (record.reason, record.processor)) == (record.reason, record.processor)
-    return found
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_three_workers_killed_and_rebalanced_give_the_same_verified_contents_as_one(tmp_path: Path, seed: int) -> None:
-    async def one() -> dict[str, tuple[object, ...]]:
-        log = Log(MemoryBus(), "app")
-        await log.create_topics(partitions=3, keep_ms=-1)
-        for record in traffic(seed):
-            await log.publish(EXPERIENCES, record)
-        async with working(log, CONFIG, tmp_path / "one"):
-            await settled(log)
-        return await contents(log)
-
-    async def three() -> dict[str, tuple[object, ...]]:
-        chosen = random.Random(seed)
-        log = Log(MemoryBus(), "app")
-        await log.create_topics(partitions=3, keep_ms=-1)
-        records = traffic(seed)
-        workers = [asyncio.create_task(work(log, CONFIG, tmp_path / f"w{index}")) for index in range(3)]
-        for place, record in enumerate(records):
-            await log.publish(EXPERIENCES, record)
-            if place % 15 == 14:
-                index = chosen.randrange(3)
-                await kill(workers[index])
-                workers[index] = asyncio.create_task(work(log, CONFIG, tmp_path / f"w{index}-{place}"))
-        await settled(log)
-        for worker in workers:
-            await kill(worker)
-        return await contents(log)
-
-    assert asyncio.run(three()) == asyncio.run(one())

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import NoReturn
@@ -23,7 +24,7 @@ from schemas import Block, Closure, Experience, Message, Progress
 from schemas.errors import BrokerUnavailable, StoreError
 from schemas.experience import pair_fault
 from schemas.topics import PROGRESS, VERIFIED
-from streams.collect.fold import fold, make_chain
+from streams.collect.fold import fold
 from streams.collect.inbox import CollectDriver
 from streams.collect.rules import collect_rules
 from streams.collect.state import State
@@ -225,7 +226,7 @@ def verified(experiences: tuple[Experience, ...]) -> tuple[Experience, ...]:
 def test_a_pair_reaches_the_buffer_whole_and_unjudged() -> None:
     kept = verified(pair().experiences)
     arrival = FakePartition().append(Block(kept))
-    result = asyncio.run(fold(State(), arrival, RULES, make_chain(build_collect(CONFIG))))
+    result = asyncio.run(fold(State(), arrival, RULES, partial(run_chain, build_collect(CONFIG))))
     (decision,) = result.decisions
     assert (decision.closure.outcome, decision.closure.experiences, decision.closure.lane) == ("buffered", 2, "human")
     (block,) = decision.blocks

@@ -63,35 +63,6 @@ async def feed(log: Log, *groups: str) -> None:
             await log.publish(VERIFIED, block(answer(group, episode)))
 
 
-async def test_a_missing_file_is_rebuilt_without_sending_anything_again(tmp_path: Path) -> None:
-    async with memory_log() as log:
-        await feed(log, "t.0")
-        await log.publish(VERIFIED, block(answer("u.0", 0)))
-        first = await opened(log, tmp_path / "a")
-        await fold_everything(log, first)
-        first.close()
-        second = await opened(log, tmp_path / "b", committed=3)
-        assert second.next_offset == 3
-        await log.publish(VERIFIED, block(answer("u.0", 1)))
-        await fold_everything(log, second)
-        second.close()
-        assert await groups_in(log) == await closed_groups(log) == ["t.0", "u.0"]
-
-
-async def test_a_worker_that_died_before_saving_sends_no_second_closure(tmp_path: Path) -> None:
-    async with memory_log() as log:
-        await feed(log, "t.0")
-        died = await opened(log, tmp_path / "a")
-        await fold_everything(log, died)
-        died.close()
-        # Another worker starts from an empty folder and the offset before the batch.
-        after = await opened(log, tmp_path / "b", committed=0)
-        await fold_everything(log, after)
-        after.close()
-        assert await closed_groups(log) == ["t.0"]
-        assert await groups_in(log) == ["t.0"]
-
-
 async def test_a_worker_that_closed_late_what_another_had_closed_sends_nothing_of_what_the_other_closed_after_it(
     tmp_path: Path,
 ) -> None:

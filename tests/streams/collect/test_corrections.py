@@ -3,16 +3,17 @@
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 import pytest
 
-from infra.chain.chain import make_step
+from infra.chain.chain import make_step, run_chain
 from schemas import Block, Control, Edit, Experience, Feedback, Span, encode
 from schemas.experience import is_withdrawal, pair_fault, pair_side
 from streams.collect.decision import Decision
 from streams.collect.feedback import FeedbackRules
-from streams.collect.fold import fold, make_chain
+from streams.collect.fold import fold
 from streams.collect.rules import Rules
 from streams.collect.state import State
 from streams.processors.correct import Correct, answer_start
@@ -63,7 +64,7 @@ BACK = Feedback(ref=REF, id="back", source="csat", rater="ann", type="retraction
 
 def decided(records: Sequence[Block | Control], rules: Rules = RULES) -> list[Decision]:
     inbox, state, found = FakePartition().extend(records), State(), []
-    chain = make_chain(STEPS)
+    chain = partial(run_chain, STEPS)
     for arrival in inbox.arrivals:
         found += asyncio.run(fold(state, arrival, rules, chain, inbox.blocks_at)).decisions
     return found
@@ -117,14 +118,14 @@ def test_an_edit_taken_back_before_the_window_closed_makes_nothing() -> None:
     inbox, state, found = FakePartition().extend(records), State(), []
     inbox.append(tick(), after_ms=WINDOW_MS)
     for arrival in inbox.arrivals:
-        found += asyncio.run(fold(state, arrival, given, make_chain(STEPS))).decisions
+        found += asyncio.run(fold(state, arrival, given, partial(run_chain, STEPS))).decisions
     assert [decision.blocks for decision in found] == [()]
 
 
 def test_where_edits_are_not_learned_from_they_are_counted() -> None:
     inbox, state = FakePartition().extend([live(), edit("ok", id="1")]), State()
     given = msgspec.structs.replace(RULES, corrects=False)
-    results = [asyncio.run(fold(state, arrival, given, make_chain(STEPS))) for arrival in inbox.arrivals]
+    results = [asyncio.run(fold(state, arrival, given, partial(run_chain, STEPS))) for arrival in inbox.arrivals]
     assert results[1].dropped["correction without [collect.correct]"] == 1
     assert not sent(results[1].decisions, "expert")
 
