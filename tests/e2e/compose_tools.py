@@ -62,7 +62,7 @@ def mc(words: list[str]) -> None:
 
 def kafka_acls(words: list[str]) -> None:
     """Kafka's tool for its rules: --add, --remove and --list, of topics and groups."""
-    from tests.e2e.acls import ALLOW, DENY, LITERAL, PREFIXED, Rule, add_rules, remove_rules, rules_of
+    from tests.e2e.acls import ALLOW, DENY, LITERAL, PREFIXED, Rule, add_rules, list_rules, remove_rules
 
     parser = argparse.ArgumentParser("kafka-acls.sh")
     parser.add_argument("--bootstrap-server", required=True)
@@ -75,7 +75,7 @@ def kafka_acls(words: list[str]) -> None:
     parser.add_argument("--resource-pattern-type", choices=["literal", "prefixed"], default="literal")
     given = parser.parse_intermixed_args(words)
     if given.list:
-        print("\n".join(asyncio.run(rules_of(given.bootstrap_server))))
+        print("\n".join(asyncio.run(list_rules(given.bootstrap_server))))
         return
     pattern = PREFIXED if given.resource_pattern_type == "prefixed" else LITERAL
     users = [(user, DENY) for user in given.deny_principal] + [(user, ALLOW) for user in given.allow_principal]
