@@ -77,6 +77,7 @@ class McpServer:
         self._only, self._timeout_s, self._start_s = tuple(only), timeout_s, start_s
         self._home: _Home | None = None
         self._open: _Open | None = None
+        self._holds: set[asyncio.Task[None]] = set()
         self._silent = 0
         self._started_s = -RESTART_S
         self._tools: tuple[ToolSpec, ...] = ()
@@ -151,6 +152,8 @@ class McpServer:
         if self._open is None or self._open.over():
             self._open = _Open(self._name)
             self._open.task = asyncio.create_task(self._hold(self._open))
+            self._holds.add(self._open.task)
+            self._open.task.add_done_callback(self._holds.discard)
         opened = self._open
         try:
             await asyncio.shield(opened.ready)
@@ -197,10 +200,11 @@ class McpServer:
                 yield streams
 
     async def _left(self) -> None:
-        if self._open is not None and self._open.task is not None:
+        if self._open is not None and self._open.task is not None and not self._open.leave.is_set():
             self._open.leave.set()
             self._open.task.cancel()
-            await asyncio.gather(self._open.task, return_exceptions=True)
+        # One that was left before ends by itself; cancelled, it would leave its process behind.
+        await asyncio.gather(*self._holds, return_exceptions=True)
 
 
 class _Open:
@@ -216,6 +220,8 @@ class _Open:
 
     def over(self) -> bool:
         """It cannot be used any more."""
+        if self.server is not None and self.server.is_gone():
+            self.leave.set()
         return self.leave.is_set()
 
     def fault(self) -> str:

@@ -30,9 +30,17 @@ class StdioServer:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._command = list(command)
         self._environment = {**{name: os.environ[name] for name in INHERITED if name in os.environ}, **environment}
+        self._pid = 0
         self._words = b""
         self._why = "closed its output"
         self.ended = asyncio.Event()
+
+    def is_gone(self) -> bool:
+        """True if its process has ended, whether the loop has heard of it or not."""
+        try:
+            return bool(self._pid and os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+        except ChildProcessError:
+            return True
 
     @property
     def fault(self) -> str:
@@ -47,6 +55,7 @@ class StdioServer:
             *self._command, stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=MAX_LINE_BYTES, env=self._environment,
             start_new_session=True,
         )  # fmt: skip
+        self._pid = process.pid
         came, incoming = anyio.create_memory_object_stream[Any](0)
         outgoing, leaving = anyio.create_memory_object_stream[Any](0)
         tasks = [
