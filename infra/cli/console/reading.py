@@ -21,8 +21,8 @@ from infra.cli.console.flow import noted
 from infra.cli.govern.channel import ChannelDecision, decisions
 from infra.cli.govern.words import RECENT, PolicyWords, recent_words, words_about
 from infra.cli.look.expected import expected_roles
-from infra.cli.look.reader import LastHour, NewestRecords
-from infra.cli.look.status import read_status
+from infra.cli.look.reader import LastHour
+from infra.cli.look.status import Policies, read_status
 from infra.cli.look.status_screen import State
 from infra.cli.look.trace import open_index
 from infra.cli.settings import Settings
@@ -30,17 +30,14 @@ from infra.ledger.index import FILE, PAGED, bounds_now, inode, read_offsets, rea
 from infra.ledger.index_fold import MARK, number
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
 from infra.log.follower import Follower
-from infra.log.log import Log, LogMessage
+from infra.log.log import Log
 from infra.observe.alarms import MAX_LAG
 from infra.policies.fold import Stable
 from schemas import DeadLetter, PolicyEvent, topics
 from schemas.errors import BadFrame, BrokerUnavailable, HeadraceError, NotInLog, StoreError
-from schemas.topics import Topic
 
 HELD_S = 3.0
 PAGE_S = 5.0  # for the log, on most pages: then they say that it is being read
-# The topics of `status` that a page shows. Not experiences: they are most of a log, and the index reads them.
-SHOWN = (topics.PROGRESS, topics.REPORTS, topics.POLICIES)
 MANY = 5000  # unread records of a topic that every page names
 
 Found = TypeVar("Found")
@@ -78,16 +75,20 @@ class IndexState(msgspec.Struct, frozen=True):
 
 
 class History(msgspec.Struct, frozen=True):
-    """Events of versions, and decisions about serving and learning. is_whole: No older ones are left out."""
+    """Events of versions, and decisions about serving and learning. policies: Both as records. is_whole: No older ones are left
+    out.
+    """
 
     events: list[tuple[int, PolicyEvent]]
     stable: Stable
     decisions: list[ChannelDecision]
     is_whole: bool
+    policies: Policies = ()
 
 
 def history_in(words: PolicyWords) -> History:
-    return History([*words.events], words.stable, decisions(words.events, words.orders), words.is_whole)
+    policies = sorted([*words.events, *words.orders], key=lambda pair: pair[0])
+    return History([*words.events], words.stable, decisions(words.events, words.orders), words.is_whole, policies)
 
 
 class Reading:
@@ -101,8 +102,6 @@ class Reading:
         self._seen: dict[str, float] = {}  # alarms that there are, with when each was first seen
         self._path = state / FILE
         self.index = open_index(settings, state, pages=True)
-        self._newest_follower = Follower(log, SHOWN)
-        self._newest = NewestRecords(log, self._newest_follower)
         self._reports_follower = Follower(log, (topics.REPORTS,))
         self._hour = LastHour(log, self._reports_follower)
         self._words_follower = Follower(log, (topics.POLICIES,))
@@ -118,7 +117,7 @@ class Reading:
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
-        for follower in (self._newest_follower, self._words_follower, self._reports_follower):
+        for follower in (self._words_follower, self._reports_follower):
             await follower.close()
         self.index.close()
 
@@ -150,16 +149,14 @@ class Reading:
 
         async def read() -> State:
             now_s = time.time()
+            policies = (await self.history()).policies
             state = await read_status(
-                self.log, now_s=now_s, max_lag=MAX_LAG, wanted=wanted, look=self._newest_shown, hour=self._hour
+                self.log, now_s=now_s, max_lag=MAX_LAG, wanted=wanted, policies=policies, hour=self._hour
             )
             self._seen = state["seen"] = noted(self._seen, state["alarms"], now_s)
             return state
 
         return await self.held("status", read, wait_s=wait_s)
-
-    async def _newest_shown(self, topic: Topic, last: int, kind: str) -> list[LogMessage]:
-        return await self._newest.newest(topic, last, kind) if topic in SHOWN else []
 
     async def history(self, wait_s: float | None = None) -> History:
         """Newest events of the policy, and decisions about it. wait_s: see `held`."""

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from infra.cli.connect import reading
-from infra.cli.look.reader import LastHour, NewestRecords
+from infra.cli.look.reader import LastHour, newest_and_next
 from infra.cli.look.status import all_dropped, group_ends
 from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.terminal import Screen, printable_json
@@ -45,7 +45,7 @@ async def peek(
     # Records are read as they are, whatever the terminal's width.
     console = Screen(soft_wrap=True)
     async with reading(settings) as log:
-        messages, following = await NewestRecords(log).newest_and_next(place, last)
+        messages, following = await newest_and_next(log, place, last)
         for message in messages:
             show(console, message, as_json)
         if not messages and last and not follow and not as_json:

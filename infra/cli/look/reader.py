@@ -1,7 +1,7 @@
-"""The newest records of an app, for one look at them or for many: a later look reads only what has come since."""
+"""The newest records of a topic, and the processes of the last hour."""
 
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Literal, NamedTuple
 
@@ -23,48 +23,25 @@ READS: Mapping[Group, tuple[Topic, ...]] = {
     "collect": (topics.VERIFIED,),
 }
 
-# A topic, how many of its newest records, and their kind ("" for any) → those of the kind, oldest first.
-Newest = Callable[[Topic, int, str], Awaitable[list[LogMessage]]]
 Read = Callable[[Topic, Mapping[int, int], Mapping[int, int]], AsyncGenerator[list[Record], None]]
 
 
-class NewestRecords:
-    """The newest records of each topic and kind that is asked for; it holds as many of them as are asked for.
+async def newest(log: Log, topic: Topic, last: int, kind: str = "") -> list[LogMessage]:
+    """The `last` newest records, oldest first. kind: only records of this kind; others are not decoded."""
+    return (await newest_and_next(log, topic, last, kind))[0]
 
-    follower: over these topics; without one each look connects a reader. Not safe for concurrent use.
-    """
 
-    def __init__(self, log: Log, follower: Follower | None = None) -> None:
-        self._log = log
-        self._read: Read = log.chunks if follower is None else follower.chunks
-        self._held: dict[tuple[str, str], tuple[list[LogMessage], dict[int, int]]] = {}
-
-    async def newest(self, topic: Topic, last: int, kind: str = "") -> list[LogMessage]:
-        """The `last` newest records, oldest first. kind: only records of this kind; others are not decoded."""
-        return (await self.newest_and_next(topic, last, kind))[0]
-
-    async def newest_and_next(self, topic: Topic, last: int, kind: str = "") -> tuple[list[LogMessage], dict[int, int]]:
-        """The `last` newest records (see `newest`), and by partition the offset behind them."""
-        held, nexts = self._held.pop((topic.name, kind), ([], {}))
-        begins, ends = await self._log.bounds(topic)
-        if any(end < nexts.get(index, 0) for index, end in ends.items()):  # the log began anew
-            held, nexts = [], {}
-        # By position, not by count: compaction leaves holes.
-        first = {index: max(begins[index], end - last) for index, end in ends.items()}
-        starts = {index: max(at, nexts.get(index, 0)) for index, at in first.items()}
-        found: list[Record | LogMessage] = [
-            record for record in held if record.offset >= first.get(record.partition, 0)
-        ]
-        async with aclosing(self._read(topic, starts, ends)) as chunks:
-            async for records in chunks:
-                found += [record for record in records if not kind or ("kind", kind.encode()) in record.headers]
-        found.sort(key=lambda record: (record.timestamp_ms, record.partition, record.offset))
-        messages = [
-            await self._log.decoded(record) if isinstance(record, Record) else record
-            for record in (found[-last:] if last else [])
-        ]
-        self._held[topic.name, kind] = messages, ends
-        return messages, ends
+async def newest_and_next(log: Log, topic: Topic, last: int, kind: str = "") -> tuple[list[LogMessage], dict[int, int]]:
+    """The `last` newest records (see `newest`), and by partition the offset behind them."""
+    begins, ends = await log.bounds(topic)
+    # By position, not by count: compaction leaves holes.
+    starts = {index: max(begins[index], end - last) for index, end in ends.items()}
+    found: list[Record] = []
+    async with aclosing(log.chunks(topic, starts, ends)) as chunks:
+        async for records in chunks:
+            found += [record for record in records if not kind or ("kind", kind.encode()) in record.headers]
+    found.sort(key=lambda record: (record.timestamp_ms, record.partition, record.offset))
+    return [await log.decoded(record) for record in (found[-last:] if last else [])], ends
 
 
 class Spoken(NamedTuple):
@@ -126,8 +103,3 @@ class LastHour:
         records.append(record)
         while records[0].timestamp_ms < record.timestamp_ms - WINDOW_MS:
             records.popleft()
-
-
-async def newest(log: Log, topic: Topic, last: int, kind: str = "") -> list[LogMessage]:
-    """`NewestRecords.newest` for one look."""
-    return await NewestRecords(log).newest(topic, last, kind)

@@ -14,7 +14,7 @@ import typer
 from infra.cli.connect import reading
 from infra.cli.look.expected import OVER, Heard, expected_roles, missing
 from infra.cli.look.kept import list_kept
-from infra.cli.look.reader import READS, LastHour, Newest, NewestRecords, Spoken
+from infra.cli.look.reader import READS, LastHour, Spoken, newest
 from infra.cli.look.status_screen import State, show
 from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.terminal import Screen, print_json, span
@@ -37,6 +37,8 @@ _GROUP_ENDED = re.compile(r"closures_read\{outcome=(?P<outcome>[^,]*),reason=(?P
 _STEP_FAILED = re.compile(r"step_failed\{stage=(?P<stage>[^,]*),step=(?P<step>.*)\}")
 
 Reports = list[tuple[Progress, float]]
+Policies = Sequence[tuple[int, object]]
+"""Records of `policies`, each with its time in ms."""
 
 
 @command
@@ -82,29 +84,33 @@ async def read_status(
     max_lag: int,
     wanted: Mapping[str, int] = MappingProxyType({}),
     groups: int = 0,
-    look: Newest | None = None,
+    policies: Policies | None = None,
     hour: LastHour | None = None,
 ) -> State:
     """Everything `status` shows, as plain data.
 
     now_s: by this machine's clock; ages are by the log's, which is at least at its newest report. wanted: see `expected_roles`.
-    groups: that a step waits for, 0 where that is not known. look, hour: readers of a caller that asks again and again.
+    groups: that a step waits for, 0 where that is not known. policies, hour: of a caller that asks again and again;
+    it has the newest of `policies` itself, and shows no answers, rollbacks and suites.
     """
-    look = look or NewestRecords(log).newest
     spoken = await (hour or LastHour(log)).spoken()
     newest_s = max((process.reports[-1][1] for process in spoken.values()), default=0.0)
     behind_s, now_s = max(0.0, newest_s - now_s), max(newest_s, now_s)
     roles = newest_of_each([role_state(process.reports, now_s) for process in spoken.values()])
     last = {name: process.reports[-1][0] for name, process in spoken.items()}
     reports = list(last.values())
-    policies = await look(topics.POLICIES, RECENT, "")
+
+    async def look(topic: topics.Topic, last: int, kind: str = "") -> list[LogMessage]:
+        return await newest(log, topic, last, kind) if policies is None else []
+
+    recent = policies or [(item.timestamp_ms, item.value) for item in await look(topics.POLICIES, RECENT)]
     state: State = {
         "roles": roles,
         "clock": clock_line(behind_s, roles, now_s - newest_s),
         "missing": missing(wanted, [heard(process) for process in spoken.values()], now_s, GONE_S),
-        "policies": policy_state(policies, [last[name] for name in speaking(roles)], now_s),
-        "learning": learning_state(policies),
-        "answers": answers_state(await look(topics.EXPERIENCES, NEWEST, "")),
+        "policies": policy_state(recent, [last[name] for name in speaking(roles)], now_s),
+        "learning": learning_state(recent),
+        "answers": answers_state(await look(topics.EXPERIENCES, NEWEST)),
         "rollbacks": rollbacks(await look(topics.BATCHES, RECENT, "rollback")),
         "chains": chains([last[role["instance"]] for role in roles]),
         "lags": await read_lags(log),
@@ -119,7 +125,7 @@ async def read_status(
                 "interval": message.value.interval,
                 "pass_at": message.value.pass_at,
             }
-            for message in await look(topics.EVALS, RECENT, "")
+            for message in await look(topics.EVALS, RECENT)
             if isinstance(message.value, EvalResult)
         },
     }
@@ -283,39 +289,28 @@ def by_reason(reports: Sequence[Progress], counter: str) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
 
-def policy_state(policies: Sequence[LogMessage], reports: Sequence[Progress], now_s: float) -> State:
-    events = [message.value for message in policies]
-    came_ms = [
-        message.timestamp_ms
-        for message in policies
-        if isinstance(message.value, PolicyEvent) and message.value.event == "published"
-    ]
-    published = [event for event in events if isinstance(event, PolicyEvent) and event.event == "published"]
+def policy_state(policies: Policies, reports: Sequence[Progress], now_s: float) -> State:
+    events = [(time_ms, event) for time_ms, event in policies if isinstance(event, PolicyEvent)]
+    published = {event.version: time_ms for time_ms, event in events if event.event == "published"}
     refused = sorted((version, by.instance, why) for by in reports for version, why in by.refused.items())
-    version = max((event.version for event in published), default=None)
+    version = max(published, default=None)
     return {
         "published": version,
-        "age_s": now_s - max(came_ms) / 1000 if came_ms else 0.0,
-        "refused": [f"v{version} by {by}: {why}" for version, by, why in refused[-3:]],
+        "age_s": now_s - max(published.values()) / 1000 if published else 0.0,
+        "refused": [f"v{version} by {instance}: {why}" for version, instance, why in refused[-3:]],
         # One that was refused and replaced since is history; the newest being refused means that no engine serves it.
         "newest_refused": any(refusal[0] == version for refusal in refused),
     }
 
 
-def learning_state(policies: Sequence[LogMessage]) -> State:
+def learning_state(policies: Policies) -> State:
     state: State = {"state": "on"}
-    for message in policies:
-        directive = message.value
+    for time_ms, directive in policies:
         if isinstance(directive, Directive) and directive.order == "continue":
             state = {"state": "on"}
         elif isinstance(directive, Directive) and directive.is_of_learning:
-            state_word = {"pause": "paused", "drain": "draining"}[directive.order]
-            state = {
-                "state": state_word,
-                "by": directive.owner,
-                "reason": directive.reason,
-                "since_s": message.timestamp_ms / 1000,
-            }
+            word = {"pause": "paused", "drain": "draining"}[directive.order]
+            state = {"state": word, "by": directive.owner, "reason": directive.reason, "since_s": time_ms / 1000}
     return state
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from infra.cli.govern.words import PolicyWords
 from infra.cli.look.peek import one_line, show
-from infra.cli.look.reader import LastHour, NewestRecords, newest
+from infra.cli.look.reader import LastHour, newest, newest_and_next
 from infra.cli.look.trace import answer_json, show_answer, waits_for
 from infra.cli.settings import Settings, load_settings
 from infra.ledger.index import LogIndex
@@ -50,43 +50,11 @@ from schemas.topics import BATCHES, BUFFER, EXPERIENCES, POLICIES, PROGRESS, VER
 from tests.infra.ledger.ledger_records import RUN, batch, closure
 from tests.schemas.record_samples import CONTROL_KINDS, blocks, controls, example_of, group_block
 
-LAST = 5
-scripts = st.lists(
-    st.tuples(st.sampled_from(["report", "other", "trim", "look", "anew"]), st.integers(1, 9)), max_size=30
-)
-
 
 async def filled_log(bus: MemoryBus) -> Log:
     log = Log(bus, "app")
     await log.create_topics(partitions=2, keep_ms=-1)
     return log
-
-
-@settings(max_examples=100, deadline=None)
-@given(scripts)
-def test_what_is_held_is_what_a_fresh_look_finds(script: list[tuple[str, int]]) -> None:
-    async def check() -> None:
-        log = await filled_log(MemoryBus())
-        held, open_held = NewestRecords(log), NewestRecords(log, Follower(log, (topics.POLICIES,)))
-        for what, num in [*script, ("look", 1)]:
-            name = log.name(topics.POLICIES)
-            if what == "report":
-                for version in range(num):
-                    await log.publish(topics.POLICIES, PolicyEvent(event="published", policy="main", version=version))
-            elif what == "other":
-                await log.publish(topics.POLICIES, Directive(order="pause", owner="ann"))
-            elif what == "trim":
-                part = Partition(name, 0)
-                await log.bus.delete_records(part, min(num, (await log.bus.end_offsets(name))[part]))
-            elif what == "anew":
-                log.bus.restore(name, [])  # type: ignore[attr-defined]
-            for kind in ("", "directive") if what in ("look", "anew") else ():
-                found = await held.newest(topics.POLICIES, LAST, kind)
-                assert found == await newest(log, topics.POLICIES, LAST, kind)
-                assert found == await open_held.newest(topics.POLICIES, LAST, kind)
-                assert kind == "" or all(isinstance(item.value, Directive) for item in found)
-
-    asyncio.run(check())
 
 
 def test_words_about_a_policy_read_on_are_those_read_at_once() -> None:
@@ -138,7 +106,7 @@ def test_reading_on_behind_the_newest_misses_nothing_and_repeats_nothing() -> No
         for sent in ticks(log, 0, 1, 0, 1):
             await sent
         await log.bus.delete_records(Partition(log.name(topics.VERIFIED), 0), 1)
-        found, following = await NewestRecords(log).newest_and_next(topics.VERIFIED, 2)
+        found, following = await newest_and_next(log, topics.VERIFIED, 2)
         for sent in ticks(log, 1, 0, first=10):
             await sent
         later: list[LogMessage] = []
