@@ -157,7 +157,7 @@ def test_every_metric_of_a_rule_is_one_that_a_role_has() -> None:
 
 
 def test_status_names_the_section_of_each_alarm_once(capsys: pytest.CaptureFixture[str]) -> None:
-    from infra.cli.look.status_screen import show
+    from infra.cli.look.status import show
     from infra.cli.terminal import Screen
 
     events = [(second, progress("train", steps_skipped=float(second), rollbacks=1.0)) for second in range(3)]

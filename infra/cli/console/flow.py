@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infra.cli.look.expected import OVER
-from infra.cli.look.status import grown_line
-from infra.cli.look.status_screen import State
+from infra.cli.look.status import State, grown_line
 from infra.observe.alarms import anchor, parse_alarm
 from infra.observe.measures import MEASURES
 from infra.policies.fold import Stable

@@ -22,8 +22,7 @@ from infra.cli.govern.channel import ChannelDecision, decisions
 from infra.cli.govern.words import RECENT, PolicyWords, recent_words, words_about
 from infra.cli.look.expected import expected_roles
 from infra.cli.look.reader import LastHour
-from infra.cli.look.status import Policies, read_status
-from infra.cli.look.status_screen import State
+from infra.cli.look.status import Policies, State, read_status
 from infra.cli.look.trace import open_index
 from infra.cli.settings import Settings
 from infra.ledger.index import FILE, PAGED, bounds_now, inode, read_offsets, read_only, records_left

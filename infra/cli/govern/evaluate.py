@@ -14,7 +14,7 @@ import typer
 from actors.config import EvalSuite
 from infra.cli.connect import connected
 from infra.cli.look.audit import operator
-from infra.cli.look.status_screen import accuracy_text
+from infra.cli.look.status import accuracy_text
 from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.terminal import Screen, print_json
 from infra.log.log import Log

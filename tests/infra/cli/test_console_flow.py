@@ -24,7 +24,7 @@ from infra.cli.console.flow import (
     without_numbers,
 )
 from infra.cli.console.learning import CURVES, MAX_BINS, MAX_POINTS, Point, fates_chart, thin
-from infra.cli.look.status_screen import State
+from infra.cli.look.status import State
 from infra.cli.settings import ConsoleConfig
 from infra.cli.terminal import clock
 from infra.ledger.index import LogIndex

@@ -15,8 +15,7 @@ from rich.console import Console
 
 from infra.cli.look.expected import Heard, expected_roles, missing, process_name
 from infra.cli.look.kept import FOREVER, Kept, list_kept, topic_bound
-from infra.cli.look.status import alarms, read_status
-from infra.cli.look.status_screen import accuracy_text, show
+from infra.cli.look.status import accuracy_text, alarms, read_status, show
 from infra.cli.settings import Expect, load_settings
 from infra.ledger.index import FILE, LogIndex
 from infra.log.bus import Partition
