@@ -45,7 +45,7 @@ class SettingsFile(msgspec.Struct, frozen=True):
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """What another process takes to read the same settings."""
+        """Arguments by which another process reads the same settings."""
         return ("--config", str(self.config), *(argument for each in self.sets for argument in ("--set", each)))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.cli.commands.init import files_of
+from infra.cli.commands.init import example_files
 from tests.infra.test_docs import ROOT
 
 LIMIT_S = 300.0
@@ -95,6 +95,6 @@ def test_the_walk_of_the_readme_ends_with_a_served_version_that_learned_from_the
 
 
 def test_the_readme_s_agent_takes_ten_lines_of_settings_and_five_commands() -> None:
-    lines = files_of("program")["headrace.toml"].read_text(encoding="utf-8").splitlines()
+    lines = example_files("program")["headrace.toml"].read_text(encoding="utf-8").splitlines()
     assert len([line for line in lines if line]) <= 10 and len(commands()) == 5
     assert 'explore.options.use = "my_agent:run"' in section()

@@ -22,7 +22,7 @@ import pytest
 import headrace
 from actors.gateway.config import GatewayLimits, Webhook
 from infra.cli import docs
-from infra.cli.commands.init import files_of
+from infra.cli.commands.init import example_files
 from infra.cli.settings import Settings, load_settings
 from schemas import topics
 from tests.actors.gateway.gateway_rig import engine, says, serving
@@ -310,7 +310,7 @@ def setting(line: str) -> str:
 def test_the_tutorial_shows_the_files_of_its_example() -> None:
     text = (docs.FOLDER / "tutorials" / "train-on-tasks.md").read_text(encoding="utf-8")
     shown = dict(re.findall(r"^```(?:toml|python) (\S+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
-    assert shown == {name: path.read_text() for name, path in files_of("sorting").items() if name != "README.md"}
+    assert shown == {name: path.read_text() for name, path in example_files("sorting").items() if name != "README.md"}
 
 
 @pytest.mark.parametrize("fence", fences("sh"))

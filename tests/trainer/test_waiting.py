@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.cli.commands.init import files_of
+from infra.cli.commands.init import example_files
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
@@ -215,7 +215,7 @@ def test_other_lanes_alone_wait_for_nothing_where_their_settings_say_nothing() -
 
 
 def test_eight_ratings_with_the_file_that_init_writes_make_no_version() -> None:
-    text = files_of("agent")["headrace.toml"].read_text()
+    text = example_files("agent")["headrace.toml"].read_text()
     trainer = decode(tomllib.loads(text)["trainer"], TrainerConfig, "headrace.toml")
     run = run_of(lanes=trainer.lanes)
     run.supply.config = trainer

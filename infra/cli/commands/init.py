@@ -52,7 +52,7 @@ def run_init(directory: Path, model: str, engine: str, example: str, *, tiny: bo
     """
     if engine not in ENGINES:
         raise ConfigError(f"--engine: got {engine!r}, expected one of {', '.join(ENGINES)}")
-    files = files_of(example)
+    files = example_files(example)
     if tiny and (Path(model).is_absolute() or len(Path(model).parts) != 1):
         raise ConfigError(f"--tiny: got --model {model!r}, expected a name for the folder that it writes")
     if there := [directory / name for name in files if (directory / name).exists()]:
@@ -78,7 +78,7 @@ def run_init(directory: Path, model: str, engine: str, example: str, *, tiny: bo
     return 0
 
 
-def files_of(example: str) -> dict[str, Path]:
+def example_files(example: str) -> dict[str, Path]:
     """The files of an example by their path within it. Raises ConfigError for one that is not there."""
     known = sorted(folder.name for folder in EXAMPLES.iterdir() if (folder / SETTINGS).is_file())
     if example not in known:
@@ -104,5 +104,7 @@ def app_name(directory: Path) -> str:
     >>> app_name(Path("/srv/Support Bot"))
     'support-bot'
     """
-    name = "".join(one if one.isascii() and one.isalnum() else "-" for one in directory.resolve().name.lower())
+    name = "".join(
+        letter if letter.isascii() and letter.isalnum() else "-" for letter in directory.resolve().name.lower()
+    )
     return name.strip("-") or "headrace"

@@ -152,7 +152,7 @@ async def _serve_source(source: ConsoleSource, listen: str, leaving: Leaving) ->
 
 @asynccontextmanager
 async def open_source(chosen: SettingsFile) -> AsyncIterator[ConsoleSource]:
-    """What the pages read, of a run or an archive."""
+    """A run or an archive, as the pages read it."""
     if chosen.config.suffix != ".toml" and await asyncio.to_thread(chosen.config.is_file):
         async with opened(chosen.config) as archive:
             await archive.log.create_topics(partitions=1, keep_ms=-1)

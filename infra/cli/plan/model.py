@@ -181,7 +181,7 @@ def learner_needs(size: ModelSize, plan: LearnerPlan) -> Memory:
 
 
 def learner_state(size: ModelSize, plan: LearnerPlan) -> Needs:
-    """What a rank holds through a step: weights, gradients, masters, moments, and further models."""
+    """Bytes that a rank holds through a step: weights, gradients, masters, moments, and further models."""
     width, zero = WIDTH[plan.dtype], plan.stage > 0
     whole, divided = (1 / plan.ranks if plan.stage == 3 else 1), (1 / plan.ranks if zero else 1)
     state = {
@@ -199,7 +199,7 @@ def learner_state(size: ModelSize, plan: LearnerPlan) -> Needs:
 
 
 def most_at_once(size: ModelSize, plan: LearnerPlan) -> Needs:
-    """What comes and goes in a step, at the moment that needs most: the end of a forward, the first exchange of gradients in
+    """Bytes that come and go in a step, at the moment that needs most: the end of a forward, the first exchange of gradients in
     the backward (through the layers whose gradients fill a message), or the update.
     """
     forward = _after_forward(size, plan)
@@ -217,7 +217,7 @@ def most_at_once(size: ModelSize, plan: LearnerPlan) -> Needs:
 
 
 def _after_forward(size: ModelSize, plan: LearnerPlan) -> dict[str, float]:
-    """Of one microbatch, without attention's own."""
+    """Bytes of one microbatch, without attention's own."""
     width = WIDTH[plan.dtype]
     kept = size.layers * size.hidden + size.kept if plan.recomputes else size.layers * size.kept
     # The gradient of the output matrix, until a microbatch is done.
@@ -287,7 +287,7 @@ def total(needs: Needs) -> float:
 
 
 def _problems(uses: Mapping[str, Use], machine: Machine, found: ModelPlan) -> Iterator[str]:
-    """All that will not fit, each with the setting that mends it."""
+    """Lines about needs that do not fit, each with the setting that changes it."""
     plan, gpu, host = found.plan, total(found.learner["GPU"]), total(found.learner["host"])
     if machine.gpu and gpu > machine.gpu:
         yield (

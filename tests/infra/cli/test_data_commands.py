@@ -1,15 +1,12 @@
 """The commands about data: topics, and prompts that become an eval suite."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from typer.testing import CliRunner, Result
 
 from infra.cli.data.load import newest_prompts, recorded
-from infra.cli.main import app
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -18,25 +15,10 @@ from schemas import Block, Experience, Feedback, Message, topics
 from streams.sources.event import EventSource
 from streams.sources.received import rating
 from streams.sources.source import run_sources
+from tests.infra.cli.test_commands_on_a_broker import call, printed, until
 from tests.schemas.record_samples import group_block
 
 pytestmark = pytest.mark.full
-
-
-def call(config: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(app, [*arguments, "-c", str(config)], env={"COLUMNS": "160", "TERM": "dumb"})
-
-
-def printed(config: Path, *arguments: str, code: int = 0) -> str:
-    result = call(config, *arguments)
-    assert result.exit_code == code, result.output
-    return result.stdout
-
-
-async def until(so: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(60):
-        while not await so():  # noqa: ASYNC110 (a broker tells no one)
-            await asyncio.sleep(0.05)
 
 
 def test_a_source_that_waits_for_its_topic_reads_it_once_the_command_has_made_it(

@@ -17,7 +17,7 @@ from actors.gateway.config import GatewayConfig
 from actors.rollout.session import Session
 from actors.rollout.workflow import Workflows
 from infra.chain.processor import Memory
-from infra.cli.commands.init import EXAMPLES, files_of
+from infra.cli.commands.init import EXAMPLES, example_files
 from infra.cli.main import app
 from infra.cli.run.roles import read_webhooks
 from infra.cli.run.up import ROLES, roles_to_start, say_door
@@ -140,7 +140,7 @@ def test_an_example_is_a_folder_that_check_accepts_beside_a_model(name: str, tmp
     assert (settings.app, settings.policy.model, settings.engine.use) == (
         "mine", "m", "actors.engines.torch:TorchEngine"
     )  # fmt: skip
-    assert {*files_of(name)} >= {"headrace.toml", "README.md"}
+    assert {*example_files(name)} >= {"headrace.toml", "README.md"}
     checked = CliRunner().invoke(app, ["check", "-c", str(config)])
     assert checked.exit_code == 0, checked.output
 

@@ -36,55 +36,32 @@ from trainer.config import LoraConfig, TrainerConfig
 LIMIT_S = 60.0
 
 
-def begun(load: object, stop: asyncio.Event) -> "asyncio.Task[None]":
-    assert callable(load)
-    return asyncio.create_task(until_begun(load, stop))
-
-
-def test_a_role_that_is_not_started_early_begins_at_once_and_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(BEGIN_VARIABLE, raising=False)
-    loaded: list[int] = []
-    asyncio.run(until_begun(lambda: loaded.append(1), asyncio.Event()))
-    assert not loaded
-
-
-def test_a_role_loads_while_it_waits_and_begins_once_the_file_is_there(
+def test_a_role_that_is_started_early_loads_while_it_waits_and_begins_once_the_file_is_there_or_it_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin, loaded = tmp_path / "begin", threading.Event()
+    begin, loaded, stop = tmp_path / "begin", threading.Event(), asyncio.Event()
     child = early(Child(name="explore", argv=("explore",), log=tmp_path / "log", env={"A": "b"}), begin)
     assert child.env == {"A": "b", BEGIN_VARIABLE: str(begin)}
-    monkeypatch.setenv(BEGIN_VARIABLE, child.env[BEGIN_VARIABLE])
-
-    async def main() -> None:
-        waiting = begun(loaded.set, asyncio.Event())
-        assert await asyncio.to_thread(loaded.wait, LIMIT_S), "nothing is loaded before the file is there"
-        assert not waiting.done()
-        begin.touch()
-        async with asyncio.timeout(LIMIT_S):
-            await waiting
-
-    asyncio.run(main())
-
-
-def test_a_stop_ends_the_wait_and_what_cannot_be_loaded_is_left_to_the_role(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin = tmp_path / "begin"
-    monkeypatch.setenv(BEGIN_VARIABLE, str(begin))
 
     def fails() -> None:
-        raise ImportError("no module vllm")
+        raise ImportError("no module vllm")  # left to the role, which needs it
 
     async def main() -> None:
-        stop = asyncio.Event()
-        waiting = begun(fails, stop)
+        await until_begun(loaded.set, stop)
+        assert not loaded.is_set(), "a role that is not started early begins at once and loads nothing"
+        monkeypatch.setenv(BEGIN_VARIABLE, child.env[BEGIN_VARIABLE])
+        waiting = asyncio.create_task(until_begun(loaded.set, asyncio.Event()))
+        stopped = asyncio.create_task(until_begun(fails, stop))
+        assert await asyncio.to_thread(loaded.wait, LIMIT_S), "nothing is loaded before the file is there"
+        assert not waiting.done() and not stopped.done()
         stop.set()
         async with asyncio.timeout(LIMIT_S):
+            await stopped
+            begin.touch()
             await waiting
-        begin.touch()
-        await until_begun(fails, asyncio.Event())
+            await until_begun(fails, asyncio.Event())
 
+    monkeypatch.delenv(BEGIN_VARIABLE, raising=False)
     asyncio.run(main())
 
 
