@@ -297,7 +297,9 @@ def test_what_a_program_for_readers_imports_comes_with_the_packages(fence: Fence
 
 def test_the_tutorial_of_traffic_shows_lines_of_the_file_that_init_writes() -> None:
     text = (docs.FOLDER / "tutorials" / "learn-from-traffic.md").read_text(encoding="utf-8")
-    written = {setting(line) for line in files_of("agent")["headrace.toml"].read_text(encoding="utf-8").splitlines()}
+    written = {
+        setting(line) for line in example_files("agent")["headrace.toml"].read_text(encoding="utf-8").splitlines()
+    }
     shown = re.search(r"^```toml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     assert shown and {setting(line) for line in shown[1].splitlines()} <= written
 
