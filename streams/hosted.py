@@ -45,8 +45,6 @@ class OrderedEvent(faust.Event):  # type: ignore[misc]
 
 
 class FaustDelivery:
-    """A Delivery of a Faust event."""
-
     __slots__ = ("_app", "_event", "generation", "record")
 
     def __init__(self, app: faust.App, event: Any) -> None:

@@ -71,7 +71,7 @@ MAX_FUNCTION_LINES = 60
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
     "schemas": 2_830, "infra": 18_130, "infra/cli": 8_020, "infra/cli/console": 2_720, "infra/cli/demo": 1_730,
-    "streams": 10_390,
+    "streams": 9_910,
     "actors": 18_250, "actors/master/gate": 1_000, "trainer": 12_650, "tests": 75_500, "tests/bench": 4_000,
 }  # fmt: skip
 MAX_PRODUCT_FILES, MAX_TEST_FILES = 440, 380

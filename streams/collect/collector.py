@@ -64,7 +64,6 @@ class CollectSettings(msgspec.Struct, frozen=True):
 
 
 def block_frame(record: Record) -> bytes:
-    """Return the bytes of a block, none if they lie in the store."""
     return record.value if record.value[:2] == b"HR" else b""
 
 

@@ -99,7 +99,6 @@ def due_ms(group: Group, rules: Rules) -> int:
 
 
 def late_is_dropped(group: Group, source: FeedbackRules, now_ms: int) -> bool:
-    """True if feedback of `source` about a closed group no longer counts: late = "drop" and its window has passed."""
     return source.late == "drop" and now_ms >= group.attempts[group.winner].first_ms + source.window_ms
 
 
@@ -121,7 +120,6 @@ def go_by(state: State, rules: Rules) -> int:
 
 
 def may_be_labelled(group: Group, rules: Rules) -> bool:
-    """Return True if a waiting group may have all feedback of the present sources and must be looked at again."""
     if group.winner < 0 or len(group.feedback) < len(group.attempts[group.winner].places(done_only=True)):
         return False
     return all(is_labelled(on_answer, rules.sources) for on_answer in group.feedback.values())

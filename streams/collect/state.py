@@ -223,12 +223,10 @@ class Frames:
         self.absent.difference_update(found)  # in place, as there may be a million
 
     def put(self, offset: int, block: Block, frame: bytes) -> None:
-        """Keep a block; frame: its bytes, empty to have them made."""
         self.unsaved[offset] = frame or encode(block)
         self._remember(offset, block, len(self.unsaved[offset]))
 
     def get(self, offset: int) -> Block:
-        """The block that was put at `offset`; KeyError if it was removed."""
         if offset in self._decoded:
             return self._decoded[offset][0]
         frame = self.unsaved.get(offset)
@@ -340,7 +338,6 @@ class State:
             heapq.heappush(self._due, (group.due_ms, group.id))
 
     def next_due_ms(self) -> int:
-        """The earliest moment at which time decides something, 0 for none."""
         while self._due:
             due_ms, group_id = self._due[0]
             group = self.groups.get(group_id)

@@ -81,7 +81,6 @@ def new_credits(
 
 
 def late_credit(before: LaterCredit | None, credit: LaterCredit, dropped: Collection[str]) -> LaterCredit:
-    """Return the credit of a closed turn. dropped: sources whose feedback no longer counts for it; their values stay."""
     old = {} if before is None else before.values
     fixed = {name: value for name, value in old.items() if name in dropped}
     return LaterCredit(
@@ -108,7 +107,6 @@ class ClosableTurns(NamedTuple):
 
 
 def ended_by(came: Group, answer: Experience, turns: Iterable[Group]) -> list[Group]:
-    """Open turns of a session that is over for them because of the one that just came."""
     others = [turn for turn in turns if turn is not came and not turn.is_closed and turn.depth != NO_TURN]
     if came.depth == NO_TURN:
         return []

@@ -51,7 +51,6 @@ def dedupe(task: Task, *, memory: Memory, by: Literal["question", "task"], near:
 
 
 def fingerprint(task: Task, by: str = "question") -> str:
-    """Hash of what is asked: roles and texts, split and workflow, not the id."""
     hidden = (task.answer, sorted(task.meta.items())) if by == "task" else ()
     asked = (task.split, task.workflow, task.messages, hidden)
     return hashlib.sha256(msgspec.msgpack.encode(asked)).hexdigest()[:32]
@@ -79,7 +78,6 @@ def minhash(runs: set[str]) -> npt.NDArray[np.uint32]:
 
 
 def bands(signature: npt.NDArray[np.uint32], context: str) -> list[str]:
-    """Keys under which similar questions of one context meet."""
     keys = []
     for start in range(0, NUM_HASHES, BAND):
         meeting = signature[start : start + BAND].tobytes() + context.encode()

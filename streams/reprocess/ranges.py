@@ -38,7 +38,6 @@ class Range(msgspec.Struct, frozen=True):
 
 
 def is_offset(place: str) -> bool:
-    """True for offsets, which mean something in one topic only."""
     return re.fullmatch(r"\s*\d+\s*(:\s*\d+\s*(,\s*\d+\s*:\s*\d+\s*)*)?", place) is not None
 
 

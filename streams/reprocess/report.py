@@ -160,7 +160,6 @@ class OutcomeTable:
         )
 
     def put(self, outcome: Outcome) -> None:
-        """Add a recorded outcome; a second outcome of a key (a repeated send) changes nothing."""
         row = (outcome.key, outcome.parent, _encoder.encode(outcome))
         self._connection.execute("INSERT OR IGNORE INTO recorded VALUES (?, ?, ?)", row)
 
@@ -173,7 +172,6 @@ class OutcomeTable:
         return self._connection.execute("INSERT OR IGNORE INTO met VALUES (?)", (key,)).rowcount == 1
 
     def orphans(self) -> Iterator[Outcome]:
-        """Yield recorded outcomes made from an outcome of the range, and missing from the range."""
         rows = self._connection.execute(
             "SELECT data FROM recorded WHERE parent != '' AND parent IN (SELECT key FROM met)"
             " AND key NOT IN (SELECT key FROM met)"
@@ -260,7 +258,6 @@ class ReprocessReport(msgspec.Struct):
             change.examples.append(Example(key, difference.old, difference.new))
 
     def finish(self, table: OutcomeTable) -> None:
-        """Note recorded outcomes that are no longer made, and sort the changes."""
         for gone in table.orphans():
             self.note(Difference("no longer made", "", f"from {gone.parent}", ""), gone.key)
         self.changes.sort(key=lambda change: (-change.count, change.kind, change.reason))

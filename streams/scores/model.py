@@ -41,11 +41,6 @@ CHARS_PER_TOKEN = 8  # read at most: more text than this per token is not even t
 
 
 class LoadedClassifier(msgspec.Struct, frozen=True):
-    """A classifier that may judge.
-
-    version: of the policy it was fetched as. classifier: with that version's weights.
-    """
-
     version: int
     classifier: Classifier
 
@@ -93,7 +88,6 @@ class Model:
 
     @property
     def version(self) -> int:
-        """The version that judges, -1 before the first."""
         return -1 if self._loaded is None else self._loaded.version
 
     async def accompany(self, log: Log, metrics: Metrics) -> None:

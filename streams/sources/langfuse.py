@@ -46,11 +46,6 @@ logger = logging.getLogger(__name__)
 
 
 class LangfuseState(msgspec.Struct, frozen=True):
-    """The scores that were read.
-
-    read_to_ms: all scores before this time. seen: those younger than the overlap, with their time in ms.
-    """
-
     read_to_ms: int = 0
     seen: dict[str, int] = {}
 
@@ -222,7 +217,6 @@ def _iso(ms: int) -> str:
 
 
 def read_keys(source: EventSource) -> httpx.BasicAuth:
-    """Read the keys of a source. Raises ConfigError for one that is missing."""
     assert source.langfuse is not None
     config, at = source.langfuse, f'feedback "{source.name}": langfuse.'
     return httpx.BasicAuth(

@@ -75,7 +75,6 @@ def read_attributes(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def identity(record: Mapping[str, Any], attributes: Mapping[str, Any]) -> str:
-    """The id of an event: the same however often it is delivered."""
     if given := next((attributes[name] for name in IDENTITY if isinstance(attributes.get(name), str)), ""):
         return str(given)
     when = record.get("timeUnixNano") or record.get("observedTimeUnixNano")

@@ -50,11 +50,6 @@ class Delivery(Protocol):
 
 
 class Output(msgspec.Struct, frozen=True):
-    """A record to be published; the key follows from the record.
-
-    topic: of the app. record: to be encoded.
-    """
-
     topic: Topic
     record: Block | Control
 
@@ -199,7 +194,6 @@ def count(metrics: Metrics, stage: str, handled: Handled) -> None:
 
 
 def count_faults(gone: Iterable[tuple[str, str]]) -> dict[str, int]:
-    """Drops (reason, stamp of the step) that are the step's own fault: stamp to count."""
     return dict(Counter(stamp for reason, stamp in gone if reason in STEP_FAULTS))
 
 

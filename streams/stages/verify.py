@@ -131,5 +131,4 @@ def make_marker(drop: Dropped) -> DropMarker:
 
 
 def failed_eval(drop: Dropped) -> Experience:
-    """An eval answer that the chain dropped, still to be counted as wrong."""
     return msgspec.structs.replace(drop.experience, scores=(), failure=drop.reason)
