@@ -95,7 +95,7 @@ class BrokerLoad:
         group.create_task(self._train())
         return [
             *writers,
-            *(group.create_task(one) for one in (self._outbox.write(), self._outbox.drain(), self._watch())),
+            *(group.create_task(item) for item in (self._outbox.write(), self._outbox.drain(), self._watch())),
         ]
 
     def finish(self) -> None:
@@ -146,7 +146,7 @@ class BrokerLoad:
                     break
                 except BrokerUnavailable:
                     self.unavailable += 1
-            self.acknowledged |= {one.id for one in block.experiences}
+            self.acknowledged |= {experience.id for experience in block.experiences}
             await asyncio.sleep(self._pause_s)
 
     async def _offer(self) -> None:
@@ -165,7 +165,7 @@ class BrokerLoad:
 
         kept: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         if self._outbox.offer(Outgoing(EXPERIENCES, prepare, 1000, kept)) and await kept:
-            self.acknowledged |= {one.id for one in block.experiences}
+            self.acknowledged |= {experience.id for experience in block.experiences}
         else:
             self.shed += 1
 
@@ -177,7 +177,7 @@ class BrokerLoad:
                 with suppress(BrokerUnavailable, CommitRefused):
                     for message in await self._log.read(reader, timeout_s=0.5):
                         assert isinstance(message.value, Block), message.error
-                        self.seen |= {one.id for one in message.value.experiences}
+                        self.seen |= {experience.id for experience in message.value.experiences}
                     await reader.commit(reader.positions())
         finally:
             await reader.close()

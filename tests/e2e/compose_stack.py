@@ -59,7 +59,7 @@ def filled(value: Any, variables: Mapping[str, str]) -> Any:
     if isinstance(value, dict):
         return {key: filled(one, variables) for key, one in value.items()}
     if isinstance(value, list):
-        return [filled(one, variables) for one in value]
+        return [filled(item, variables) for item in value]
     if not isinstance(value, str):
         return value
 
@@ -193,7 +193,7 @@ class ComposeStack:
         if verb == "exec":
             service, *argv = words
             assert service in self.running, f"{line}: {service} does not run"
-            return self._call(service, [self._placed(one, service) for one in argv])
+            return self._call(service, [self._placed(item, service) for item in argv])
         if verb == "run":
             assert words.pop(0) == "--rm", line
             return self.run(*words)

@@ -52,7 +52,7 @@ def mc(words: list[str]) -> None:
             admin.policy_add(rest[0], policy_file=rest[1])
         case ["admin", "policy", "attach"]:
             attached = json.loads(admin.user_info(given.user)).get("policyName", "").split(",")
-            if wanted := [one for one in rest if one not in attached]:
+            if wanted := [item for item in rest if item not in attached]:
                 admin.attach_policy(wanted, user=given.user)
         case ["admin", "policy", "detach"]:
             admin.detach_policy(rest, user=given.user)

@@ -47,9 +47,9 @@ class LiveLedger:
                     continue
                 for message in messages:
                     assert isinstance(message.value, Block), message.error
-                    ids = [one.id for one in message.value.experiences if not one.suite]
+                    ids = [experience.id for experience in message.value.experiences if not experience.suite]
                     self.acknowledged.update(ids)
-                    file.writelines(f"{one}\n" for one in ids)
+                    file.writelines(f"{item}\n" for item in ids)
                 file.flush()
                 if last and not messages:
                     ends = await self._log.bus.end_offsets(self._log.name(topic))
@@ -101,7 +101,7 @@ class Fates:
             self._token = max(self._token, record.token)
         elif isinstance(record, Batch):
             if record.token >= self._token and (record.token, record.step) not in {
-                (one.token, one.step) for one in self._batches[-3:]
+                (batch.token, batch.step) for batch in self._batches[-3:]
             }:
                 self._batches.append(record)
         elif isinstance(record, Skip) and record.token >= self._token:
@@ -117,14 +117,14 @@ class Fates:
         elif isinstance(record, DeadLetter):
             self._take_letter(record)
         elif isinstance(record, Block) and topic is topics.BUFFER:
-            self._buffered |= {one.id for one in record.experiences}
+            self._buffered |= {item.id for item in record.experiences}
         elif isinstance(record, Block) and topic in SOURCES:
-            for one in record.experiences:
-                if not one.suite:
-                    self.published.add(one.id)
-                    self._place[one.id] = (one.group, one.attempt)
-                    if one.held_out:
-                        self.dropped[one.id] = "kept for validation"
+            for experience in record.experiences:
+                if not experience.suite:
+                    self.published.add(experience.id)
+                    self._place[experience.id] = (experience.group, experience.attempt)
+                    if experience.held_out:
+                        self.dropped[experience.id] = "kept for validation"
 
     def _undo(self, steps: range, reason: str) -> None:
         """What the journal listed before for these steps changed nothing; nothing of it may be listed again."""
@@ -139,7 +139,7 @@ class Fates:
         except BadFrame:
             return
         if isinstance(inner, Block):
-            self.dropped |= {one.id: letter.reason for one in inner.experiences}
+            self.dropped |= {experience.id: letter.reason for experience in inner.experiences}
 
     def _close(self) -> None:
         """Members of groups that ended without the buffer, and those that collect took out of one that reached it."""

@@ -272,7 +272,7 @@ async def judged(log: Log, settings: Settings, ledger: LiveLedger) -> dict[str, 
     refused = {
         (report.instance, version) for report in reports if isinstance(report, Progress) for version in report.refused
     }
-    published = {one.version for one in events if isinstance(one, PolicyEvent) and one.event == "published"}
+    published = {event.version for event in events if isinstance(event, PolicyEvent) and event.event == "published"}
     for title, ids in (("lost", lost), ("pending", set(account.pending_ids)), ("twice", fates.trained_twice())):
         if ids:
             say(f"{title}: {sorted(ids)[:10]}")

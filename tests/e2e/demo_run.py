@@ -102,8 +102,10 @@ class OwnLedger:
             for topic in (topics.EXPERIENCES, topics.EXPERTS):
                 async for message in log.read_all(topic):
                     assert isinstance(message.value, Block)
-                    self.acknowledged |= {one.id for one in message.value.experiences if not one.suite}
-                    self.num_spans |= {one.id: len(one.spans) for one in message.value.experiences}
+                    self.acknowledged |= {
+                        experience.id for experience in message.value.experiences if not experience.suite
+                    }
+                    self.num_spans |= {entry.id: len(entry.spans) for entry in message.value.experiences}
             async for message in log.read_all(topics.BATCHES):
                 if isinstance(message.value, Batch):
                     for item in message.value.items:

@@ -174,8 +174,8 @@ class Fleet:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for one in tuple(self.running):
-            self._end(one)
+        for item in tuple(self.running):
+            self._end(item)
 
     def _end(self, one: Running) -> None:
         self.running.remove(one)
@@ -248,7 +248,7 @@ class LightSystem:
     async def stop_all(self) -> dict[str, int]:
         """End everything; exit codes by role where they are not 0. All that was written has been read then."""
         ending = tuple(self.fleet.running)
-        codes = await asyncio.gather(*(self.stop(one) for one in ending))
+        codes = await asyncio.gather(*(self.stop(item) for item in ending))
         self.ledger.finish()
         assert self.reading is not None
         await self.reading
@@ -262,10 +262,10 @@ class LightSystem:
 
     async def taken(self, version: int) -> None:
         """Until all engines that run hold this version or a newer one."""
-        engines = [one for one in self.fleet.running if one.role in ("explore", "serve")]
+        engines = [item for item in self.fleet.running if item.role in ("explore", "serve")]
 
         def hold() -> bool:
-            reports = [self._report_of(one) for one in engines]
+            reports = [self._report_of(engine) for engine in engines]
             return all(report is not None and report.version >= version for report in reports)
 
         await until(hold, seconds=WAITS_S)
@@ -298,8 +298,8 @@ class LightSystem:
     async def _answers(self) -> AsyncIterator[str]:
         async for message in self.log.read_all(topics.EXPERIENCES):
             if isinstance(message.value, Block):
-                for one in message.value.experiences:
-                    yield one.id
+                for experience in message.value.experiences:
+                    yield experience.id
 
 
 @asynccontextmanager
@@ -312,7 +312,7 @@ async def opened(bootstrap: str, app: str, fleet: Fleet, key: str) -> AsyncItera
             system = LightSystem(Log(bus, app, store=DirectoryStore(fleet.folder / "store")), fleet, users)
             system.reading = group.create_task(system.ledger.follow())
             said = (system.follow(topics.REPORTS), system.follow(topics.PROGRESS), system.follow_versions())
-            following = [group.create_task(one) for one in said]
+            following = [group.create_task(item) for item in said]
             yield system
             for task in following:
                 task.cancel()

@@ -48,12 +48,12 @@ class Prometheus:
 
     async def up(self) -> dict[str, str]:
         """Health of every target, by its address."""
-        return {one["labels"]["instance"]: one["health"] for one in (await self.get("targets"))["activeTargets"]}
+        return {item["labels"]["instance"]: item["health"] for item in (await self.get("targets"))["activeTargets"]}
 
     async def alerts(self) -> dict[tuple[str, str], str]:
         """State of every alert that is not inactive, by its name and its label `role`."""
         found = (await self.get("alerts"))["alerts"]
-        return {(one["labels"]["alertname"], one["labels"].get("role", "")): one["state"] for one in found}
+        return {(item["labels"]["alertname"], item["labels"].get("role", "")): item["state"] for item in found}
 
 
 @asynccontextmanager

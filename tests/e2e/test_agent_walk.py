@@ -66,7 +66,7 @@ class Walk:
             time.sleep(0.5)
 
     def last_words(self) -> str:
-        return "".join(f"\n{one.name}: {one.read_text()[-600:]}" for one in self.folder.glob("mine/logs/*.log"))
+        return "".join(f"\n{item.name}: {item.read_text()[-600:]}" for item in self.folder.glob("mine/logs/*.log"))
 
 
 @pytest.mark.full

@@ -99,15 +99,15 @@ async def go_on(bootstrap: str, folder: Path, groups_from: int = 2 * STEPS, more
         assert log.store is not None
         for sequence in range(groups_from, groups_from + 2 * more):
             await log.publish(topics.BUFFER, block(sequence))
-        before = steps_of([one async for one in log.read_all(topics.BATCHES)])
-        counted = [one for one in before if one.phase == "train"]
-        config = msgspec.structs.replace(CONFIG, max_steps=len({one.step for one in counted}) + more)
+        before = steps_of([message async for message in log.read_all(topics.BATCHES)])
+        counted = [item for item in before if item.phase == "train"]
+        config = msgspec.structs.replace(CONFIG, max_steps=len({each.step for each in counted}) + more)
         await train(log, log.store, ScriptedLearner(), config)
-        return [one.step for one in await journal(log) if isinstance(one, Batch)]
+        return [entry.step for entry in await journal(log) if isinstance(entry, Batch)]
 
 
 def steps_of(messages: Sequence[LogMessage]) -> list[Batch]:
-    return [one.value for one in messages if isinstance(one.value, Batch)]
+    return [message.value for message in messages if isinstance(message.value, Batch)]
 
 
 async def work(bootstrap: str, folder: Path, begun: threading.Event, enough: threading.Event) -> None:
@@ -162,7 +162,7 @@ def test_a_restored_app_has_every_record_at_its_offset_and_time_and_its_trainer_
         refused = call(new, "restore", str(backup))
         assert refused.exit_code == 2 and "nothing was changed" in refused.output
         steps = asyncio.run(go_on(second.bootstrap, new))
-        before = len([one for one in records["batches"] if isinstance(decode(one.value), Batch)])
+        before = len([record for record in records["batches"] if isinstance(decode(record.value), Batch)])
         assert steps == list(range(before + STEPS_MORE))
 
 
@@ -188,7 +188,7 @@ def test_a_backup_of_an_app_that_works_meanwhile_is_a_beginning_of_it_and_can_be
         found, bounds, _ = asyncio.run(after(second.bootstrap, new))
         ends = {(name, part): end for name, (_, ends) in bounds.items() for part, end in ends.items()}
         assert found == {
-            name: [one for one in some if one.offset < ends[name, one.partition]] for name, some in records.items()
+            name: [item for item in some if item.offset < ends[name, item.partition]] for name, some in records.items()
         }
         assert len(found["batches"]) < len(records["batches"]), "it worked on behind the copy"
         audited = call(new, "audit")

@@ -206,8 +206,8 @@ async def reached(site: TwoGateways, version: int) -> None:
 
 def check_share(visits: Sequence[Visit], *, stable: int, trial: int) -> None:
     """Nobody outside the share met the trial; inside it did, but where the canary was slow to say that it is there."""
-    assert {one.versions for one in visits if not inside(one.session, trial)} == {(stable, stable)}
-    assert (trial, trial) in {one.versions for one in visits if inside(one.session, trial)}
+    assert {item.versions for item in visits if not inside(item.session, trial)} == {(stable, stable)}
+    assert (trial, trial) in {entry.versions for entry in visits if inside(entry.session, trial)}
 
 
 async def check_trials(site: TwoGateways) -> None:
@@ -260,7 +260,7 @@ async def check_kill(site: TwoGateways, canary: "subprocess.Popen[bytes]") -> No
         asking = [asyncio.create_task(until_stable(session)) for session in sessions for _ in range(4)]
         await answered.wait()
         canary.kill()  # twelve tokens an answer: the others' are being sampled
-        assert {await one for one in asking} == {2}, "the stable version answers for it"
+        assert {await item for item in asking} == {2}, "the stable version answers for it"
     assert {await streamed(site, session) for session in sessions} == {2}, "the share is the stable gateway's now"
 
 
@@ -291,9 +291,9 @@ def test_a_trial_through_kafka_is_decided_by_what_people_say_and_a_killed_canary
         asyncio.run(check(canary))
     told = json.loads(CliRunner().invoke(app, ["channel", "--json", "-c", str(tmp_path / "headrace.toml")]).stdout)
     assert (told["stable"], told["trial"]) == (2, 4)
-    by_people = [(one["event"], one["version"]) for one in told["decisions"] if one["by"] == "canary"]
+    by_people = [(item["event"], item["version"]) for item in told["decisions"] if item["by"] == "canary"]
     assert by_people == [("promoted", 2), ("held", 3)]
-    assert all("rated down/worse" in one["numbers"] for one in told["decisions"] if one["by"] == "canary")
+    assert all("rated down/worse" in entry["numbers"] for entry in told["decisions"] if entry["by"] == "canary")
 
 
 async def until_up(folder: Path, urls: Sequence[str]) -> None:

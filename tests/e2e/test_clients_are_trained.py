@@ -127,13 +127,13 @@ async def play(file: Path, settings: Settings, store: Store) -> TrainedByClient:
     def is_over() -> bool:
         """Everything was recorded and trained on."""
         found = heard[topics.EXPERIENCES].experiences
-        ended = [one for one in found if one.last]
-        return len(ended) == EPISODES * len(clients()) and {one.id for one in found} <= trained()
+        ended = [item for item in found if item.last]
+        return len(ended) == EPISODES * len(clients()) and {entry.id for entry in found} <= trained()
 
     role = lambda name: role_of(name, settings, log, store, stop=stop)  # noqa: E731
     engine = CallingEngine(model=settings.model_path, tokenizer=tokenizer)
     learner = TorchLearner(settings.model_path, settings.trainer, device="cpu")
-    listening = [asyncio.create_task(one.listen()) for one in heard.values()]
+    listening = [asyncio.create_task(entry.listen()) for entry in heard.values()]
     async with running(*listening), Supervisor([role_child(settings, SettingsFile(file), "process")]):
         # A pass goes over the tasks there are: with fewer at its beginning some would be drawn twice, and others never.
         await until(lambda: len(heard[topics.TASKSET].of(Task)) == len(clients()), seconds=120.0)
@@ -153,8 +153,8 @@ async def play(file: Path, settings: Settings, store: Store) -> TrainedByClient:
                 weights[event.version] = dict((await asyncio.to_thread(fetcher.fetch, event)).tensors)
     await log.bus.close()
     by_client: dict[str, list[Experience]] = {}
-    for one in heard[topics.EXPERIENCES].experiences:
-        by_client.setdefault(task_of(one.group), []).append(one)
+    for experience in heard[topics.EXPERIENCES].experiences:
+        by_client.setdefault(task_of(experience.group), []).append(experience)
     return TrainedByClient(by_client, trained(), weights, Path(settings.model_path))
 
 
@@ -175,7 +175,7 @@ def test_an_unmodified_client_is_trained_on_every_token_it_was_given(run: Traine
         pytest.skip("no node on PATH")
     found = run.experiences[client]
     tokenizer = load_tokenizer(run.model)
-    assert {one.episode for one in found} == set(range(EPISODES)) and {one.end for one in found} != {"failed"}
+    assert {each.episode for each in found} == set(range(EPISODES)) and {one.end for one in found} != {"failed"}
     for episode in range(EPISODES):
         parts = sorted((one for one in found if one.episode == episode), key=lambda one: one.part)
         told = json.loads(str(parts[-1].notes["answer"]))
@@ -184,8 +184,8 @@ def test_an_unmodified_client_is_trained_on_every_token_it_was_given(run: Traine
         assert str(told["said"]) in replies[-1], "what the client read is what was recorded"
         assert all(f'"row": {row}' in "".join(replies) for row in told["calls"])
         assert [part.part_reason for part in parts] == ["", *["history rewritten"] * (len(parts) - 1)]
-    assert {one.id for one in found} <= run.trained
-    assert any(one.score("program") for one in found)
+    assert {item.id for item in found} <= run.trained
+    assert any(entry.score("program") for entry in found)
 
 
 def replies_of(part: Experience, tokenizer: Tokenizer) -> list[str]:
@@ -209,18 +209,20 @@ def test_every_recorded_logprob_is_that_of_a_plain_forward_of_its_version(run: T
 
     module = load_model(str(run.model))
     compared = 0
-    for version in sorted({span.version for found in run.experiences.values() for one in found for span in one.spans}):
+    for version in sorted(
+        {span.version for found in run.experiences.values() for item in found for span in item.spans}
+    ):
         load_into(module, run.weights[version])
-        for one in (one for found in run.experiences.values() for one in found):
-            spans = [span for span in one.spans if span.version == version]
+        for each in (entry for found in run.experiences.values() for entry in found):
+            spans = [span for span in each.spans if span.version == version]
             if not spans:
                 continue
-            ids = torch.tensor(one.tokens.astype(np.int64))[None]
+            ids = torch.tensor(each.tokens.astype(np.int64))[None]
             with torch.inference_mode():
                 logits = module(input_ids=ids, use_cache=False).logits[0].float()
             plain = torch.log_softmax(logits[:-1], -1).gather(1, ids[0, 1:, None])[:, 0].numpy()
             at = places(spans)
-            recorded = dict(zip(places(one.spans).tolist(), one.logprobs.tolist(), strict=True))
+            recorded = dict(zip(places(each.spans).tolist(), each.logprobs.tolist(), strict=True))
             np.testing.assert_allclose([recorded[place] for place in at.tolist()], plain[at - 1], atol=1e-4)
             compared += len(at)
     assert compared == sum(one.num_sampled for found in run.experiences.values() for one in found) > 500

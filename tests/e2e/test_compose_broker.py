@@ -63,7 +63,7 @@ def test_a_roles_user_may_do_at_the_broker_what_its_row_says_and_nothing_else(ro
     denied, groups, elsewhere = asyncio.run(look())
     for topic in topics.ALL:
         assert set(denied[topic.name]) == {"read", "write", "delete"} - set(rights.at_topic(topic)), topic.name
-    assert groups == {group for group in GROUPS if any(group.startswith(one) for one in rights.groups)}
+    assert groups == {group for group in GROUPS if any(group.startswith(item) for item in rights.groups)}
     assert elsewhere == ("describe",)
 
 

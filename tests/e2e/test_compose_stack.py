@@ -113,7 +113,7 @@ class Stranger:
 
     def served(self) -> int:
         """The version of the gateway; -1 while it is not known."""
-        return max((one["version"] for one in self.state().get("roles", ()) if one["role"] == "serve"), default=-1)
+        return max((item["version"] for item in self.state().get("roles", ()) if item["role"] == "serve"), default=-1)
 
     def is_answered(self) -> None:
         """Users get answers now."""
@@ -159,7 +159,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stranger]:
     program()
     folder = tmp_path_factory.mktemp("compose")
     variables = {**VARIABLES, "MODEL": str(build_char_model(folder / "model", seed=0))}
-    more = tuple(word for one in SETS for word in ("--set", one))
+    more = tuple(word for item in SETS for word in ("--set", item))
     with ComposeStack(folder, variables, programs=programs(binary), more=more) as stack:
         one = Stranger(stack)
         key = one.types(blocks("On one machine, by compose")[1]).strip()
@@ -249,7 +249,12 @@ def test_afterwards_no_request_has_failed_no_answer_is_lost_and_the_audit_is_cle
         await bus.start()
         try:
             read = Log(bus, "headrace").read_all(topics.EXPERIENCES)
-            return {one.id async for found in read if isinstance(found.value, Block) for one in found.value.experiences}
+            return {
+                experience.id
+                async for found in read
+                if isinstance(found.value, Block)
+                for experience in found.value.experiences
+            }
         finally:
             await bus.close()
 

@@ -52,7 +52,7 @@ def test_the_run_is_done_again_to_the_bit_from_an_archive_of_it(unkilled: dict) 
     whole = headrace("replay", archive, "--verify")
     assert whole["equal"] and whole["bits_promised"] and not whole["faults"]
     assert whole["from_step"] == -1 and whole["steps"] == unkilled["steps"] + unkilled["warmup_steps"]
-    checkpoints = {one["step"] for one in whole["checkpoints"]}
+    checkpoints = {item["step"] for item in whole["checkpoints"]}
     assert len(checkpoints) >= 3 and whole["to_step"] in checkpoints
 
 

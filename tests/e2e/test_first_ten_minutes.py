@@ -39,7 +39,7 @@ def test_init_up_a_first_answer_and_a_version_that_learned_from_what_was_said(tm
     # The differences from the README: a port of its own, short answers from a model that never learned to end one, and a
     # version after ten seconds for those that wait for this test; by the file the first comes after five minutes.
     sets = (f"gateway.listen={listen}", "gateway.limits.max_tokens=8", "trainer.min_publish_interval=10s")
-    command = headrace("up", "-c", str(config), *(word for one in sets for word in ("--set", one)))
+    command = headrace("up", "-c", str(config), *(word for item in sets for word in ("--set", item)))
     with said.open("wb") as output:
         up = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:

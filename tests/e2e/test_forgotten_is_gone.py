@@ -89,12 +89,12 @@ async def opened(log: Log) -> bytes:
     for topic in ALL:
         async for message in log.read_all(topic):
             record = message.value
-            for one in record.experiences if isinstance(record, Block) else ():
+            for item in record.experiences if isinstance(record, Block) else ():
                 try:
-                    texts = [part.content for part in one.messages] + [ByteTokenizer().decode(one.tokens.tolist())]
+                    texts = [part.content for part in item.messages] + [ByteTokenizer().decode(item.tokens.tolist())]
                 except BadFrame:
                     continue
-                found += " ".join(texts).encode() + msgspec.json.encode(one.meta)
+                found += " ".join(texts).encode() + msgspec.json.encode(item.meta)
             if isinstance(record, Feedback) and record.text:
                 found += unless_shut(
                     lambda r=record: open_text(r.text, keys, r.ref.removeprefix(ANSWER_PREFIX)).encode()
@@ -201,7 +201,7 @@ async def opened_without_keys(log: Log) -> bytes:
     found = b""
     for topic in ALL:
         async for message in log.read_all(topic):
-            for one in message.value.experiences if isinstance(message.value, Block) else ():
-                found += unless_shut(lambda o=one: " ".join(part.content for part in o.messages).encode())
-                found += unless_shut(lambda o=one: ByteTokenizer().decode(o.tokens.tolist()).encode())
+            for item in message.value.experiences if isinstance(message.value, Block) else ():
+                found += unless_shut(lambda o=item: " ".join(part.content for part in o.messages).encode())
+                found += unless_shut(lambda o=item: ByteTokenizer().decode(o.tokens.tolist()).encode())
     return found

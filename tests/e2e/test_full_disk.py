@@ -71,7 +71,7 @@ def test_a_gateway_serves_on_while_the_brokers_disk_is_full_and_stores_all_once_
             after = ask(client, 5)
             ids = [*before, *meanwhile, *after]
             recorded = asyncio.run(read(broker.bootstrap, app_name, EXPERIENCES, 20, ids))
-            assert {one.id for one in recorded} == set(ids)
+            assert {item.id for item in recorded} == set(ids)
 
 
 def spooled(folder: Path) -> None:

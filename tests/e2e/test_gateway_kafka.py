@@ -122,7 +122,7 @@ async def read(bootstrap: str, app: str, topic: Topic, until: int, ids: Collecti
                     found += value.experiences
                 elif isinstance(value, Feedback):
                     found.append(value)
-                if len(found) >= until and {one.id for one in found}.issuperset(ids):
+                if len(found) >= until and {item.id for item in found}.issuperset(ids):
                     return found
     finally:
         await bus.close()
@@ -130,11 +130,11 @@ async def read(bootstrap: str, app: str, topic: Topic, until: int, ids: Collecti
 
 
 def check_exact(experiences: Sequence[Experience], logprobs: np.ndarray, prompt: list[int]) -> None:
-    for one in experiences:
-        tokens = one.tokens.tolist()
-        assert tokens[: one.num_prompt] == prompt
-        expected = [logprobs[a, b] for a, b in itertools.pairwise(tokens)][one.num_prompt - 1 :]
-        np.testing.assert_allclose(one.logprobs, expected, atol=1e-4)
+    for experience in experiences:
+        tokens = experience.tokens.tolist()
+        assert tokens[: experience.num_prompt] == prompt
+        expected = [logprobs[a, b] for a, b in itertools.pairwise(tokens)][experience.num_prompt - 1 :]
+        np.testing.assert_allclose(experience.logprobs, expected, atol=1e-4)
 
 
 def test_answers_are_served_recorded_and_rated_through_kafka_and_a_kill(
@@ -163,7 +163,7 @@ def test_answers_are_served_recorded_and_rated_through_kafka_and_a_kill(
         after = ask(client, 10)
         # The stream that the kill broke off may have been sampled to its end and recorded: then there are 21.
         recorded = asyncio.run(read(kafka, app_name, EXPERIENCES, 20, {*before, *after}))
-        ids = [one.id for one in recorded]
+        ids = [item.id for item in recorded]
         assert len(set(ids)) == len(ids) and {*before, *after} <= set(ids)
         prompt = load_tokenizer(tmp_path / "model").encode_request(ASK)
         check_exact(recorded, logprobs, prompt)
@@ -205,4 +205,4 @@ def on_disk(folder: Path) -> list[str]:
     entries = [entry for path in sorted(folder.glob("*.spool")) for entry, _ in entries_in(path.read_bytes())]
     frames = [msgspec.msgpack.decode(entry, type=Spooled).frame for entry in entries]
     blocks = [decode(frame) for frame in frames]
-    return [one.id for block in blocks if isinstance(block, Block) for one in block.experiences]
+    return [experience.id for block in blocks if isinstance(block, Block) for experience in block.experiences]

@@ -50,7 +50,7 @@ def settings_in(folder: Path, *, least: int = 2) -> Settings:
     # There is no model beside it, whose tokenizer spells edits.
     settings = load_settings(folder / "headrace.toml", ["app=test", "collect.correct.on=false", *small])
     add_plugin_folders(settings.folder, settings.plugins)
-    assert [duration_s(one.window) * 1000 for one in settings.feedback] == [WINDOW_MS]
+    assert [duration_s(item.window) * 1000 for item in settings.feedback] == [WINDOW_MS]
     return settings
 
 

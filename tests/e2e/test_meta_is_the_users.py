@@ -94,9 +94,9 @@ async def passed(folder: Path) -> Passage:
         rollout(task(name, meta=meta), MASTER, round=0, attempt=0, sequence=number, min_version=0)
         for number, (name, meta) in enumerate(names.items())
     ]
-    for one in tasks:
-        assert one.issued is not None
-        admission.issued(one.issued, 0.0)
+    for item in tasks:
+        assert item.issued is not None
+        admission.issued(item.issued, 0.0)
     heard = TopicArrivals(log, EXPERIENCES)
     listener = asyncio.create_task(heard.listen())
     rollouts = explorer(log, folder_store(folder), ScriptedEngine(script=script()))
@@ -104,7 +104,7 @@ async def passed(folder: Path) -> Passage:
         await log.publish_all(TASKS, tasks)
         await until(lambda: len(heard.experiences) == len(tasks) * MASTER.num_episodes, seconds=60)
         await settled(log)
-    closures = [one.value async for one in log.read_all(PROGRESS) if isinstance(one.value, Closure)]
+    closures = [entry.value async for entry in log.read_all(PROGRESS) if isinstance(entry.value, Closure)]
     for closure in closures:
         admission.closed(closure)
     buffer = Buffer({"usual": 1})
@@ -117,12 +117,12 @@ async def passed(folder: Path) -> Passage:
     trained = buffer.take(candidates)
     admission.drawn(Drawn(token=1, step=0, version=0, groups=tuple(one.group for one in trained), dropped=refused))
     sampled: dict[str, list[Experience]] = {}
-    for one in heard.experiences:
-        sampled.setdefault(one.group, []).append(one)
+    for experience in heard.experiences:
+        sampled.setdefault(experience.group, []).append(experience)
     return Passage(
         sampled=sampled,
-        buffered={one.group: list(one.experiences) for one in trained},
-        candidates={one.group: one for one in candidates},
+        buffered={each.group: list(each.experiences) for each in trained},
+        candidates={candidate.group: candidate for candidate in candidates},
         admission=admission,
         refused=refused,
     )
@@ -147,10 +147,10 @@ def reward(of: dict[str, Any]) -> float:
 @pytest.mark.parametrize("name", CASES)
 def test_a_task_whose_meta_holds_a_word_of_headrace_trains_like_any_other(name: str, passage: Passage) -> None:
     group, plain = f"{name}.0", f"{PLAIN}.0"
-    assert [one.meta for one in passage.sampled[group]] == [CASES[name]] * MASTER.num_episodes
+    assert [item.meta for item in passage.sampled[group]] == [CASES[name]] * MASTER.num_episodes
     mine, others = passage.buffered[group], passage.buffered[plain]
-    assert [one.meta for one in mine] == [CASES[name]] * MASTER.num_episodes
-    assert {one.task for one in mine} == {name} and {one.answer for one in mine} == {"yes"}
+    assert [entry.meta for entry in mine] == [CASES[name]] * MASTER.num_episodes
+    assert {each.task for each in mine} == {name} and {one.answer for one in mine} == {"yes"}
     # Which of a group's three answers are right may differ: two are.
     assert sorted(map(shape, mine), key=reward) == sorted(map(shape, others), key=reward)
     one, other = passage.candidates[group], passage.candidates[plain]

@@ -73,7 +73,7 @@ def test_a_drain_ends_with_the_masters_own_word_and_not_with_its_gauges(numbers:
             None,
             MasterState(state="draining", outstanding=2, drained_to=0),
         ]
-        await log.publish_all(REPORTS, [report(master=one) for one in told])
+        await log.publish_all(REPORTS, [report(master=item) for item in told])
         await until(lambda: bool(seen))
         assert not draining.done()
         await log.publish(REPORTS, report(master=MasterState(state="drained", drained_to=0)))

@@ -32,7 +32,7 @@ QUERIES = [
 ]
 NAMED = {
     name
-    for text in (*QUERIES, *(one.rule for one in ALARMS))
+    for text in (*QUERIES, *(entry.rule for entry in ALARMS))
     for name in re.findall(r"\b(?:headrace|process)_[a-z0-9_]+\b(?!\()", text)
 }
 # What a run of a minute, without an eval, without a fault and without anybody who waits, does not have.
@@ -70,7 +70,7 @@ async def looked_at(prometheus: Prometheus, app: str) -> None:
     await settled(missing, set())
     for query in QUERIES:
         await prometheus.query(query.replace("$app", app))
-    known = {f"{one.shown}{part}" for one in MEASURES for part in (PARTS if one.kind == "histogram" else ("",))}
+    known = {f"{item.shown}{part}" for item in MEASURES for part in (PARTS if item.kind == "histogram" else ("",))}
     names: set[str] = set(await prometheus.get("label/__name__/values"))
     ours = {name.removesuffix("_created") for name in names if name.startswith("headrace_")}
     assert ours - known - {name.removesuffix("_total") for name in known} == {"headrace_build_info"}
@@ -86,7 +86,7 @@ async def streamed(gateway: str, key: str) -> None:
 
 async def killed(system: LightSystem, prometheus: Prometheus, role: str) -> None:
     """That a role's end is an alert for itself and for its role, and for no other."""
-    (one,) = (one for one in system.fleet.running if one.role == role)
+    (one,) = (item for item in system.fleet.running if item.role == role)
     target = address(one.log)
     await system.kill(one)
     health = {address(other.log): "up" for other in system.fleet.running} | {target: "down"}
@@ -119,7 +119,7 @@ def test_prometheus_finds_every_metric_that_is_shown_and_raises_an_alert_where_a
             running = await asyncio.gather(*(system.start(REPOSITORY, role) for role in ROLES))
             loaded = await loading
             assert loaded.returncode == 0, loaded.stderr
-            targets = [address(one.log) for one in running]
+            targets = [address(item.log) for item in running]
             async with (
                 scraping(tmp_path / "prometheus", RULES, JOB, targets) as prometheus,
                 asyncio.TaskGroup() as group,

@@ -114,7 +114,7 @@ def test_a_gateway_of_a_read_only_bucket_serves_new_versions_and_keeps_what_need
                 await until(lambda: served.count("spooled") > 0, seconds=120)
                 await until(lambda: "keys_held" in caplog.text, seconds=120)
                 here.mint = lambda: limited(minio_server, EVERY)
-                assert {one.id for one in await served.recorded(3)} == {before, *meanwhile}
+                assert {item.id for item in await served.recorded(3)} == {before, *meanwhile}
                 assert served.count("shed") == 0
         said = [record.getMessage() for record in caplog.records if "keys_held" in record.getMessage()]
         assert "AccessDenied" in said[0] and "\n" not in said[0]

@@ -150,10 +150,12 @@ def test_answers_of_a_gateway_whose_right_to_write_is_revoked_are_kept_and_store
         )
         for loop in loops:
             loop.cancel()
-        assert [one for one in await asyncio.gather(*loops, return_exceptions=True) if isinstance(one, Exception)] == []
+        assert [
+            entry for entry in await asyncio.gather(*loops, return_exceptions=True) if isinstance(entry, Exception)
+        ] == []
         found = [message.value async for message in log.read_all(EXPERIENCES)]
         await bus.close()
-        return [one.experiences[0].group for one in found if isinstance(one, Block)]
+        return [item.experiences[0].group for item in found if isinstance(item, Block)]
 
     with caplog.at_level(logging.WARNING):
         assert set(asyncio.run(main())) == {"t.0", "t.1", "t.2"}

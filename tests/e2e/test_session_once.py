@@ -41,11 +41,11 @@ def check_once(items: Sequence[TrainItem], turns: Sequence[Experience]) -> None:
     """Every sampled token is trained once, and for each token of the session one position is computed."""
     whole = max(turns, key=lambda one: one.num_tokens)
     packed = pack(items, max_tokens=256)  # less than the session
-    sampled = sum(one.num_sampled for one in turns)
+    sampled = sum(turn.num_sampled for turn in turns)
     assert packed.num_tokens == sampled and sum(len(m.target_N) for m in packed.microbatches) == sampled
     assert num_positions(packed) / whole.num_tokens == pytest.approx(1.0, abs=0.01)
     alone = [
-        msgspec.structs.replace(one, experience=msgspec.structs.replace(one.experience, join=None)) for one in items
+        msgspec.structs.replace(item, experience=msgspec.structs.replace(item.experience, join=None)) for item in items
     ]
     assert num_positions(pack(alone, max_tokens=256)) / whole.num_tokens >= TURNS / 2
 
@@ -96,9 +96,9 @@ def test_a_session_of_20_turns_is_trained_once_from_the_gateway_to_the_batch(tmp
             return turns, batch, items
 
     turns, batch, items = asyncio.run(run())
-    assert [item.id for item in batch.items] == [one.id for one in turns]
-    assert [one.carried for one in turns] == list(range(TURNS))
-    said = next(one.name for one in settings.feedback if one.from_.webhook)
+    assert [item.id for item in batch.items] == [turn.id for turn in turns]
+    assert [entry.carried for entry in turns] == list(range(TURNS))
+    said = next(each.name for each in settings.feedback if each.from_.webhook)
     assert [one.experience.score(said) for one in items] == [float(number % 2) for number in range(TURNS)], (
         "each its own"
     )
@@ -149,12 +149,12 @@ def test_a_session_of_20_turns_ended_by_its_client_is_trained_once_over_a_real_b
             said.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
             client.post("/feedback", cast_to=object, body={"answer_id": answer.id, "value": number % 2})
         turns, blocks = asyncio.run(read_session(kafka, app_name))
-    assert [block.experiences[0].id for block in blocks] == [one.id for one in turns]
+    assert [block.experiences[0].id for block in blocks] == [turn.id for turn in turns]
     given = [make_candidate(at, block, 0) for at, block in enumerate(blocks)]
     items = [
         TrainItem(block.experiences[0], batch_items(one, block)[0]) for one, block in zip(given, blocks, strict=True)
     ]
-    assert len({one.join for one in given}) == 1
+    assert len({item.join for item in given}) == 1
     check_once(items, turns)
 
 

@@ -134,14 +134,14 @@ def test_a_worker_reports_itself_and_stops_cleanly(kafka: str, app_name: str, tm
             process.kill()
         reports = [message.value async for message in log.read_all(REPORTS)]
         await log.bus.close()
-        return [one for one in reports if isinstance(one, Progress)]
+        return [report for report in reports if isinstance(report, Progress)]
 
     *running, last = asyncio.run(run())
     assert (last.role, last.state) == ("process", "stopped")
     assert not [name for name in last.counters if name.startswith("dropped")]
     assert last.chains["collect"] == "reward@3 advantage@2 prioritize@1" and last.chains["verify"].endswith("exact@1")
     assert last.partitions == {}
-    assert any(one.partitions.get("collect") == (0, 1) for one in running), "it said what it held"
+    assert any(item.partitions.get("collect") == (0, 1) for item in running), "it said what it held"
 
 
 def test_a_worker_whose_broker_falls_silent_ends_by_itself(app_name: str, tmp_path: Path) -> None:

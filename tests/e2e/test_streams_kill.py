@@ -170,10 +170,17 @@ async def contents(log: Log) -> Contents:
     found: Contents = {}
     async for message in log.read_all(BUFFER):
         assert isinstance(message.value, Block)
-        for one in message.value.experiences:
-            seen = (one.reward, one.advantage, one.lane, one.scores, one.tokens.tolist(), one.stamps)
-            known = found.setdefault(one.group, {}).setdefault(f"{one.id}/{one.revision}", seen)
-            assert known == seen, f"{one.id} reached the buffer with two contents"
+        for experience in message.value.experiences:
+            seen = (
+                experience.reward,
+                experience.advantage,
+                experience.lane,
+                experience.scores,
+                experience.tokens.tolist(),
+                experience.stamps,
+            )
+            known = found.setdefault(experience.group, {}).setdefault(f"{experience.id}/{experience.revision}", seen)
+            assert known == seen, f"{experience.id} reached the buffer with two contents"
     return found
 
 

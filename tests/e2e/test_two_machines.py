@@ -65,7 +65,7 @@ async def train_so_many(kafka: str, app: str, count: int, folder: Path, running:
     found, deadline_s = 0, time.monotonic() + 400
     while found < count:
         assert running.process.poll() is None and time.monotonic() < deadline_s, words(folder)
-        found += sum(isinstance(one.value, Batch) for one in await log.read(reader, timeout_s=0.2))
+        found += sum(isinstance(item.value, Batch) for item in await log.read(reader, timeout_s=0.2))
     await reader.close()
     await bus.close()
 
@@ -99,14 +99,14 @@ def start_machine(folder: Path, number: int, port: int) -> Watched:
 def check_trained_once(kafka: str, app: str) -> None:
     """Every group of the buffer was trained in one step, and every step published."""
     records = asyncio.run(read(kafka, app, topics.BATCHES))
-    known = [one for one in records if isinstance(one, Batch | Fence | Skip | Rollback)]
+    known = [record for record in records if isinstance(record, Batch | Fence | Skip | Rollback)]
     entries, _ = effective(known, app)
-    steps = [one for one in entries if isinstance(one, Batch)]
-    assert [one.step for one in steps] == list(range(STEPS))
-    trained = [item.id for one in steps for item in one.items]
+    steps = [entry for entry in entries if isinstance(entry, Batch)]
+    assert [each.step for each in steps] == list(range(STEPS))
+    trained = [item.id for step in steps for item in step.items]
     assert sorted(trained) == sorted(f"task-{s}.0.0-{e}-0" for s in range(2 * STEPS) for e in range(4))
     events = asyncio.run(read(kafka, app, topics.POLICIES))
-    versions = {one.version for one in events if isinstance(one, PolicyEvent) and one.event == "published"}
+    versions = {event.version for event in events if isinstance(event, PolicyEvent) and event.event == "published"}
     assert versions == set(range(STEPS + 1))
 
 
@@ -126,16 +126,16 @@ def test_two_machines_under_torchrun_train_together_and_start_again_together(
         asyncio.run(train_so_many(kafka, app_name, 3, tmp_path, machines[0]))
         log = (tmp_path / "logs" / "machine-1.log").read_text()
         os.kill(int(re.findall(r"started role=train pid=(\d+)", log)[0]), signal.SIGKILL)
-        assert [one.process.wait(400) for one in machines] == [0, 0], words(tmp_path)
+        assert [entry.process.wait(400) for entry in machines] == [0, 0], words(tmp_path)
     finally:
-        for one in machines:
-            one.process.terminate()  # ranks of torchrun are in sessions of their own: it ends them when it is asked to
-        for one in machines:
+        for machine in machines:
+            machine.process.terminate()  # ranks of torchrun are in sessions of their own: it ends them when it is asked to
+        for item in machines:
             with suppress(subprocess.TimeoutExpired):
-                one.process.wait(60)
-            one.kill_group()
-            one.process.wait()
-            one.release()
+                item.process.wait(60)
+            item.kill_group()
+            item.process.wait()
+            item.release()
     for number in range(2):
         log = (tmp_path / "logs" / f"machine-{number}.log").read_text()
         assert len(re.findall(r"started role=train", log)) == 2, words(tmp_path)

@@ -51,24 +51,26 @@ class Flow:
         return self.heard[topic].of(kind)
 
     def experiences(self, topic: topics.Topic, task: str = "") -> list[Experience]:
-        return [one for one in self.heard[topic].experiences if not task or task_of(one.group) == task]
+        return [
+            experience for experience in self.heard[topic].experiences if not task or task_of(experience.group) == task
+        ]
 
     def scores(self, task: str, name: str) -> set[float]:
         """Values of a score on the answers to a task, to two digits."""
-        found = (one.score(name) for one in self.experiences(topics.VERIFIED, task))
+        found = (item.score(name) for item in self.experiences(topics.VERIFIED, task))
         return {round(value, 2) for value in found if value is not None}
 
     @property
     def sampled(self) -> list[Experience]:
         """What is buffered of rollouts."""
-        return [one for one in self.experiences(topics.BUFFER) if one.lane == "usual"]
+        return [item for item in self.experiences(topics.BUFFER) if item.lane == "usual"]
 
     def turned(self) -> bool:
         """Every task was buffered, every lane trained, experts by priority; an eval has its result, a new policy sampled."""
         items = [item for batch in self.of(topics.BATCHES, Batch) for item in batch.items]
         return (
-            {task_of(one.group) for one in self.sampled} >= DRAWN
-            and any(task_of(one.group) == "lost" for one in self.of(topics.PROGRESS, Closure))
+            {task_of(entry.group) for entry in self.sampled} >= DRAWN
+            and any(task_of(each.group) == "lost" for each in self.of(topics.PROGRESS, Closure))
             and {item.lane for item in items} == LANES
             and any(item.weight != 1.0 for item in items if item.lane == "expert")
             and bool(self.of(topics.EVALS, EvalResult))
@@ -78,7 +80,7 @@ class Flow:
     def noticed(self) -> bool:
         """What came through the changed chain was trained."""
         trained = {item.id for batch in self.of(topics.BATCHES, Batch) for item in batch.items}
-        return any("noticed@3" in one.stamps and one.id in trained for one in self.sampled)
+        return any("noticed@3" in entry.stamps and entry.id in trained for entry in self.sampled)
 
 
 def command(file: Path, *arguments: str) -> Result:
@@ -97,7 +99,7 @@ def load(file: Path) -> None:
         said = command(file, "load", kind, str(rows)).output
         assert named in said and f"{rows}:{len(ROWS[kind]) + 1}: " in said and "broken and passed over" in said
     gym = "actors.tasksets.reasoning_gym:reasoning_gym"
-    options = [argument for one in ("generator=chain_sum", "size=1", "seed=1") for argument in ("--option", one)]
+    options = [argument for item in ("generator=chain_sum", "size=1", "seed=1") for argument in ("--option", item)]
     command(file, "load", "tasks", "--use", gym, *options)
 
 
@@ -126,7 +128,7 @@ async def turn(file: Path, settings: Settings, store: Store, quality: PolicyEven
     await log.publish(topics.POLICIES, quality)
     flow = Flow(log)
     worker = role_child(settings, SettingsFile(file), "process")
-    listening = [asyncio.create_task(one.listen()) for one in flow.heard.values()]
+    listening = [asyncio.create_task(item.listen()) for item in flow.heard.values()]
     async with running(*listening), Supervisor([worker]) as first:
         await until(lambda: len(flow.of(topics.TASKSET, Task)) == 2 * len(DRAWN) + 3, seconds=90)
         async with roles(settings, log, store):
@@ -164,12 +166,12 @@ def test_every_box_does_its_part_and_a_chain_is_changed_while_the_others_run(
 
 def tasks_were_prepared(flow: Flow) -> None:
     """Cleaned, deduplicated, varied, filtered, rated, and arranged by the plugin."""
-    taskset = {one.id: one for one in flow.of(topics.TASKSET, Task)}
+    taskset = {item.id: item for item in flow.of(topics.TASKSET, Task)}
     assert taskset["add"].messages[0].content == "37+45=" and taskset["add"].difficulty == 0.75
     varied = taskset["add-v0"]
     assert (varied.parent, varied.priority, varied.messages[0].content) == ("add", 0.0, "Please: 37+45=")
     assert taskset[RIDDLE].workflow == "riddle"
-    letters = {(one.stage, one.reason) for one in flow.of(topics.DEAD_LETTERS, DeadLetter)}
+    letters = {(entry.stage, entry.reason) for entry in flow.of(topics.DEAD_LETTERS, DeadLetter)}
     assert {("tasks", "duplicate task"), ("tasks", "task incomplete")} <= letters
     assert not {"twin", "untested"} & taskset.keys()
 
@@ -178,11 +180,11 @@ def workflows_ran(flow: Flow) -> None:
     """Converse, tools with a sandbox, a grid by react, a service, a generator; a service that is away loses its own group."""
     raw = flow.experiences(topics.EXPERIENCES)
     assert {task_of(one.group) for one in raw if not one.suite} == DRAWN
-    stubs = [one for one in flow.of(topics.VERIFIED, DropMarker) if task_of(one.group) == "lost"]
-    assert stubs and {one.reason for one in stubs} == {"episode failed"}, "its environment is away"
-    ended = {one.outcome for one in flow.of(topics.PROGRESS, Closure) if task_of(one.group) == "lost"}
+    stubs = [item for item in flow.of(topics.VERIFIED, DropMarker) if task_of(item.group) == "lost"]
+    assert stubs and {stub.reason for stub in stubs} == {"episode failed"}, "its environment is away"
+    ended = {entry.outcome for entry in flow.of(topics.PROGRESS, Closure) if task_of(entry.group) == "lost"}
     assert ended == {"dropped"}
-    called = [one for one in raw if task_of(one.group) == "product"]
+    called = [each for each in raw if task_of(each.group) == "product"]
     assert {(one.notes["tool_calls"], one.notes["tool_errors"]) for one in called} == {(1, 0), (1, 1)}
     assert any("<tool_response>\n42\n" in one.messages[-2].content for one in called), "the program ran"
     assert any("error: not JSON" in one.messages[-2].content for one in called), "what is no JSON is told"
@@ -203,21 +205,23 @@ def answers_were_judged(flow: Flow) -> None:
         assert flow.scores(task, "away") == set(), "a judge that is down says nothing, and loses nothing"
         assert all(0.0 < value < 1.0 for value in flow.scores(task, "quality") or {0.0})
     models = {
-        score.version for one in flow.experiences(topics.VERIFIED) for score in one.scores if score.name == "quality"
+        score.version for item in flow.experiences(topics.VERIFIED) for score in item.scores if score.name == "quality"
     }
     assert models == {"1+quality-0"}
-    counted = {name for one in flow.of(topics.REPORTS, Progress) if one.role == "process" for name in one.counters}
+    counted = {
+        name for entry in flow.of(topics.REPORTS, Progress) if entry.role == "process" for name in entry.counters
+    }
     assert any("scores_absent" in name and "away" in name and "judge unavailable" in name for name in counted)
 
 
 def experiences_were_arranged(flow: Flow) -> None:
     """Rewarded, compared, prioritized, copied as demonstrations; rows of people beside them."""
-    assert all(one.reward is not None and one.advantage and "novelty@1" in one.stamps for one in flow.sampled)
-    priorities = {task: {one.priority for one in flow.sampled if task_of(one.group) == task} for task in DRAWN}
+    assert all(entry.reward is not None and entry.advantage and "novelty@1" in entry.stamps for entry in flow.sampled)
+    priorities = {task: {each.priority for each in flow.sampled if task_of(each.group) == task} for task in DRAWN}
     assert any(len(found) > 1 for found in priorities.values()), "what comes again is less new"
     buffered = flow.experiences(topics.BUFFER)
     assert {one.lane for one in buffered} == LANES
-    made = [one for one in buffered if one.origin == "synthesize"]
+    made = [item for item in buffered if item.origin == "synthesize"]
     assert made and all(one.score("judge") == 0.8 and one.parent for one in made)
     assert {one.task for one in buffered if one.lane == "human"} == {f"liked-{n}" for n in range(4)}
 
@@ -229,9 +233,9 @@ def batches_were_trained(flow: Flow) -> None:
         usual = [item.advantage for item in batch.items if item.lane == "usual"]
         assert abs(sum(usual)) < 1e-3 < max(usual)
         assert {item.weight for item in batch.items if item.lane != "expert"} == {1.0}
-    *_, told = [one.gauges for one in flow.of(topics.REPORTS, Progress) if one.role == "train"]
+    *_, told = [entry.gauges for entry in flow.of(topics.REPORTS, Progress) if entry.role == "train"]
     assert told["critic/value_loss"] > 0.0 and told["mismatch_abs_max_run"] < 1e-4
-    assert {span.version for one in flow.sampled for span in one.spans} >= {0, 1}
+    assert {span.version for each in flow.sampled for span in each.spans} >= {0, 1}
     assert {one.suite for one in flow.of(topics.EVALS, EvalResult)} == {"dev"}
 
 
@@ -247,6 +251,6 @@ def critic_and_reference_took_part(store: Store, run: str, model: Path) -> None:
 
 def chain_was_changed(flow: Flow, status: dict[str, dict[str, dict[str, str]]]) -> None:
     """What was verified before has not the new step's stamp, what came after has; status says so of each partition."""
-    stamped = ["noticed@3" in one.stamps for one in flow.sampled]
+    stamped = ["noticed@3" in item.stamps for item in flow.sampled]
     assert not stamped[0] and any(stamped) and set(status["chains"]["verify"]) == {"0", "1"}
     assert all("validate@1 noticed@3 " in chain for chain in status["chains"]["verify"].values())

@@ -25,7 +25,7 @@ class ThreeBrokers:
     def __init__(self, folder: Path) -> None:
         ports = {node: plan_address(folder / str(node)) for node in NODES}
         cluster = urlsafe_b64encode(uuid4().bytes).rstrip(b"=").decode()
-        self.bootstrap = ",".join(one.bootstrap for one in ports.values())
+        self.bootstrap = ",".join(port.bootstrap for port in ports.values())
         self.brokers = {
             node: EmbeddedKafka(
                 folder / str(node),
@@ -99,4 +99,4 @@ class Watcher:
 
     async def _partitions(self) -> dict[tuple[str, int], dict[str, Any]]:
         described = await self._admin.describe_topics()
-        return {(topic["topic"], one["partition"]): one for topic in described for one in topic["partitions"]}
+        return {(topic["topic"], item["partition"]): item for topic in described for item in topic["partitions"]}

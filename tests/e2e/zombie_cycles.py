@@ -37,7 +37,7 @@ class Shifts:
 
     def __init__(self, children: Sequence[Child]) -> None:
         # Who is fenced out ends, and must not come back to fence out its successor.
-        self._children = {one.name: msgspec.structs.replace(one, max_failures=0) for one in children}
+        self._children = {item.name: msgspec.structs.replace(item, max_failures=0) for item in children}
         self._current: dict[str, Supervisor] = {}
         self._stack = AsyncExitStack()
         self.ended_by_themselves: Counter[str] = Counter()
@@ -114,7 +114,7 @@ async def stale(log: Log, run: str, explorer_logs: Sequence[Path]) -> dict[str, 
             fence = max(fence, entry.token)
         elif isinstance(entry, Batch) and entry.token < fence:
             fenced.append(entry)
-    counted = [one for one in effective(entries, run)[0] if any(one is late for late in fenced)]
+    counted = [item for item in effective(entries, run)[0] if any(item is late for late in fenced)]
     loads = [load for path in explorer_logs for load in loaded(path.read_text(errors="replace"))]
     return {
         "loads": len(loads),
