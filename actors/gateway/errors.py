@@ -32,11 +32,9 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Headers that go with it."""
         return {"retry-after": str(max(1, round(self.retry_after_s + 0.5)))} if self.retry_after_s else {}
 
     def body(self) -> bytes:
-        """The error object."""
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
@@ -62,6 +60,5 @@ def server_error() -> ApiError:
 
 
 def no_room(max_tokens: int, num_tokens: int) -> ApiError:
-    """A prompt that fills the model's context."""
     message = f"This model's maximum context length is {max_tokens} tokens; the request has {num_tokens}, "
     return bad(message + "which leaves none for an answer", "messages", "context_length_exceeded")

@@ -41,7 +41,6 @@ class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_outstanding(self) -> int:
-        """Groups that may be outstanding at once."""
         return self.in_flight or self.within_bound
 
 
@@ -79,7 +78,6 @@ class Admission:
 
     @property
     def room(self) -> int:
-        """Number of groups that may be issued now."""
         return max(0, self.limits.max_outstanding - len(self.outstanding))
 
     def min_version(self, *, ahead: int | None = None) -> int:

@@ -67,7 +67,6 @@ class Request(msgspec.Struct):
 
     @property
     def open(self) -> bool:
-        """Still waiting for answers."""
         return not (self.missed or self.result)
 
 

@@ -38,7 +38,6 @@ class Placing:
         self._explorers[instance] = _Explorer(None if partitions is None else tuple(sorted(partitions)), now_ms)
 
     def left(self, instance: str) -> None:
-        """Forget an explorer that has ended."""
         self._explorers.pop(instance, None)
 
     def has(self, instance: str, group: str, num_episodes: int) -> None:
@@ -47,7 +46,6 @@ class Placing:
             self._move(group, instance, num_episodes)
 
     def ended(self, group: str) -> None:
-        """Note that a group runs nowhere any more."""
         if (known := self._groups.pop(group, None)) is not None:
             self._load[known[0]] -= known[1]
             if not self._load[known[0]]:

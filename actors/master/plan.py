@@ -70,7 +70,6 @@ class Decisions(msgspec.Struct, frozen=True):
 
     @property
     def tasks(self) -> dict[str, tuple[Task, ...]]:
-        """Tasks to issue, by kind."""
         evals = tuple(task for request in self.evals for task in request.missing)
         return {"rollout": self.rollouts, "reissue": self.reissues, "eval": evals}
 
@@ -140,7 +139,6 @@ class Plan:
         self.evals.wait_anew(self.active_s)
 
     def task(self, task: Task) -> None:
-        """Take a record of `taskset`."""
         self.book.add(task)
         self._task_ms = self.clock_ms
 
@@ -191,7 +189,6 @@ class Plan:
         return self.admission.drawn(drawn)
 
     def progress(self, progress: Progress, timestamp_ms: int) -> None:
-        """Take a report of a role."""
         self.gate.progress(progress, timestamp_ms)
         if progress.is_canary:
             self._canary_ms = max(timestamp_ms, self._canary_ms or 0)
@@ -212,7 +209,6 @@ class Plan:
                     self.placing.has(progress.instance, group, self.config.num_episodes)
 
     def policy(self, event: PolicyEvent, offset: int, timestamp_ms: int | None = None) -> None:
-        """Take a record of `policies`."""
         self.gate.event(event, timestamp_ms)
         if self.feed.apply(event, offset):
             self._moved_ms = self.clock_ms
@@ -224,7 +220,6 @@ class Plan:
         return self.canary.look(self.clock_ms / 1000, wanted=self.gate.stable.trial >= 0, there=there)
 
     def result(self, result: EvalResult) -> None:
-        """Take an eval result."""
         self.evals.published(result)
         self.gate.result(result)
         stop = self.config.stop
@@ -277,7 +272,6 @@ class Plan:
 
     @property
     def state(self) -> MasterPhase:
-        """Phase of the run."""
         if self.paused:
             return "paused"
         if not self.stopped:

@@ -71,7 +71,6 @@ class TaskBook:
         return None if index is None else pool.tasks[index]
 
     def issued(self, task: str, round: int) -> None:
-        """Round `round` of a task was issued."""
         self._rounds[task] = max(self._rounds.get(task, 0), round + 1)
 
     def next_round(self, task: str) -> int:
@@ -79,7 +78,6 @@ class TaskBook:
         return self._rounds.get(task, 0)
 
     def rewarded(self, group: str, mean_reward: float) -> None:
-        """A group of a task ended with this mean reward."""
         task = task_of(group)
         if task in self._rounds:
             self._success[task] = smoothed(self._success.get(task), mean_reward)

@@ -75,11 +75,9 @@ class ProgramEpisode:
 
     @property
     def version(self) -> int:
-        """Policy version that samples now."""
         return self._session.engine.version
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids."""
         return self._tokenizer.decode(ids)
 
     def count(self, request: ParsedRequest) -> int:

@@ -35,7 +35,6 @@ class AgentLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run(self, work: Callable[[], Awaitable[Any]]) -> Any:
-        """Run `work` there and return its result."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="programs", daemon=True).start()
@@ -114,7 +113,6 @@ async def in_thread_of_its_own(work: Callable[[], Any]) -> Any:
 
 
 def variables(access: ProgramInput) -> dict[str, str]:
-    """The environment of a command."""
     return {
         "OPENAI_BASE_URL": f"{access.base_url}/v1",
         "OPENAI_API_BASE": f"{access.base_url}/v1",

@@ -83,11 +83,9 @@ class ProgramSite:
         return f"http://{'127.0.0.1' if host in ('0.0.0.0', '') else host}:{self.port}"
 
     def open(self, episode: ProgramEpisode) -> None:
-        """Let its key in."""
         self._episodes[episode.key] = episode
 
     def close(self, episode: ProgramEpisode) -> None:
-        """Let its key in no more."""
         self._episodes.pop(episode.key, None)
 
     def _app(self) -> Starlette:

@@ -54,7 +54,6 @@ class Chat(Section, frozen=True):
     system: str = ""
 
     def opening(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """The task's messages behind the system message."""
         return (*([Message(role="system", content=self.system)] if self.system else []), *messages)
 
     async def act(self, session: Session, conversation: Sequence[Message]) -> Act:
@@ -75,7 +74,6 @@ class React(Section, frozen=True):
     complaint: str = COMPLAINT
 
     def opening(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """The task's messages behind the system message."""
         return (Message(role="system", content=self.system), *messages)
 
     async def act(self, session: Session, conversation: Sequence[Message]) -> Act:

@@ -124,7 +124,6 @@ class Parts:
         return Found(None, list(rendered), reason)
 
     def begin(self, reason: str) -> GrowingPart:
-        """A new part."""
         self.all.append(GrowingPart(reason=reason))
         return self.all[-1]
 

@@ -87,14 +87,12 @@ class Waiting:
         return [waiting[3] for waiting in gone]
 
     def held(self) -> Iterator[Issued]:
-        """The `issued` of each task that waits."""
         for *_, task in self._rollouts:
             yield require_issued(task)
         for tasks in self._evals.values():
             yield from map(require_issued, tasks)
 
     def versions(self) -> frozenset[int]:
-        """Versions that evals wait for."""
         return frozenset(self._evals)
 
 
@@ -173,7 +171,6 @@ class Scheduler:
         return task
 
     def end(self, task: Task) -> None:
-        """A task that was taken has ended."""
         issued = require_issued(task)
         self._running.pop((issued.group, issued.attempt), None)
         self.num_groups -= 1
@@ -226,7 +223,6 @@ class Scheduler:
         await self.settled.wait()
 
     def wanted(self) -> frozenset[int]:
-        """Versions that evals wait for."""
         return self.waiting.versions()
 
     async def released(self, version: int, timeout_s: float) -> bool:

@@ -55,7 +55,6 @@ def read_apart(path: Path, memory_bytes: int = MEMORY_BYTES) -> Iterator[tuple[s
 
 
 def main(path: Path, memory_bytes: int) -> None:
-    """Write every row to the standard output."""
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     try:
         for where, cells in read_folder(path) if path.is_dir() else read_parquet(path):

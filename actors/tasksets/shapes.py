@@ -43,7 +43,6 @@ class Drawing(msgspec.Struct, frozen=True):
 
     @property
     def image(self) -> Image:
-        """The picture's name in messages."""
         return image_named(self.picture)
 
 

@@ -122,7 +122,6 @@ class Authenticator:
         return key, answer
 
     def now_s(self) -> float:
-        """The clock."""
         return self._clock()
 
     def _take(self, name: str, kind: str, per_minute: int, amount: int) -> None:

@@ -61,7 +61,6 @@ class ConcurrencyLimiter:
         return TakenSlots(self, count, key)
 
     def give_back(self, count: int, key: str) -> None:
-        """Called by `TakenSlots`."""
         self.num_taken -= count
         self._held[key] -= count
         if not self._held[key]:

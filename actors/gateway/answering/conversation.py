@@ -172,17 +172,16 @@ def chat_prompt(
     given = tuple(msgspec.to_builtins(tool) for tool in tools) if choice != "none" else ()
     for tool in given:
         tool["function"] = {name: value for name, value in tool["function"].items() if value is not None}
-    shown = [read_pictures(message.content, message.role, index) for index, message in enumerate(messages)]
-    chat = tuple(
-        _for_template(message, index) | ({"images": len(pictures)} if pictures else {})
-        for index, (message, pictures) in enumerate(zip(messages, shown, strict=True))
-    )
-    plain = tuple(
-        Message(role=message["role"], content=_plain(message), images=tuple(image for image, _ in pictures))
-        for message, pictures in zip(chat, shown, strict=True)
-    )
-    data = tuple(data for pictures in shown for _, data in pictures)
-    return Prompt(plain=plain, chat=chat, tools=given, pictures=data), forced
+    chat, plain, files = list[dict[str, Any]](), list[Message](), list[bytes]()
+    for index, message in enumerate(messages):
+        text, pictures = _read_content(message, index)
+        shown = _for_template(message, text, index) | ({"images": len(pictures)} if pictures else {})
+        images = tuple(image for image, _ in pictures)
+        chat.append(shown)
+        plain.append(Message(role=message.role, content=_plain(shown), images=images))
+        files += [data for _, data in pictures]
+    prompt = Prompt(plain=tuple(plain), chat=tuple(chat), tools=given, pictures=tuple(files))
+    return prompt, forced
 
 
 def with_tool_prompt(prompt: Prompt) -> Prompt:
@@ -289,8 +288,8 @@ def _called(text: str) -> Called | None:
         return None
 
 
-def _for_template(message: ChatMessage, index: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": message.role, "content": _text(message.content, index) or message.refusal or ""}
+def _for_template(message: ChatMessage, text: str, index: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message.role, "content": text or message.refusal or ""}
     thought = message.reasoning or message.reasoning_content
     if thought:
         if message.role != "assistant":
@@ -316,30 +315,26 @@ def _for_template(message: ChatMessage, index: int) -> dict[str, Any]:
     return found
 
 
-def _text(content: str | list[ContentPart] | None, index: int) -> str:
-    if not isinstance(content, list):
-        return content or ""
-    for at, part in enumerate(content):
-        if part.type != "image_url" and (part.type != "text" or part.text is None):
-            where = f"messages[{index}].content[{at}]"
-            message = f"{where}: got type {part.type[:40]!r}, and only text and image_url are accepted"
-            raise bad(message, where, "field_not_accepted")
-    return "\n".join(part.text or "" for part in content if part.type == "text")
-
-
-def read_pictures(content: str | list[ContentPart] | None, role: str, index: int) -> list[tuple[Image, bytes]]:
-    """The pictures of a message. Raises ApiError."""
-    found = []
-    for at, part in enumerate(content if isinstance(content, list) else ()):
+def _read_content(message: ChatMessage, index: int) -> tuple[str, list[tuple[Image, bytes]]]:
+    """The text and the pictures of a message. Raises ApiError."""
+    if not isinstance(message.content, list):
+        return message.content or "", []
+    texts, pictures = [], []
+    for at, part in enumerate(message.content):
         where = f"messages[{index}].content[{at}]"
-        if part.type == "image_url":
-            if role != "user" or part.image_url is None:
-                raise bad(f"{where}: expected image_url with a url, in a message of the user", where)
-            found.append(read_picture(part.image_url.url, f"{where}.image_url.url"))
-    if len(found) > MAX_SHOWN:
+        if part.type == "text" and part.text is not None:
+            texts.append(part.text)
+        elif part.type != "image_url":
+            said = f"{where}: got type {part.type[:40]!r}, and only text and image_url are accepted"
+            raise bad(said, where, "field_not_accepted")
+        elif message.role != "user" or part.image_url is None:
+            raise bad(f"{where}: expected image_url with a url, in a message of the user", where)
+        else:
+            pictures.append(read_picture(part.image_url.url, f"{where}.image_url.url"))
+    if len(pictures) > MAX_SHOWN:
         where = f"messages[{index}].content"
-        raise bad(f"{where}: got {len(found)} images, expected at most {MAX_SHOWN}", where)
-    return found
+        raise bad(f"{where}: got {len(pictures)} images, expected at most {MAX_SHOWN}", where)
+    return "\n".join(texts), pictures
 
 
 def _plain(message: Mapping[str, Any]) -> str:

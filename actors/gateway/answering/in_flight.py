@@ -130,7 +130,6 @@ class InFlight(msgspec.Struct, kw_only=True):
 
     @property
     def num_sampled(self) -> int:
-        """Tokens of all choices."""
         return sum([len(answer.tokens) for answer in self.answers])
 
     def parsed(self, index: int) -> Parsed:
@@ -148,7 +147,6 @@ class InFlight(msgspec.Struct, kw_only=True):
         return Message(role="assistant", content=written(spelled(parsed.thought, parsed.said), parsed.calls))
 
     def pieces(self) -> ParsedPieces:
-        """A reader of a choice that is being sampled."""
         return self.parser.pieces(self._written("", ())) if self._is_parsed else OwnPieces(None, ())
 
     @property

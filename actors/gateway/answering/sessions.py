@@ -40,12 +40,10 @@ class HeldSession(msgspec.Struct, frozen=True):
 
     @property
     def known(self) -> int:
-        """Messages, the answer last."""
         return len(self.past)
 
     @property
     def num_bytes(self) -> int:
-        """Approximate memory in bytes."""
         num_tokens = len(self.tokens) + len(self.turn.rendered) + len(self.turn.sampled)
         return 4 * num_tokens + sys.getsizeof(self.turn.content) + _DIGEST_BYTES * self.known + _OBJECTS_BYTES
 
@@ -80,7 +78,6 @@ class Sessions:
 
     @property
     def num_bytes(self) -> int:
-        """About their memory."""
         return self._held.total_size
 
     def prompt(self, group: str, prompt: Prompt, rendered: Sequence[int], tokenizer: Tokenizer) -> Continuation:

@@ -111,7 +111,6 @@ class ThoughtSplitter:
 
 
 def split_thought(text: str, splitter: ThoughtSplitter) -> tuple[str, str]:
-    """Split a whole answer into thought and words."""
     (thought, said), (more_thought, more_said) = splitter.add(text), splitter.flush()
     return thought + more_thought, said + more_said
 

@@ -29,7 +29,6 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def request(self) -> ParsedRequest:
-        """The request."""
         return self.in_flight.request
 
     @property

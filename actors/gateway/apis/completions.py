@@ -60,12 +60,10 @@ class CompletionEvents:
 
 
 def whole_chat(reply: Reply) -> bytes:
-    """A chat completion."""
     return _whole(reply, "chat.completion", [_chat_choice(reply, index) for index in range(reply.request.choices)])
 
 
 def whole_text(reply: Reply) -> bytes:
-    """A completion."""
     choices = []
     for index, answer in enumerate(reply.in_flight.answers):
         found = _text_logprobs(reply.request, reply.decode, *_seen(reply, index))
@@ -74,7 +72,6 @@ def whole_text(reply: Reply) -> bytes:
 
 
 def error_event(error: ApiError) -> bytes:
-    """The event of a stream that breaks off."""
     return b"data: " + error.body() + b"\n\n"
 
 

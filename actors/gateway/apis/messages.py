@@ -146,7 +146,6 @@ def read_messages(body: bytes, limits: GatewayLimits) -> ParsedRequest:
 
 
 def whole(reply: Reply) -> bytes:
-    """A message."""
     parsed = reply.parsed(0)
     blocks: list[Object] = []
     if parsed.thought:
@@ -210,12 +209,10 @@ class MessageEvents:
 
 
 def error_body(error: ApiError) -> bytes:
-    """The body of a refusal."""
     return msgspec.json.encode({"type": "error", "error": _error(error)})
 
 
 def error_event(error: ApiError) -> bytes:
-    """The event of a stream that breaks off."""
     return named_event("error", error=_error(error))
 
 

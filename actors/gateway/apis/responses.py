@@ -155,7 +155,6 @@ def after(reply: Reply) -> tuple[ChatMessage, ...]:
 
 
 def whole(reply: Reply) -> bytes:
-    """A response."""
     parsed = reply.parsed(0)
     thought, said, calls = parsed.thought, parsed.said, parsed.calls
     output = [_reasoning(reply, thought)] if thought else []
@@ -246,7 +245,6 @@ class ResponseEvents:
 
 
 def error_event(error: ApiError) -> bytes:
-    """The event of a stream that breaks off."""
     return named_event("error", sequence_number=0, code=error.code or error.kind, message=str(error), param=error.param)
 
 

@@ -127,7 +127,6 @@ class Site:
         self._bodies = BodyBudget(8 * self._limits.body_bytes, 64 * self._limits.body_bytes, MAX_BODIES)
 
     def app(self) -> Starlette:
-        """The ASGI application."""
         handlers: dict[str, Handler] = {
             **{path: partial(self._answer, api=api) for path, api in APIS.items()},
             COUNT_PATH: self._count,
@@ -396,7 +395,6 @@ def served_model(name: str, version: int) -> dict[str, Any]:
 
 
 def model_list(names: Sequence[str], version: int) -> dict[str, Any]:
-    """The reply of `GET /v1/models`."""
     return {"object": "list", "data": [served_model(name, version) for name in names]}
 
 

@@ -105,12 +105,10 @@ async def replied(
 
 
 def error_response(error: ApiError, api: Api) -> Response:
-    """The error object of an API."""
     return Response(api.error(error), error.status, dict(error.headers), media_type="application/json")
 
 
 def json_response(body: bytes | dict[str, Any], status: int = 200) -> Response:
-    """A body of JSON."""
     encoded = body if isinstance(body, bytes) else msgspec.json.encode(body)
     return Response(encoded, status, media_type="application/json")
 

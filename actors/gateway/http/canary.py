@@ -71,7 +71,6 @@ class Canary:
         )
 
     async def close(self) -> None:
-        """Let go of the connections."""
         await self._client.aclose()
 
     async def watch(self) -> None:
@@ -88,7 +87,6 @@ class Canary:
             await asyncio.sleep(self._ask_every_s)
 
     def takes(self, session: str, trial: int, secret: bytes) -> bool:
-        """Return True if a session is inside the share."""
         return position_in_trial(session, trial, secret) < self._share
 
     async def answer(

@@ -59,7 +59,6 @@ ROUTES: Mapping[str, ApiRoute] = {
 
 
 def document(webhooks: Sequence[Webhook] = ()) -> dict[str, Any]:
-    """The document of a gateway with these webhooks."""
     routes = dict(ROUTES)
     for hook in webhooks:
         headers = {hook.header: "HMAC-SHA256 of the body, or of timestamp and body, in hexadecimal or base64"}

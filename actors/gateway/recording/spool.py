@@ -50,7 +50,6 @@ class Spool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on disk."""
         return sum(self._sizes.values())
 
     def append(self, payloads: Sequence[bytes]) -> None:

@@ -51,7 +51,6 @@ class Tallies:
         self._add(Answered(version=version, trial=trial, answers=count, failed=count), asker)
 
     def report(self) -> tuple[Answered, ...]:
-        """The counts, for a report."""
         lately = list(self._clients)[-TOLD_CLIENTS:]
         return tuple(
             msgspec.structs.replace(answered, clients=tuple(self._clients[place].values()))

@@ -55,7 +55,6 @@ class Spans:
         return self._told - self._ended
 
     def tell(self, in_flight: InFlight) -> None:
-        """Queue the spans of a request that has ended."""
         for name, answer in zip(in_flight.answer_ids, in_flight.answers, strict=False):
             if self.num_waiting >= self._limit:
                 self._metrics.counter("spans_dropped", reason="queue is full").inc()

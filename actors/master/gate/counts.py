@@ -145,7 +145,6 @@ class Counts:
         self._reported = {key: known for key, known in self._reported.items() if key[1] >= 0 or key[2] in kept}
 
     def block(self, at_ms: int) -> int:
-        """The number of the block of time."""
         return at_ms // self._block_ms
 
     @property

@@ -54,13 +54,11 @@ class Gate:
     # ---- what the log says
 
     def result(self, result: EvalResult) -> None:
-        """Take an eval result of any suite."""
         if result.policy == self._policy and result.suite in (*self._config.suites, self._compared):
             self._required.add(result.suite)  # recorded prompts are waited for once there are some
             self._results.setdefault(result.version, {})[result.suite] = result
 
     def directive(self, directive: Directive, offset: int) -> None:
-        """Take a directive of `policies`, and where it lies there."""
         self.stable = fenced(self.stable, directive, offset)
 
     def event(self, event: PolicyEvent, at_ms: int | None = None) -> None:
@@ -89,7 +87,6 @@ class Gate:
             self._forget()
 
     def reply(self, experience: Experience) -> None:
-        """Take an answer to an eval task."""
         version = experience.max_version
         if self._replies is not None and (version >= self.stable.version or version == self.stable.before):
             self._replies.take(experience)

@@ -62,7 +62,6 @@ class Replies:
             self._known.pop(version, None)
 
     def versions(self) -> set[int]:
-        """Versions that answered."""
         return set(self._known)
 
     def weigh(self, version: int, stable: int) -> tuple[dict[str, float], list[str]]:

@@ -58,7 +58,6 @@ class Grid:
         return Outcome(observation=self._picture())
 
     async def step(self, action: str) -> Outcome:
-        """Move one cell."""
         self._left -= 1
         move = MOVES.get(action.strip().lower())
         notice = ""

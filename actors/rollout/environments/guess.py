@@ -49,7 +49,6 @@ class Guess:
         return Outcome()
 
     async def step(self, action: str) -> Outcome:
-        """Judge one guess."""
         self._left -= 1
         guess = int(action) if _NUMBER.fullmatch(action) else None
         before = self._potential()

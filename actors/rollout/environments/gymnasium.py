@@ -88,7 +88,6 @@ class Gymnasium:
         )
 
     def close(self) -> None:
-        """Close the environment, where one was made."""
         if self._world is not None:
             self._world.close()
             self._world = None

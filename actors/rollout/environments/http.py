@@ -79,7 +79,6 @@ class HttpEnvironment:
         return await self._ask("reset", body, twice=True)
 
     async def step(self, action: str) -> Outcome:
-        """Send one action."""
         body = {"episode": self._episode, "turn": self._turn, "action": action}
         self._turn += 1
         return await self._ask("step", body, twice=self._step_twice)

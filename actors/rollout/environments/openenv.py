@@ -94,7 +94,6 @@ class OpenEnv(msgspec.Struct, kw_only=True, dict=True):
         raise AssertionError("the last attempt returns or raises")
 
     async def step(self, action: str) -> Outcome:
-        """Send one action."""
         try:
             fields = self._read(action) if self._read is not None else self._fields(action)
             return self._outcome(await self._ask("step", fields))
@@ -102,7 +101,6 @@ class OpenEnv(msgspec.Struct, kw_only=True, dict=True):
             return Outcome(observation=str(error))
 
     async def close(self) -> None:
-        """Leave the world, and close the connection."""
         socket, self._socket = self._socket, None
         if socket is None:
             return

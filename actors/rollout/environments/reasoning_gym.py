@@ -51,7 +51,6 @@ class ReasoningGym:
         return Outcome()
 
     def step(self, action: str) -> Outcome:
-        """Judge one answer."""
         self._left -= 1
         reward = float(self._dataset.score_answer(action, self._entry))
         done = reward >= 1.0 or not self._left

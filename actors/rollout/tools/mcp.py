@@ -219,7 +219,6 @@ class _Open:
         self.listed: list[mcp_types.Tool] = []
 
     def over(self) -> bool:
-        """It cannot be used any more."""
         if self.server is not None and self.server.is_gone():
             self.leave.set()
         return self.leave.is_set()
@@ -243,7 +242,6 @@ class _Home:
         self.end(self._at_exit())
 
     def end(self, last: Coroutine[Any, Any, None]) -> None:
-        """Run a last thing, and stop."""
         atexit.unregister(self._exit)
         with contextlib.suppress(Exception):
             asyncio.run_coroutine_threadsafe(last, self.loop).result(END_S)
@@ -257,7 +255,6 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
     """Asks for uncompressed answers and bounds their bodies. The reader of a stream of events bounds each event."""
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send a request."""
         request.headers.update(IDENTITY)
         response = await super().handle_async_request(request)
         limit = (
