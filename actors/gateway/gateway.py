@@ -30,8 +30,8 @@ from actors.gateway.answering.sessions import Continuation, Sessions, held
 from actors.gateway.config import GatewayConfig
 from actors.gateway.errors import ApiError, bad, no_room, unavailable
 from actors.gateway.recording.outbox import Outbox, Outgoing
-from actors.gateway.recording.record import Recorder, Served
-from actors.gateway.recording.tallies import Asker, Tallies
+from actors.gateway.recording.record import Recorder
+from actors.gateway.recording.tallies import Tallies
 from actors.gateway.recording.traces import open_spans
 from actors.rollout.continuation import SampledTurn
 from infra.newest import Newest
@@ -329,12 +329,12 @@ class Gateway:
 
     def _tally(self, in_flight: InFlight, whole: bool) -> None:
         """Count for the gate. A client that went away says nothing about the engine."""
-        asker = Asker(tenant_in(in_flight.group), in_flight.session or in_flight.subject or in_flight.group)
+        asker = tenant_in(in_flight.group), in_flight.session or in_flight.subject or in_flight.group
         if in_flight.failed:
-            self.tallies.failed(self.engine.version, in_flight.trial, in_flight.request.choices, asker)
+            self.tallies.failed(self.engine.version, in_flight.trial, in_flight.request.choices, *asker)
         elif whole:
             version = min(answer.starts[0].version for answer in in_flight.answers)
-            self.tallies.answered(version, in_flight.trial, [answer.text for answer in in_flight.answers], asker)
+            self.tallies.answered(version, in_flight.trial, [answer.text for answer in in_flight.answers], *asker)
 
     def _remember(self, in_flight: InFlight, whole: bool) -> None:
         answer = in_flight.answers[0] if in_flight.answers else SampledAnswer()
@@ -352,25 +352,7 @@ class Gateway:
         )
 
     def _record(self, in_flight: InFlight) -> None:
-        served = Served(
-            group=in_flight.group,
-            tenant=in_flight.key.tenant,
-            subject=in_flight.subject,
-            prompt=in_flight.request.prompt,
-            tokens=in_flight.tokens,
-            answers=in_flight.answers,
-            sampling=in_flight.sampling,
-            prefix=in_flight.request.force,
-            turn=len(in_flight.request.prompt.plain) if in_flight.session else -1,
-            carried=in_flight.turn,
-            part_reason=in_flight.reason,
-            ends_session=in_flight.request.ends_session and bool(in_flight.session),
-            trial=in_flight.trial,
-        )
-        pictures = sum(map(len, served.prompt.pictures))
-        num_bytes = (
-            pictures
-            + 8 * (len(in_flight.tokens) + in_flight.num_sampled)
-            + sum(len(message.content) for message in served.prompt.plain)
-        )
-        self.outbox.offer(Outgoing(EXPERIENCES, lambda: self.recorder.block(served), num_bytes))
+        prompt = in_flight.request.prompt
+        num_bytes = sum(map(len, prompt.pictures)) + sum(len(message.content) for message in prompt.plain)
+        num_bytes += 8 * (len(in_flight.rendered) + len(in_flight.tokens) + in_flight.num_sampled)
+        self.outbox.offer(Outgoing(EXPERIENCES, lambda: self.recorder.block(in_flight), num_bytes))

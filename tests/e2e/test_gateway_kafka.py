@@ -203,6 +203,6 @@ def test_a_killed_gateway_that_never_saw_a_broker_keeps_every_answer_on_disk(tmp
 def on_disk(folder: Path) -> list[str]:
     """Ids of the answers in a spool, read beside the process that writes it."""
     entries = [entry for path in sorted(folder.glob("*.spool")) for entry, _ in entries_in(path.read_bytes())]
-    frames = [msgspec.msgpack.decode(entry, type=Spooled).frame for entry in entries]
+    frames = [msgspec.msgpack.decode(entry, type=Spooled)[1] for entry in entries]
     blocks = [decode(frame) for frame in frames]
     return [experience.id for block in blocks if isinstance(block, Block) for experience in block.experiences]

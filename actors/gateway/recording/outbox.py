@@ -51,11 +51,7 @@ class Outgoing(msgspec.Struct):
     kept: "asyncio.Future[bool] | None" = None
 
 
-class Spooled(msgspec.Struct, array_like=True, frozen=True):
-    """An entry of the spool. topic: by its name. frame: of the record."""
-
-    topic: str
-    frame: bytes
+Spooled = tuple[str, bytes]  # an entry of the spool: name of the topic, frame of the record
 
 
 class Outbox:
@@ -238,7 +234,7 @@ class Outbox:
 
     def _append(self, unsent: Sequence[tuple[Outgoing, Control | Block]]) -> None:
         self._spool.append(
-            [msgspec.msgpack.encode(Spooled(outgoing.topic.name, encode(record))) for outgoing, record in unsent]
+            [msgspec.msgpack.encode((outgoing.topic.name, encode(record))) for outgoing, record in unsent]
         )
 
     async def _drain_segment(self) -> bool:
@@ -297,8 +293,8 @@ class Outbox:
 
     def _unpacked(self, payload: bytes) -> tuple[Topic, Control | Block] | None:
         try:
-            entry = msgspec.msgpack.decode(payload, type=Spooled)
-            return by_name(entry.topic), decode(entry.frame)
+            topic, frame = msgspec.msgpack.decode(payload, type=Spooled)
+            return by_name(topic), decode(frame)
         except (BadFrame, msgspec.DecodeError, ValueError) as error:
             self._metrics.counter("shed", reason="spool entry unreadable").inc()
             _log.warning("spool_entry_unreadable error=%s", error)

@@ -9,12 +9,10 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-import msgspec
 from msgspec.structs import replace
 
-from actors.engines.engine import Sampling
 from actors.gateway.answering.conversation import Prompt
-from actors.gateway.answering.in_flight import SampledAnswer
+from actors.gateway.answering.in_flight import InFlight, SampledAnswer
 from actors.gateway.answering.parsing import render
 from actors.gateway.config import RedactRules
 from infra.chain.chain import Context, Step, run_chain
@@ -33,29 +31,6 @@ BROKEN_OFF = "broken off"  # by a client that went away, or an engine that faile
 # More take milliseconds, so they leave the event loop.
 THREAD_TOKENS = 1024
 THREAD_CHARS = 4096
-
-
-class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that was answered.
-
-    group: of its answers. tenant: of the key that asked. subject: the user whose key it is sealed under, "" for none.
-    prompt: what was asked. tokens: of the prompt, as sampled from. answers: one for each choice. sampling: the same for
-    all. prefix: text the answers begin with. turn, carried, trial, part_reason, ends_session: as in an experience.
-    """
-
-    group: str
-    tenant: str
-    subject: str
-    prompt: Prompt
-    tokens: Sequence[int]
-    answers: Sequence[SampledAnswer]
-    sampling: Sampling
-    prefix: str = ""
-    turn: int = -1
-    carried: int = 0
-    trial: int = -1
-    part_reason: str = ""
-    ends_session: bool = False
 
 
 class Recorder:
@@ -82,13 +57,13 @@ class Recorder:
         self._keys = keys
         self._images = images
 
-    async def block(self, served: Served) -> Block | None:
-        """The block to write; None if all of it was dropped, with the reason counted."""
+    async def block(self, served: InFlight) -> Block | None:
+        """The block to write of a request that was answered; None if all of it was dropped, with the reason counted."""
         num_tokens = len(served.tokens) + sum(len(answer.tokens) for answer in served.answers)
-        num_chars = sum(len(part.content) for part in served.prompt.plain) + sum(
+        num_chars = sum(len(part.content) for part in served.request.prompt.plain) + sum(
             len(answer.text) for answer in served.answers
         )
-        is_long = num_tokens > THREAD_TOKENS or num_chars > THREAD_CHARS or bool(served.prompt.tools)
+        is_long = num_tokens > THREAD_TOKENS or num_chars > THREAD_CHARS or bool(served.request.prompt.tools)
         kept = await asyncio.to_thread(self._all, served) if is_long else self._all(served)
         if self._steps and kept:
             outcome = await run_chain(self._steps, kept, Context())
@@ -96,7 +71,7 @@ class Recorder:
                 self._drop(gone.reason)
             before = {experience.id: experience for experience in kept}
             kept = [self._respelled(after, before.get(after.id)) for after in outcome.kept]
-        if kept and served.prompt.pictures and not await self._deposited(served.prompt):
+        if kept and served.request.prompt.pictures and not await self._deposited(served.request.prompt):
             kept = []
         block = await self._sealed(Block(tuple(kept)), served.subject) if kept else None
         self._metrics.counter("recorded").inc(len(block.experiences) if block is not None else 0)
@@ -124,9 +99,9 @@ class Recorder:
             self._drop("no key", len(block.experiences))
             return None
 
-    def _all(self, served: Served) -> list[Experience]:
+    def _all(self, served: InFlight) -> list[Experience]:
         kept: list[Experience] = []
-        if served.prompt.pictures and (served.subject or self._rules.images == "drop"):
+        if served.request.prompt.pictures and (served.subject or self._rules.images == "drop"):
             self._drop("pictures of a named user" if served.subject else "pictures", len(served.answers))
             return kept
         for index, answer in enumerate(served.answers):
@@ -147,16 +122,17 @@ class Recorder:
         """A JSON value from outside (feedback) as it may be written."""
         return self._redactor.mask_json(value) if self._rules.on else value
 
-    def _experience(self, served: Served, answer: SampledAnswer, index: int) -> Experience:
+    def _experience(self, served: InFlight, answer: SampledAnswer, index: int) -> Experience:
         start = len(served.tokens)
         spans = tuple(
             replace(span, start=start + span.start, stop=start + span.stop) for span in answer.spans(served.sampling)
         )
-        plain = served.prompt.plain or (Message(role="user", content=self.tokenizer.decode(served.prompt.tokens)),)
+        prompt = served.request.prompt
+        plain = prompt.plain or (Message(role="user", content=self.tokenizer.decode(prompt.tokens)),)
         return make_experience(
             tokens=[*served.tokens, *answer.tokens],
             logprobs=answer.logprobs,
-            messages=(*plain, Message(role="assistant", content=served.prefix + answer.text)),
+            messages=(*plain, Message(role="assistant", content=served.request.force + answer.text)),
             id=experience_id(served.group, 0, index),
             group=served.group,
             episode=index,
@@ -164,24 +140,24 @@ class Recorder:
             end="terminal" if answer.finish == "stop" else "truncated",
             lane="live",
             origin=self._origin,
-            tenant=served.tenant,
+            tenant=served.key.tenant,
             subject=served.subject,
             spans=spans,
-            turn=served.turn,
-            carried=served.carried,
+            turn=len(prompt.plain) if served.session else -1,
+            carried=served.turn,
             trial=served.trial,
-            part_reason=served.part_reason,
-            ends_session=served.ends_session,
+            part_reason=served.reason,
+            ends_session=served.request.ends_session and bool(served.session),
             truncated="" if answer.finish == "stop" else answer.finish or BROKEN_OFF,
         )
 
-    def _redacted(self, served: Served, experience: Experience) -> Experience | None:
+    def _redacted(self, served: InFlight, experience: Experience) -> Experience | None:
         """The redacted experience; None if the rules drop it."""
-        tools = self._redactor.mask_json([*served.prompt.tools])
+        tools = self._redactor.mask_json([*served.request.prompt.tools])
         texts = [self._redactor.mask(message.content) for message in experience.messages]
         # All tokens are looked at as text too: an earlier turn or a stop string may say what no message says.
         spelled = self._redactor.mask(self.tokenizer.decode(experience.tokens.tolist()))[1]
-        if not spelled and not any(found for _, found in texts) and tools == [*served.prompt.tools]:
+        if not spelled and not any(found for _, found in texts) and tools == [*served.request.prompt.tools]:
             return experience
         if self._rules.action == "drop":
             self._drop("personal data")
@@ -191,8 +167,8 @@ class Recorder:
             replace(message, content=text) for message, (text, _) in zip(experience.messages, texts, strict=True)
         )
         chat = None
-        if served.prompt.chat is not None:
-            chat = tuple(self._masked_message(message) for message in served.prompt.chat)
+        if served.request.prompt.chat is not None:
+            chat = tuple(self._masked_message(message) for message in served.request.prompt.chat)
         prompt = Prompt(plain=messages[:-1], chat=chat, tools=tuple(tools) if isinstance(tools, list) else ())
         return self._spelled(experience, prompt, messages[-1].content, messages)
 

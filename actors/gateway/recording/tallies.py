@@ -20,35 +20,29 @@ MAX_SEEN = 50_000
 OPENING_CHARS = 200  # a refusal is one at the beginning of an answer
 
 
-class Asker(msgspec.Struct, frozen=True):
-    """The source of a request. client: its tenant, as ids name it. session: or user, or the request itself where it names
-    neither.
-
-    Example: Asker(client="mddrffqv", session="mddrffqvmjcncqrrjhvnrntq")
-    """
-
-    client: str = ""
-    session: str = ""
-
-
 class Tallies:
-    """Counts by version and trial, of the newest versions. refusals: regular expressions."""
+    """Counts by version and trial, of the newest versions. refusals: regular expressions.
+
+    client: a tenant, as ids name it. session: or user, or the request itself where it names neither.
+    """
 
     def __init__(self, refusals: Sequence[str]) -> None:
         self._refusal = joined_patterns(refusals) if refusals else None
         self._known: dict[tuple[int, int], Answered] = {}
         self._clients: dict[tuple[int, int], dict[str, Client]] = {}
-        self._seen: dict[tuple[int, int], dict[Asker, tuple[bool, bool]]] = {}  # of each version, in order of arrival
+        self._seen: dict[
+            tuple[int, int], dict[tuple[str, str], tuple[bool, bool]]
+        ] = {}  # of each version, in order of arrival
         self.num_seen = 0  # sessions remembered
 
-    def answered(self, version: int, trial: int, texts: Sequence[str], asker: Asker) -> None:
+    def answered(self, version: int, trial: int, texts: Sequence[str], client: str, session: str) -> None:
         """Answers that came to their end."""
         refused = [bool(self._refusal and self._refusal.search(text[:OPENING_CHARS])) for text in texts]
-        self._add(Answered(version=version, trial=trial, answers=len(texts), refused=sum(refused)), asker)
+        self._add(Answered(version=version, trial=trial, answers=len(texts), refused=sum(refused)), client, session)
 
-    def failed(self, version: int, trial: int, count: int, asker: Asker) -> None:
+    def failed(self, version: int, trial: int, count: int, client: str, session: str) -> None:
         """Answers that the engine did not bring to their end."""
-        self._add(Answered(version=version, trial=trial, answers=count, failed=count), asker)
+        self._add(Answered(version=version, trial=trial, answers=count, failed=count), client, session)
 
     def report(self) -> tuple[Answered, ...]:
         lately = list(self._clients)[-TOLD_CLIENTS:]
@@ -59,7 +53,7 @@ class Tallies:
             for place, answered in self._known.items()
         )
 
-    def _add(self, more: Answered, asker: Asker) -> None:
+    def _add(self, more: Answered, client: str, session: str) -> None:
         place = (more.version, more.trial)
         known = self._known.get(place, Answered(version=more.version, trial=more.trial))
         self._known[place] = msgspec.structs.replace(
@@ -68,26 +62,26 @@ class Tallies:
             failed=known.failed + more.failed,
             refused=known.refused + more.refused,
         )
-        self._count(place, more, asker)
+        self._count(place, more, client, session)
         if len(self._known) > MAX_VERSIONS:
             oldest = min(self._known)
             del self._known[oldest], self._clients[oldest]
             self.num_seen -= len(self._seen.pop(oldest))
 
-    def _count(self, place: tuple[int, int], more: Answered, asker: Asker) -> None:
+    def _count(self, place: tuple[int, int], more: Answered, client: str, session: str) -> None:
         """Count a session once for its client, once as failed, and once as refused."""
         clients = self._clients[place] = self._clients.pop(place, {})  # the last to have answered
         asked = self._seen.setdefault(place, {})
-        seen = asked.get(asker)
+        seen = asked.get((client, session))
         was_failed, was_refused = seen or (False, False)
         failed, refused = was_failed or more.failed > 0, was_refused or more.refused > 0
-        asked[asker] = failed, refused
+        asked[client, session] = failed, refused
         self.num_seen += seen is None
         if self.num_seen > MAX_SEEN:
             longest_ago = next(sessions for sessions in self._seen.values() if sessions)
             del longest_ago[next(iter(longest_ago))]
             self.num_seen -= 1
-        name = asker.client if asker.client in clients or len(clients) < MAX_CLIENTS else ""
+        name = client if client in clients or len(clients) < MAX_CLIENTS else ""
         known = clients.get(name, Client(client=name))
         clients[name] = Client(
             client=name,

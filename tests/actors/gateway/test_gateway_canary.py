@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -115,47 +116,47 @@ async def test_feedback_for_a_canarys_answer_is_taken_by_any_gateway_and_its_rec
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_canary_that_is_gone_costs_nobody_an_answer(tmp_path: Path, stream: bool) -> None:
-    bus, store = MemoryBus(), MemoryStore()
-    async with serving(tmp_path, engine(says("Canary.")), bus=bus, store=store, channel="canary") as canary:
-        there = CanaryShare(url=canary.url, share=1.0)
-        async with serving(tmp_path, engine(says("Stable.")), bus=bus, store=store, topics=False, canary=there) as one:
-            key = one.key()
-            await one.keys_read(), await canary.keys_read()
-            await until(lambda: one.metrics.gauges().get("canary_there") == 1.0, seconds=60)
-            client = one.client(key)
-            assert await asked(client, stream=stream) == "Canary."
-            canary.stop.set()  # it may go at any moment of what follows
-            answers = {await asked(client, stream=stream) for _ in range(20)}
-            assert answers <= {"Canary.", "Stable."}
-            await until(lambda: one.metrics.gauges().get("canary_there") == 0.0, seconds=60)
-            assert await asked(client, stream=stream) == "Stable."
+    async with both(tmp_path) as (stable, canary):
+        key = stable.key()
+        await stable.keys_read(), await canary.keys_read()
+        client = stable.client(key)
+        assert await asked(client, stream=stream) == "Canary."
+        canary.stop.set()  # it may go at any moment of what follows
+        answers = {await asked(client, stream=stream) for _ in range(20)}
+        assert answers <= {"Canary.", "Stable."}
+        await until(lambda: stable.metrics.gauges().get("canary_there") == 0.0, seconds=60)
+        assert await asked(client, stream=stream) == "Stable."
 
 
-def replying(status: int = 200, channel: str = "canary", hang: bool = False) -> httpx.MockTransport:
-    """A canary that says it is there and gives this answer, or none."""
-
-    async def handle(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/healthz":
-            return httpx.Response(200, json={"status": "ok", "version": 0, "channel": channel})
-        if hang:
-            await asyncio.Event().wait()
-        return httpx.Response(status, content=b"{}")
-
-    return httpx.MockTransport(handle)
-
-
-@pytest.mark.parametrize("status", [401, 429, 500, 503])
-async def test_anything_but_an_answer_is_no_answer(status: int) -> None:
+@asynccontextmanager
+async def watched(handle: Any, *, there: float = 1.0) -> AsyncIterator[tuple[Canary, Metrics]]:
+    """A canary that answers as `handle` does, once it was asked whether it is there."""
     metrics = Metrics("serve")
-    canary = Canary(CanaryShare(url="http://canary"), metrics, transport=replying(status))
-    async with asyncio.TaskGroup() as group:
-        watching = group.create_task(canary.watch())
-        await until(lambda: metrics.gauges().get("canary_there") == 1.0)
-        assert await canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=False) is None
-        assert await canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=True) is None
+    transport = httpx.MockTransport(handle)
+    canary = Canary(CanaryShare(url="http://canary"), metrics, transport=transport, ask_every_s=0.01)
+    watching = asyncio.create_task(canary.watch())
+    try:
+        await until(lambda: metrics.gauges().get("canary_there") == there)
+        yield canary, metrics
+        assert not watching.done()
+    finally:
         watching.cancel()
-    assert [value for name, value in metrics.counters().items() if f"status {status}" in name] == [2.0]
-    await canary.close()
+        await canary.close()
+
+
+async def gives_none(canary: Canary) -> bool:
+    said = [await canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=stream) for stream in (False, True)]
+    return said == [None, None]
+
+
+@pytest.mark.parametrize("status", [429, 500])
+async def test_anything_but_an_answer_is_no_answer(status: int) -> None:
+    async def handle(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200 if request.url.path == "/healthz" else status, json={"channel": "canary"})
+
+    async with watched(handle) as (canary, metrics):
+        assert await gives_none(canary)
+        assert [value for name, value in metrics.counters().items() if f"status {status}" in name] == [2.0]
 
 
 async def test_a_connection_that_is_closed_as_it_is_made_costs_nobody_an_answer_and_ends_no_gateway() -> None:
@@ -166,18 +167,10 @@ async def test_a_connection_that_is_closed_as_it_is_made_costs_nobody_an_answer_
             raise AttributeError("'NoneType' object has no attribute 'getpeername'")  # anyio on uvloop
         return httpx.Response(200, json={"channel": "canary"})
 
-    metrics = Metrics("serve")
-    transport = httpx.MockTransport(handle)
-    canary = Canary(CanaryShare(url="http://canary"), metrics, transport=transport, ask_every_s=0.01)
-    watching = asyncio.create_task(canary.watch())
-    await until(lambda: metrics.gauges().get("canary_there") == 1.0)
-    assert await canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=False) is None
-    assert await canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=True) is None
-    closing = True
-    await until(lambda: watching.done() or metrics.gauges().get("canary_there") == 0.0)
-    assert not watching.done()
-    watching.cancel()
-    await canary.close()
+    async with watched(handle) as (canary, metrics):
+        assert await gives_none(canary)
+        closing = True
+        await until(lambda: metrics.gauges().get("canary_there") == 0.0)
 
 
 OPENING, WORD, FAULT = b'data: {"role": 1}\n\n', b'data: {"content": 1}\n\n', b'data: {"error": {}}\n\n'
@@ -227,22 +220,16 @@ async def test_a_stream_that_breaks_before_its_first_word_is_answered_by_this_ga
             return httpx.Response(200, content=said())
         return httpx.Response(200 if alive else 503, json={"channel": "canary"})
 
-    metrics = Metrics("serve")
-    transport = httpx.MockTransport(handle)
-    canary = Canary(CanaryShare(url="http://canary"), metrics, transport=transport, ask_every_s=0.01)
-    watching = asyncio.create_task(canary.watch())
-    await until(lambda: metrics.gauges().get("canary_there") == 1.0)
-    response = await canary.answer("/v1/chat/completions", {}, b"{}", api=CHAT, stream=True)
-    assert (response is not None) == whole
-    if isinstance(response, StreamingResponse):
-        told = [bytes(piece) async for piece in response.body_iterator if not isinstance(piece, str)]
-        assert b"".join(told).startswith(b"".join(pieces))
-    watching.cancel()
-    await canary.close()
+    async with watched(handle) as (canary, _):
+        response = await canary.answer("/v1/chat/completions", {}, b"{}", api=CHAT, stream=True)
+        assert (response is not None) == whole
+        if isinstance(response, StreamingResponse):
+            told = [bytes(piece) async for piece in response.body_iterator if not isinstance(piece, str)]
+            assert b"".join(told).startswith(b"".join(pieces))
 
 
 async def test_a_canary_that_falls_silent_is_let_go_as_soon_as_it_is_missed() -> None:
-    metrics, alive = Metrics("serve"), True
+    alive = True
 
     async def handle(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/healthz" and alive:
@@ -252,28 +239,21 @@ async def test_a_canary_that_falls_silent_is_let_go_as_soon_as_it_is_missed() ->
         await asyncio.Event().wait()
         raise AssertionError
 
-    canary = Canary(CanaryShare(url="http://canary"), metrics, transport=httpx.MockTransport(handle), ask_every_s=0.01)
-    async with asyncio.TaskGroup() as group:
-        watching = group.create_task(canary.watch())
-        await until(lambda: metrics.gauges().get("canary_there") == 1.0)
-        waiting = group.create_task(canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=False))
+    async with watched(handle) as (canary, _):
+        waiting = asyncio.create_task(canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=False))
         await asyncio.sleep(0)
         assert not waiting.done()
         alive = False
         assert await waiting is None
-        watching.cancel()
-    await canary.close()
 
 
-async def test_a_gateway_that_is_no_canary_is_never_asked_so_nothing_goes_round_in_circles(tmp_path: Path) -> None:
-    metrics = Metrics("serve")
-    canary = Canary(CanaryShare(url="http://canary"), metrics, transport=replying(channel="stable"))
-    watching = asyncio.create_task(canary.watch())
-    await until(lambda: "canary_there" in metrics.gauges())
-    assert metrics.gauges()["canary_there"] == 0.0
-    assert await canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=False) is None
-    watching.cancel()
-    await canary.close()
+async def test_a_gateway_that_is_no_canary_is_never_asked_so_nothing_goes_round_in_circles() -> None:
+    async def handle(request: httpx.Request) -> httpx.Response:
+        assert request.url.path == "/healthz"
+        return httpx.Response(200, json={"channel": "stable"})
+
+    async with watched(handle, there=0.0) as (canary, _):
+        assert await gives_none(canary)
 
 
 async def test_a_stable_gateway_never_begins_with_what_a_canary_served_last(tmp_path: Path) -> None:

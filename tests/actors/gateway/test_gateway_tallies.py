@@ -9,7 +9,7 @@ from openai import APIStatusError
 
 from actors.config import REFUSALS
 from actors.engines.engine import EngineStopped
-from actors.gateway.recording.tallies import MAX_CLIENTS, MAX_SEEN, MAX_VERSIONS, TOLD_CLIENTS, Asker, Tallies
+from actors.gateway.recording.tallies import MAX_CLIENTS, MAX_SEEN, MAX_VERSIONS, TOLD_CLIENTS, Tallies
 from infra.log.memory import MemoryBus
 from infra.observe.release import full_release
 from schemas import Answered, Client, Progress
@@ -31,18 +31,18 @@ def of_a_tenant(answered: tuple[Answered, ...]) -> tuple[Answered, ...]:
 def test_a_refusal_is_one_at_the_beginning_of_an_answer() -> None:
     tallies = Tallies(REFUSALS)
     for number, text in enumerate(("I'm sorry, no.", "i cannot help with that", "Sure.", "x" * 200 + " I'm sorry")):
-        tallies.answered(3, -1, [text], Asker("a", f"s{number}"))
+        tallies.answered(3, -1, [text], "a", f"s{number}")
     clients = (Client(client="a", sessions=4, refused=2),)
     assert tallies.report() == (Answered(version=3, answers=4, refused=2, clients=clients),)
     without = Tallies(())
-    without.answered(3, -1, ["I'm sorry"], Asker())
+    without.answered(3, -1, ["I'm sorry"], "", "")
     assert without.report() == (Answered(version=3, answers=1, clients=(Client(client="", sessions=1),)),)
 
 
 def test_the_newest_versions_are_kept() -> None:
     tallies = Tallies(())
     for version in range(MAX_VERSIONS + 5):
-        tallies.failed(version, -1, 2, Asker("a", "s"))
+        tallies.failed(version, -1, 2, "a", "s")
     assert [one.version for one in tallies.report()] == list(range(5, MAX_VERSIONS + 5))
     last = Answered(version=MAX_VERSIONS + 4, answers=2, failed=2, clients=(Client(client="a", sessions=1, failed=1),))
     assert tallies.report()[-1] == last
@@ -51,18 +51,18 @@ def test_the_newest_versions_are_kept() -> None:
 def test_sessions_remembered_as_counted_are_bounded_and_the_first_are_forgotten() -> None:
     tallies = Tallies(())
     for number in range(MAX_SEEN + 10):
-        tallies.answered(3, -1, ["Sure."], Asker("a", f"s{number}"))
+        tallies.answered(3, -1, ["Sure."], "a", f"s{number}")
     assert tallies.num_seen == MAX_SEEN
-    tallies.answered(3, -1, ["Sure."], Asker("a", f"s{MAX_SEEN}"))
+    tallies.answered(3, -1, ["Sure."], "a", f"s{MAX_SEEN}")
     assert tallies.report()[0].clients[0].sessions == MAX_SEEN + 10
-    tallies.answered(3, -1, ["Sure."], Asker("a", "s0"))
+    tallies.answered(3, -1, ["Sure."], "a", "s0")
     assert tallies.report()[0].clients[0].sessions == MAX_SEEN + 11
 
 
 def test_a_report_tells_the_clients_of_the_versions_that_answered_last() -> None:
     tallies = Tallies(())
     for version in (*range(TOLD_CLIENTS + 2), 0):
-        tallies.answered(version, -1, ["Sure."], Asker("a", f"s{version}"))
+        tallies.answered(version, -1, ["Sure."], "a", f"s{version}")
     told = {one.version: bool(one.clients) for one in tallies.report()}
     assert [version for version, has in told.items() if not has] == [1, 2] and len(told) == TOLD_CLIENTS + 2
 
@@ -70,12 +70,12 @@ def test_a_report_tells_the_clients_of_the_versions_that_answered_last() -> None
 def test_of_one_session_one_answer_counts_for_its_client_and_clients_are_bounded() -> None:
     tallies = Tallies(REFUSALS)
     for _ in range(45):
-        tallies.answered(3, -1, ["I'm sorry, no."], Asker("a", "s"))
+        tallies.answered(3, -1, ["I'm sorry, no."], "a", "s")
     assert tallies.report()[0].refused == 45 and tallies.report()[0].clients == (
         Client(client="a", sessions=1, refused=1),
     )
     for number in range(100):
-        tallies.answered(3, -1, ["Sure."], Asker(f"c{number}", "s"))
+        tallies.answered(3, -1, ["Sure."], f"c{number}", "s")
     clients = tallies.report()[0].clients
     assert len(clients) == MAX_CLIENTS + 1 and clients[-1] == Client(client="", sessions=100 - MAX_CLIENTS + 1)
 
