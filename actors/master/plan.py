@@ -314,7 +314,7 @@ class Plan:
 
     def _rollouts(self) -> tuple[Task, ...]:
         pool = self.book.pool(self.config.split, measured=self.config.curriculum == "easy_to_hard")
-        if self.stopped or not self._begun() or not pool.tasks:
+        if self.stopped or not self._begun() or not pool[0]:
             return ()
         room = self.admission.room
         if self.config.stop.groups:

@@ -4,8 +4,6 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import msgspec
-
 from actors.config import MasterConfig
 from actors.master.curriculum import choose, running_sum, smoothed
 from schemas import Task
@@ -15,11 +13,9 @@ MIDDLE_DIFFICULTY = 0.5
 _RESORT = 64  # success rates between two orders by what was measured, at least
 
 
-class TaskPool(msgspec.Struct, frozen=True):
-    """Tasks of a split. tasks: from easy to hard. priorities: of each, as `curriculum.choose` draws from them."""
-
-    tasks: list[Task]
-    priorities: list[float]
+TaskPool = tuple[
+    list[Task], list[float]
+]  # from easy to hard, and their priorities as `curriculum.choose` draws from them
 
 
 class TaskBook:
@@ -59,16 +55,17 @@ class TaskBook:
             self._pools.pop(split, None)
         if split not in self._pools:
             tasks = sorted(self.in_split(split), key=lambda task: self._difficulty(task, measured=measured))
-            self._pools[split] = TaskPool(tasks, running_sum(task.priority for task in tasks))
+            self._pools[split] = tasks, running_sum(task.priority for task in tasks)
         return self._pools[split]
 
     def chosen(self, pool: TaskPool, config: MasterConfig, sequence: int) -> Task | None:
         """The task for the group of this `sequence`, None where every task has priority 0."""
+        tasks, priorities = pool
         index = choose(
-            config.curriculum, priorities=pool.priorities, success=lambda index: self.success(pool.tasks[index].id),
+            config.curriculum, priorities=priorities, success=lambda index: self.success(tasks[index].id),
             seed=config.seed, sequence=sequence, ramp_groups=config.ramp_groups, floor=config.floor, cap=config.cap,
         )  # fmt: skip
-        return None if index is None else pool.tasks[index]
+        return None if index is None else tasks[index]
 
     def issued(self, task: str, round: int) -> None:
         self._rounds[task] = max(self._rounds.get(task, 0), round + 1)

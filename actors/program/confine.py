@@ -28,31 +28,6 @@ from infra.sandbox.sandbox import Sandbox
 from infra.settings.config import Section, Table, decode
 from schemas.errors import ConfigError, SandboxUnavailable
 
-
-class EpisodeSocket:
-    """path: of the socket, in a folder that this user alone enters; a sandbox shows it to one program."""
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="headrace-")
-        self._server: asyncio.Server | None = None
-        self.path = str(Path(self._folder.name) / "policy.sock")
-
-    async def open(self, port: int) -> None:
-        """Lead to this port of the loopback until the event loop ends; again is fine."""
-        if (
-            self._server is not None
-            and self._server.is_serving()
-            and self._server.get_loop() is asyncio.get_running_loop()
-        ):
-            return
-
-        async def inward() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-            return await asyncio.open_connection("127.0.0.1", port)
-
-        self._server = await asyncio.start_unix_server(joined_to(inward), self.path, backlog=1024)
-        os.chmod(self.path, 0o666)  # a program in a sandbox is another user
-
-
 SCRIPT = "inside.py"
 ADDRESS = f"http://127.0.0.1:{inside.PORT}"
 MEBIBYTE = 1024 * 1024
@@ -82,17 +57,19 @@ class Confined:
     def __init__(self, options: Confinement) -> None:
         asked = decode({**msgspec.structs.asdict(LIMITS), **options.limits}, SandboxLimits, "program.sandbox.limits")
         folders = [path for folder in options.folders for path in _readable(folder)]
-        self._door = EpisodeSocket()
+        self._folder = tempfile.TemporaryDirectory(prefix="headrace-")  # which this user alone enters
+        self._socket = str(Path(self._folder.name) / "policy.sock")
+        self._server: asyncio.Server | None = None
         folders.append(f"{sys.base_prefix}/bin")  # an environment's python is a link to one of there
         try:
-            self._sandbox = Sandbox(asked, readable=(*folders, self._door.path), concurrency=AT_ONCE, sockets=True)
+            self._sandbox = Sandbox(asked, readable=(*folders, self._socket), concurrency=AT_ONCE, sockets=True)
         except SandboxUnavailable as error:
             raise ConfigError(f"program.sandbox: {error}") from error
         self._script = Path(inside.__file__).read_bytes()
 
     async def run(self, command: Sequence[str], access: ProgramInput, environment: Mapping[str, str], port: int) -> Any:
         """Run the command; its result as of `run_command`. port: of the policy on the loopback. Raises EpisodeFailed."""
-        await self._door.open(port)
+        await self._lead(port)
         inner = msgspec.structs.replace(access, base_url=ADDRESS)
         first = {"command": command, "folder": os.getcwd(), "environment": {**environment, **variables(inner)}}
         given = msgspec.json.encode(first) + b"\n" + msgspec.json.encode(access.task) + b"\n"
@@ -100,7 +77,7 @@ class Confined:
         stopping = asyncio.Event()
 
         def work() -> Any:
-            start = self._sandbox.python_command(f"{PROGRAM}/{SCRIPT}", self._door.path)
+            start = self._sandbox.python_command(f"{PROGRAM}/{SCRIPT}", self._socket)
             with self._sandbox.open(start, {SCRIPT: self._script}) as child:
                 running.append(child)
                 if stopping.is_set():
@@ -122,6 +99,15 @@ class Confined:
                 child.expire()
             await asyncio.wait([waiting])  # it is over within a moment, and nothing is left behind then
             raise
+
+    async def _lead(self, port: int) -> None:
+        """Lead the socket to this port of the loopback until the event loop ends; again is fine."""
+        server = self._server
+        if server is not None and server.is_serving() and server.get_loop() is asyncio.get_running_loop():
+            return
+        joined = joined_to(lambda: asyncio.open_connection("127.0.0.1", port))
+        self._server = await asyncio.start_unix_server(joined, self._socket, backlog=1024)
+        os.chmod(self._socket, 0o666)  # a program in a sandbox is another user
 
 
 def _readable(folder: str) -> list[str]:

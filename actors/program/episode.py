@@ -30,20 +30,13 @@ from infra.newest import Newest
 from infra.store.images import Pixels, images_of
 from schemas import Score
 
+MAX_PIXELS = 16 * 1024 * 1024  # of all pictures of a request
 KEPT_ANSWERS = 64  # for requests that are sent again
 
 
-class EpisodeLimits(msgspec.Struct, frozen=True):
-    """at_once: answers being made. requests: of the whole episode. pixels: of all pictures of a request."""
-
-    at_once: int = 16
-    requests: int = 512
-    pixels: int = 16 * 1024 * 1024
-
-
 class ProgramEpisode:
-    """The policy as one program meets it. own_sampling: temperature, top_p and seed as the program asks, not as the task
-    says.
+    """The policy as one program meets it. at_once: answers being made. requests: of the whole episode. own_sampling:
+    temperature, top_p and seed as the program asks, not as the task says.
     """
 
     def __init__(
@@ -51,23 +44,24 @@ class ProgramEpisode:
         session: Session,
         tokenizer: Tokenizer,
         parser: AnswerParser,
-        limits: EpisodeLimits,
         *,
+        at_once: int,
+        requests: int,
         own_sampling: bool = False,
     ) -> None:
         self.key = f"hr-{secrets.token_urlsafe(24)}"
-        self.conversations = ConversationCache(limits.requests, 64 * 1024 * 1024)
+        self.conversations = ConversationCache(requests, 64 * 1024 * 1024)
         self.stopped: EngineStopped | None = None
         self.is_full = False
         self.num_asked = 0
         self._session = session
         self._tokenizer = tokenizer
-        self._limits = limits
+        self._requests = requests
         self._own_sampling = own_sampling
         self._parser = parser
         self._num_unread = 0
         self._deposited: set[str] = set()
-        self._limiter = ConcurrencyLimiter(limits.at_once)
+        self._limiter = ConcurrencyLimiter(at_once)
         self._api_key = ApiKey(id="episode", tenant="", scopes=("serve",), sha256="")
         self._parts: dict[str, list[GrowingPart]] = {}
         self._scored: dict[str, tuple[GrowingPart, int]] = {}
@@ -96,8 +90,8 @@ class ProgramEpisode:
 
     async def begin(self, request: ParsedRequest) -> InFlight:
         """Prepare a request for its first token. Raises ApiError."""
-        if self.num_asked >= self._limits.requests:
-            raise ApiError(403, f"this episode has used its {self._limits.requests} requests", code="episode_over")
+        if self.num_asked >= self._requests:
+            raise ApiError(403, f"this episode has used its {self._requests} requests", code="episode_over")
         images = await self._shown(request)
         request = ready(request, self._parser, takes_tools=self._tokenizer.takes_tools)
         place = self._limiter.take(request.choices)
@@ -153,7 +147,7 @@ class ProgramEpisode:
         store = self._session.images
         if store is None or not self._tokenizer.takes_images:
             raise bad("messages: got an image, and this model reads text alone", "messages")
-        pixels = await asyncio.to_thread(decoded_pictures, images, pictures, self._limits.pixels)
+        pixels = await asyncio.to_thread(decoded_pictures, images, pictures, MAX_PIXELS)
         for image, data in zip(images, pictures, strict=True):
             if image.sha256 not in self._deposited:
                 await asyncio.to_thread(store.deposit, image, data)

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 
 from actors.gateway.answering.parsing import AnswerParser, answer_parser
 from actors.program.confine import Confined, Confinement
-from actors.program.episode import EpisodeLimits, ProgramEpisode
+from actors.program.episode import ProgramEpisode
 from actors.program.launch import AgentLoop, ProgramInput, Result, ask_service, call, finite, parse_result, run_command
 from actors.program.site import MODEL, ProgramSite
 from actors.rollout.session import CachedTokenizer, Session
@@ -85,9 +85,11 @@ class Program:
         own = session.tokenizer
         tokenizer = cast(Tokenizer, own.wrapped if isinstance(own, CachedTokenizer) else own)
         options = self._options
-        limits = EpisodeLimits(options.at_once, options.requests)
         parser = await self._prepared(tokenizer)
-        episode = ProgramEpisode(session, tokenizer, parser, limits, own_sampling=options.sampling == "program")
+        episode = ProgramEpisode(
+            session, tokenizer, parser, at_once=options.at_once, requests=options.requests,
+            own_sampling=options.sampling == "program",
+        )  # fmt: skip
         shown = await asyncio.to_thread(given, task, session.images) if images_of(task.messages) else given(task)
         await self._site.start()
         self._site.open(episode)

@@ -16,14 +16,14 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import nullcontext
 from threading import Lock
-from typing import Protocol, TypedDict, Unpack
+from typing import Any, Protocol
 
 from actors.engines.engine import Engine, Sampling
 from actors.engines.trace import Rows
 from actors.rollout.continuation import MARK, SampledTurn, following_tokens
 from actors.rollout.parts import Conversation, Found, GrowingPart, Parts
 from infra.store.images import ImageReader, Pixels, images_of
-from schemas import End, Experience, Lane, Message, Score, make_experience
+from schemas import End, Experience, Message, Score, make_experience
 from schemas.fields import Meta
 from schemas.ids import experience_id
 
@@ -39,25 +39,6 @@ class ChatTokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the tokens."""
-
-
-class SessionHeader(TypedDict, total=False):
-    """Header fields that the caller knows and the session does not; see `schemas.Experience`."""
-
-    group_size: int
-    lane: Lane
-    origin: str
-    tenant: str
-    subject: str
-    key_id: str
-    sequence: int
-    suite: str
-    scores: tuple[Score, ...]
-    priority: float
-    task: str
-    answer: str | None
-    held_out: bool
-    meta: Meta
 
 
 class Session:
@@ -134,21 +115,20 @@ class Session:
         self._end = (end, reason)
 
     def experiences(
-        self, *, group: str, attempt: int, episode: int, failure: str = "", **header: Unpack[SessionHeader]
+        self, *, group: str, attempt: int, episode: int, failure: str = "", scores: Sequence[Score] = (), **header: Any
     ) -> list[Experience]:
         """The recorded parts of one episode, the last flagged.
 
-        failure: why the episode failed; recorded, and every part's `end` is "failed". Otherwise `end` is what
-        `finish` said, or "terminal", or "truncated" where the last turn ran into max_tokens. Verdicts on the whole
-        (`scores`) go to the last part. A session that sampled nothing gives one empty experience, so that its group can
-        still complete.
+        failure: why the episode failed; recorded, and every part's `end` is "failed". Otherwise `end` is what `finish` said,
+        or "terminal", or "truncated" where the last turn ran into max_tokens. scores: of the whole; they go to the last
+        part. header: further fields of the experiences. A session that sampled nothing gives one empty experience, so
+        that its group can still complete.
         """
         own: End = "terminal" if self.stopped or not self.parts.all else "truncated"
         failed: tuple[End, str] | None = ("failed", "") if failure else None
         end, reason = failed or self._end or (own, "")
         parts = self.parts.all or [GrowingPart()]
-        whole = header.get("scores", ())
-        fields: SessionHeader = {"group_size": 1, **header}
+        fields = {"group_size": 1, **header}
         return [
             make_experience(
                 tokens=part.tokens,
@@ -166,7 +146,8 @@ class Session:
                 part_reason=part.reason,
                 notes=self._notes,
                 spans=tuple(part.spans),
-                **_header(fields, part, scores=whole if index == len(parts) - 1 else ()),
+                scores=(*part.scores, *(scores if index == len(parts) - 1 else ())),
+                **fields,
             )
             for index, part in enumerate(parts)
         ]
@@ -244,7 +225,3 @@ class CachedTokenizer:
     def wrapped(self) -> ChatTokenizer:
         """The tokenizer itself, for a workflow that needs more of it."""
         return self._tokenizer
-
-
-def _header(fields: SessionHeader, part: GrowingPart, *, scores: tuple[Score, ...]) -> SessionHeader:
-    return {**fields, "scores": (*part.scores, *scores)}

@@ -248,7 +248,7 @@ def rated(book: TaskBook, name: str, reward: float, times: int = 1) -> None:
 
 
 def order(book: TaskBook, *, measured: bool) -> list[str]:
-    return [item.id for item in book.pool("train", measured=measured).tasks]
+    return [item.id for item in book.pool("train", measured=measured)[0]]
 
 
 def test_tasks_without_a_difficulty_are_ordered_by_the_success_that_was_measured() -> None:
@@ -266,9 +266,9 @@ def test_a_task_that_is_replaced_brings_its_new_priority_and_split() -> None:
     book = TaskBook()
     for name in "ab":
         book.add(book_task(name))
-    assert book.pool("train").priorities == [1.0, 2.0]
+    assert book.pool("train")[1] == [1.0, 2.0]
     book.add(book_task("a", priority=3.0))
-    assert book.pool("train").priorities == [3.0, 4.0]
+    assert book.pool("train")[1] == [3.0, 4.0]
     book.add(book_task("a", split="dev"))
     assert order(book, measured=False) == ["b"] and [item.id for item in book.in_split("dev")] == ["a"]
 
