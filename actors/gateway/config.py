@@ -161,6 +161,9 @@ class GatewayConfig(Section, frozen=True):
     """Seconds between two reports to the log."""
     drain_s: Seconds = 10.0
     """Seconds that running requests get at a stop."""
+    strict: bool = False
+    """Whether the gateway refuses requests with a field that it would ignore, or that changes the policy's distribution. By
+    default it ignores or serves such fields and names them in response headers."""
 
     def __post_init__(self) -> None:
         split_address(self.listen)

@@ -24,7 +24,13 @@ from actors.gateway.access.concurrency import ReleasingStream, TakenSlots
 from actors.gateway.access.keys import ApiKey
 from actors.gateway.answering.conversation import Conversation
 from actors.gateway.answering.in_flight import InFlight
-from actors.gateway.answering.requests import SESSION_END_HEADER, SESSION_HEADER, ParsedRequest, ends_session
+from actors.gateway.answering.requests import (
+    SESSION_END_HEADER,
+    SESSION_HEADER,
+    ParsedRequest,
+    check_strictly,
+    ends_session,
+)
 from actors.gateway.apis.api import Api, Reply
 from actors.gateway.apis.completions import CHAT, TEXT
 from actors.gateway.apis.messages import MESSAGES, read_messages
@@ -186,6 +192,8 @@ class Site:
         gateway = self._gateway
         recall = partial(gateway.conversations.find, tenant=key.tenant)
         parsed = api.read(body, self._limits, recall)
+        if gateway.config.strict:
+            check_strictly(parsed)
         if parsed.choices > 1:
             self._authenticator.admit(key, parsed.choices - 1)
         if ends_session(request.headers.get(SESSION_END_HEADER, "")):
