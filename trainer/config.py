@@ -248,6 +248,9 @@ class TrainerConfig(Section, frozen=True):
     guard: TrainerGuardConfig = TrainerGuardConfig()
     tensorboard: str = "tensorboard"
     """Folder of TensorBoard event files, relative to the TOML. "" writes none."""
+    trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
+    """Trackers that get the same figures, each with its own package (`pip install wandb`) and environment variables. The
+    project is `app`, the run is `run`. A tracker that is away holds up nothing."""
     warmup: WarmupConfig | None = None
     critic: CriticConfig | None = None
     lora: LoraConfig | None = None

@@ -185,6 +185,12 @@ MEASURES = (
     # training
     _counter("steps", "train", "optimizer steps"),
     _counter("steps_skipped", "train", "steps that changed nothing: loss or gradient was not sound"),
+    _counter(
+        "tracker_points_lost",
+        "train",
+        "points that a tracker did not take; TensorBoard has them",
+        "tracker",
+    ),
     _counter("rollbacks", "train", "times that the trainer went back to a checkpoint"),
     _counter("alarms", "train", "values of a step outside their healthy range", "alarm"),
     _counter("step_seconds", "train", "time in optimizer steps"),

@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ from infra.policies.policy import Probe
 from infra.policies.tensors import to_numpy
 from infra.store.memory import MemoryStore
 from schemas import Batch, BatchItem, EvalResult, Rollback, Saved, Skip, Span, make_experience
+from schemas.errors import ConfigError
 from tests.trainer.memory_run import CONFIG as RUN_CONFIG
 from tests.trainer.memory_run import FLOOR, STEPS, filled_log, journal, published, train
 from tests.trainer.trainer_samples import make_item
@@ -47,6 +49,7 @@ from trainer.learners.learner import StepStats
 from trainer.learners.scripted import ScriptedLearner
 from trainer.loop.report import WITH_FROZEN_WEIGHTS, Arithmetic, Board, TrainerReport, card_memory
 from trainer.loop.step import condition, mean_reward
+from trainer.loop.trackers import MAX_WAITING, OPENERS, Point, Tracker, Writer, check_trackers, open_trackers
 
 CONFIG = TrainerGuardConfig(window=5, min_steps=4, grad_norm=10, entropy=0.2, reward=0.5, probe_shift=2)
 HALTING = frozenset({"usual/ess", "usual/chi2"})
@@ -395,3 +398,91 @@ def test_what_was_written_is_read_back_by_step_and_version(tmp_path: Path) -> No
     assert points("train/loss") == [(3, 0.5), (4, 0.25)]
     assert points("train/usual/ess") == [(3, 0.25), (4, 0.5)]
     assert points("eval/dev") == [(7, 0.75)] and points("eval/dev/pass@2") == [(7, 1.0)]
+
+
+class FakeTracker:
+    """Points that were written; refuses those of `refused`."""
+
+    def __init__(self, refused: int = -1) -> None:
+        self.points: list[Point] = []
+        self.refused, self.is_closed = refused, False
+
+    def write(self, point: Point) -> None:
+        if point.number == self.refused:
+            raise ConnectionError("the tracker is away")
+        self.points.append(point)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def opened(self) -> Writer:
+        return Writer(self.write, self.close)
+
+
+def lost(metrics: Metrics) -> float:
+    return metrics.counters().get("tracker_points_lost{tracker=fake}", 0.0)
+
+
+def test_a_tracker_gets_the_figures_that_tensorboard_gets() -> None:
+    fake, metrics = FakeTracker(), Metrics("train")
+    board = Board(None, (Tracker("fake", fake.opened, metrics),))
+    board.step(3, {"loss": 0.5})
+    board.result(EvalResult(policy="main", version=7, suite="dev", num_tasks=4, num_correct=3, pass_at={"2": 1.0}))
+    board.close()
+    assert fake.points == [
+        Point({"train/loss": 0.5}, "step", 3), Point({"eval/dev": 0.75, "eval/dev/pass@2": 1.0}, "version", 7)
+    ]  # fmt: skip
+    assert fake.is_closed and lost(metrics) == 0
+
+
+def test_a_tracker_that_is_away_holds_up_no_step_loses_no_count_and_says_why_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def never() -> Writer:
+        raise OSError("no network: cannot reach api.wandb.ai")
+
+    metrics = Metrics("train")
+    board = Board(None, (Tracker("fake", never, metrics),))
+    for step in range(3):
+        board.step(step, {"loss": 0.5})
+    board.close()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert lost(metrics) == 3 and "tracker_unavailable tracker=fake error=OSError: no network" in line
+
+    release = threading.Event()
+    fake = FakeTracker(refused=2)
+
+    def slow() -> Writer:
+        release.wait(60)
+        return fake.opened()
+
+    metrics = Metrics("train")
+    board = Board(None, (Tracker("fake", slow, metrics),))
+    for step in range(MAX_WAITING + 5):
+        board.step(step, {"loss": 0.5})  # nothing of this waits for the tracker
+    assert lost(metrics) >= 4
+    release.set()
+    board.close()
+    assert len(fake.points) + lost(metrics) == MAX_WAITING + 5 and fake.is_closed
+
+
+def test_a_tracker_whose_package_is_missing_is_refused_before_a_run() -> None:
+    with pytest.raises(ConfigError, match="needs the package no_such_tracker: pip install no_such_tracker"):
+        check_trackers(("no_such_tracker",))
+
+
+@pytest.mark.parametrize("name", OPENERS)
+def test_the_packages_take_what_is_written(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(name)
+    monkeypatch.chdir(tmp_path)
+    for variable, value in {
+        "WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": f"file:{tmp_path}/mlflow", "TRACKIO_DIR": str(tmp_path),
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(variable, value)
+    metrics = Metrics("train")
+    board = Board(None, open_trackers((name,), "project", "run", metrics))
+    board.step(3, {"loss": 0.5, "usual/ess": 0.25})
+    board.result(EvalResult(policy="main", version=7, suite="dev", num_tasks=4, num_correct=3, pass_at={"2": 1.0}))
+    board.close()
+    assert metrics.counters().get(f"tracker_points_lost{{tracker={name}}}", 0.0) == 0

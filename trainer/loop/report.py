@@ -1,4 +1,4 @@
-"""Reports of the trainer about itself: metrics, a Progress record every second, and TensorBoard event files.
+"""Reports of the trainer about itself: metrics, a Progress record every second, TensorBoard event files and trackers.
 
 Counters only grow within one process; a sum over restarts adds the instances up. Nothing reads the event files back; a step
 that is executed again writes its points again.
@@ -28,6 +28,7 @@ from schemas.fields import Life, is_kept_figure
 from trainer.batch.batch import TrainItem
 from trainer.config import TrainerConfig
 from trainer.learners.learner import StepStats
+from trainer.loop.trackers import Point, Tracker
 
 WITH_FROZEN_WEIGHTS = 2 / FORWARD_AND_BACKWARD  # of a backward the half that makes gradients of weights is not needed
 
@@ -90,28 +91,39 @@ def card_memory() -> tuple[int, int] | None:
 
 
 class Board:
-    """One folder of event files. `tensorboard --logdir <folder>` shows them."""
+    """Event files, which `tensorboard --logdir <folder>` shows, and trackers. folder: None writes no event files."""
 
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.summary import Writer  # takes a second to import
+    def __init__(self, folder: Path | None, trackers: Sequence[Tracker] = ()) -> None:
+        self._trackers = trackers
+        self._writer = None
+        if folder is not None:
+            from tensorboard.summary import Writer  # takes a second to import
 
-        folder.mkdir(parents=True, exist_ok=True)
-        self._writer = Writer(str(folder))
+            folder.mkdir(parents=True, exist_ok=True)
+            self._writer = Writer(str(folder))
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Diagnostics after an optimizer step."""
-        for name, value in values.items():
-            self._writer.add_scalar(f"train/{name}", value, step)
+        self._write(Point({f"train/{name}": value for name, value in values.items()}, "step", step))
 
     def result(self, result: EvalResult) -> None:
         """Accuracy of a version."""
-        self._writer.add_scalar(f"eval/{result.suite}", result.accuracy, result.version)
-        for k, share in result.pass_at.items():
-            self._writer.add_scalar(f"eval/{result.suite}/pass@{k}", share, result.version)
+        shares = {f"eval/{result.suite}/pass@{k}": share for k, share in result.pass_at.items()}
+        self._write(Point({f"eval/{result.suite}": result.accuracy, **shares}, "version", result.version))
 
     def close(self) -> None:
         """Write what is buffered."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def _write(self, point: Point) -> None:
+        if self._writer is not None:
+            for name, value in point.values.items():
+                self._writer.add_scalar(name, value, point.number)
+        for tracker in self._trackers:
+            tracker.put(point)
 
 
 async def follow_results(log: Log, board: Board) -> None:

@@ -143,6 +143,7 @@ def check_plugins(settings: Settings) -> list[str]:
     Workflows(settings.explore.workflow, settings.explore.options, settings.explore.workflows)
     if importlib.util.find_spec("torch") is None:
         return ["engine, learner and losses are not checked: they need torch, which is not installed here"]
+    from trainer.loop.trackers import check_trackers
     from trainer.losses.loss import open_objective
 
     notes = check_engine(settings, settings.engine, "engine.use")
@@ -150,6 +151,7 @@ def check_plugins(settings: Settings) -> list[str]:
         notes += check_engine(settings, settings.gateway.engine, "gateway.engine.use")
     find(settings.trainer.learner.use, "trainer.learner.use")
     check_teacher(settings)
+    check_trackers(settings.trainer.trackers)
     for lane, config in settings.trainer.lanes.items():
         if open_objective(config, f"trainer.lanes.{lane}").mean == "pairs" and lane == "human":
             check_late(settings, config.loss)

@@ -52,6 +52,7 @@ from streams.config import FEEDBACK_PATH
 
 if TYPE_CHECKING:
     from trainer.learners.learner import Learner
+    from trainer.loop.report import Board
 
 logger = logging.getLogger(__name__)
 
@@ -316,7 +317,7 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     from trainer.batch.assemble import build_batch
     from trainer.batch.image_inputs import open_sight
     from trainer.learners.learner import Ranks
-    from trainer.loop.report import Board, TrainerReport, open_arithmetic
+    from trainer.loop.report import TrainerReport, open_arithmetic
     from trainer.train import run_trainer
 
     if (launched_rank(os.environ) or 0) > 0:
@@ -330,7 +331,7 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
         learner = await asyncio.to_thread(open_on_rank, settings, folder, os.environ)
         role = make_role("train", settings, log, metrics, stop)
         arithmetic = await asyncio.to_thread(open_arithmetic, folder, settings.trainer)
-        board = Board(settings.folder / settings.trainer.tensorboard) if settings.trainer.tensorboard else None
+        board = open_board(settings, metrics)
         try:
             await run_trainer(
                 role,
@@ -344,8 +345,18 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
             )
         finally:
             if board is not None:
-                board.close()
+                await asyncio.to_thread(board.close)
         await asyncio.to_thread(learner.close)
+
+
+def open_board(settings: Settings, metrics: Metrics) -> "Board | None":
+    """TensorBoard and the trackers of the settings, None where there are none. Raises ConfigError."""
+    from trainer.loop.report import Board
+    from trainer.loop.trackers import open_trackers
+
+    folder = settings.folder / settings.trainer.tensorboard if settings.trainer.tensorboard else None
+    trackers = open_trackers(settings.trainer.trackers, settings.app, settings.run or settings.app, metrics)
+    return Board(folder, trackers) if folder is not None or trackers else None
 
 
 async def require_fit_if_there(settings: Settings) -> None:
