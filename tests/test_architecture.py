@@ -49,6 +49,8 @@ DOORS = {
     "opentelemetry": ("actors/gateway/recording/traces.py",),
     "gymnasium": ("actors/rollout/environments/gymnasium.py",),
     "pyarrow": ("actors/tasksets/arrow.py",),
+    "datasets": ("actors/tasksets/hub.py",),
+    **dict.fromkeys(("wandb", "mlflow", "trackio"), ("trainer/loop/trackers.py",)),
     "matplotlib": ("infra/cli/demo/",),
     "rich": ("infra/cli/", "infra/cli/demo/"),
     "typer": ("infra/cli/",),
@@ -72,7 +74,7 @@ MAX_FUNCTION_LINES = 60
 BUDGETS = {
     "schemas": 2_830, "infra": 18_130, "infra/cli": 8_020, "infra/cli/console": 2_720, "infra/cli/demo": 1_730,
     "streams": 9_910,
-    "actors": 18_250, "actors/master/gate": 1_000, "trainer": 12_650, "tests": 75_500, "tests/bench": 4_000,
+    "actors": 18_320, "actors/master/gate": 1_000, "trainer": 12_810, "tests": 75_500, "tests/bench": 4_000,
 }  # fmt: skip
 MAX_PRODUCT_FILES, MAX_TEST_FILES = 440, 380
 MAX_PARAMETERS = 8

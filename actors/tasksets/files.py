@@ -10,7 +10,7 @@ handed to `on_broken` with file, line and reason, and the next one follows; a fi
 
 import csv
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, TypeVar
 
@@ -67,7 +67,19 @@ def read_rows(
 
     fields: our name to the file's, as {"prompt": "question", "meta.level": "level"}. split: of rows without one.
     """
-    for where, cells in _cells(path):
+    yield from as_rows(_cells(path), kind, fields=fields, split=split, on_broken=on_broken)
+
+
+def as_rows(
+    cells_found: Iterable[tuple[str, Cells | Broken]],
+    kind: type[Row],
+    *,
+    fields: Mapping[str, str] | None = None,
+    split: str = "",
+    on_broken: OnBroken = raise_broken,
+) -> Iterator[Row]:
+    """Each row, with its place, as `kind`; the other parameters as in `read_rows`."""
+    for where, cells in cells_found:
         row = cells if isinstance(cells, Broken) else _row(cells, kind, fields or {}, split, where)
         if isinstance(row, Broken):
             on_broken(row)

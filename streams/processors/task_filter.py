@@ -48,7 +48,7 @@ class Verifiable:
     """Keeps a task only if each score of `steps` accepts the task's own answer, given as the response."""
 
     def __init__(self, steps: Sequence[Step]) -> None:
-        self._steps = tuple(steps)
+        self.steps = tuple(steps)
 
     async def __call__(self, task: Task) -> Task | Drop:
         if task.answer is None:
@@ -66,10 +66,10 @@ class Verifiable:
             answer=task.answer,
             meta=task.meta,
         )
-        outcome = await run_chain(self._steps, (perfect,), Context())
+        outcome = await run_chain(self.steps, (perfect,), Context())
         if not outcome.kept:
             return Drop(UNVERIFIABLE, f"task {task.id}: {outcome.dropped[0].reason}: {outcome.dropped[0].detail}")
-        values = {step.name: outcome.kept[0].score(step.name) for step in self._steps}
+        values = {step.name: outcome.kept[0].score(step.name) for step in self.steps}
         rejected = [f"{name} {value}" for name, value in values.items() if value is None or value < _PASSED]
         if rejected:
             return Drop(UNVERIFIABLE, f"task {task.id}: its own answer gets {', '.join(rejected)}")

@@ -109,7 +109,10 @@ def build_tasks(config: StreamsConfig) -> tuple[Step, ...]:
     chain = tasks_chain(config)
     steps = _steps(chain)
     if config.tasks.filter.scores:
-        steps.insert([step.name for step in steps].index("filter") + 1, _verifiable(config))
+        check = verifiable(config, config.tasks.filter.scores)
+        timeout_s = 1.0 + sum(step.timeout_s for step in check.steps)
+        place = [step.name for step in steps].index("filter") + 1
+        steps.insert(place, make_step("verifiable", check, timeout_s=timeout_s))
     off = _off(chain)
     return with_processors(
         steps, config.processor, "tasks", len(steps), off | ({"verifiable"} if "filter" in off else set())
@@ -138,16 +141,14 @@ def build_collect(config: StreamsConfig, model: str = "") -> tuple[Step, ...]:
     return with_processors(steps, config.processor, "collect", len(steps), _off(chain))
 
 
-def _verifiable(config: StreamsConfig) -> Step:
+def verifiable(config: StreamsConfig, names: Sequence[str]) -> Verifiable:
+    """A check of tasks by the scores of these names. Raises ConfigError for one that is not there."""
     known = {score.name: (index, score) for index, score in enumerate(config.score)}
-    for name in config.tasks.filter.scores:
+    for name in names:
         if name not in known:
             names = ", ".join(known) or "none, there is no [[score]]"
             raise ConfigError(f'tasks.filter.scores: got "{name}", expected one of {names}')
-    asked = [known[name] for name in config.tasks.filter.scores]
-    scores = [_score_step(score, f"score[{index}]") for index, score in asked]
-    timeout_s = 1.0 + sum(score.timeout_s for _, score in asked)
-    return make_step("verifiable", Verifiable(scores), timeout_s=timeout_s)
+    return Verifiable([_score_step(known[name][1], f"score[{known[name][0]}]") for name in names])
 
 
 def _score_step(config: ScoreConfig, where: str) -> Step:

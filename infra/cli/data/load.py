@@ -5,7 +5,7 @@ import hashlib
 import json
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -17,7 +17,9 @@ import typer
 from rich.markup import escape
 from rich.progress import Progress, TaskID
 
+from infra.chain.processor import Drop
 from infra.cli.connect import app_store, connected
+from infra.cli.exit_codes import DONE, FAILED
 from infra.cli.options import SettingsFile, command
 from infra.cli.run.roles import model_folder
 from infra.cli.terminal import Screen, printable
@@ -28,8 +30,9 @@ from schemas.errors import BadFrame, ConfigError
 from schemas.experience import MAX_TOKENS
 
 if TYPE_CHECKING:
-    from actors.tasksets.files import Broken
+    from actors.tasksets.files import Broken, OnBroken
     from actors.tasksets.loader import LoadResult
+    from infra.cli.settings import Settings
 
 FIELDS = (
     "id", "messages", "prompt", "answer", "response", "chosen", "rejected", "workflow", "difficulty", "split", "subject",
@@ -43,49 +46,107 @@ MapOption = Annotated[list[str], typer.Option("--map", help="Column of a field, 
 SplitOption = Annotated[str, typer.Option(help="Split of rows that name none.")]
 
 
+class TaskSource(msgspec.Struct, frozen=True):
+    """The options that say where tasks come from."""
+
+    file: Annotated[Path | None, typer.Argument(help="JSONL, CSV, Parquet, or a folder saved by datasets.")] = None
+    dataset: Annotated[
+        str, typer.Option(help="A data set of Hugging Face, as owner/name or owner/name:configuration.")
+    ] = ""
+    use: Annotated[str, typer.Option(help="A taskset, as module:name.")] = ""
+    options: Annotated[list[str], typer.Option("--option", help="Option of the taskset, as name=value.")] = []
+    fields: MapOption = []
+    split: SplitOption = ""
+
+    @property
+    def shown(self) -> str:
+        """Name of the source."""
+        return self.dataset or self.use or str(self.file)
+
+    def open(self, settings: "Settings") -> tuple[int | None, Callable[["OnBroken"], Iterable[Task]]]:
+        """The number of rows, None where it is not known, and what reads them. Raises ConfigError."""
+        from actors.tasksets.files import as_rows, count_rows, read_rows
+        from actors.tasksets.hub import HubRows
+        from actors.tasksets.loader import with_images
+
+        if (self.file is not None) + bool(self.use) + bool(self.dataset) != 1:
+            raise ConfigError("load tasks: expected one of a FILE, --dataset owner/name and --use module:name")
+        fields = field_map(self.fields)
+        if self.dataset:
+            found = HubRows(self.dataset, self.split)
+            found.check_columns(fields)
+            return len(found), lambda broken: as_rows(
+                found.cells(), Task, fields=fields, split=self.split, on_broken=broken
+            )
+        if self.use:
+            taskset = load(self.use, taskset_options(self.options), "--use")
+            return None, lambda broken: taskset()
+        file = self.file
+        assert file is not None
+        return count_rows(file), lambda broken: with_images(
+            read_rows(file, Task, fields=fields, split=self.split, on_broken=broken), file, app_store(settings), broken
+        )
+
+
 @command
 async def tasks(
     chosen: SettingsFile,
-    file: Annotated[Path | None, typer.Argument(help="JSONL, CSV, Parquet, or a folder saved by datasets.")] = None,
-    use: Annotated[str, typer.Option(help="A taskset instead of a file, as module:name.")] = "",
-    options: Annotated[list[str], typer.Option("--option", help="Option of the taskset, as name=value.")] = [],  # noqa: B006
-    fields: MapOption = [],  # noqa: B006
-    split: SplitOption = "",
+    source: TaskSource,
     rates_from: Annotated[
         str, typer.Option(metavar="APP", help="Give tasks the success rates that this app's log has recorded.")
     ] = "",
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Load nothing; say which tasks' own answers the scores do not give 1.0.")
+    ] = False,
 ) -> int:
-    """Load tasks of a file, {"id": …, "messages": […] or "prompt": …, "answer": …} a row, or of a taskset.
+    """Load tasks of a file, of a data set or of a taskset: {"id": …, "messages": […] or "prompt": …, "answer": …} a row.
 
     Broken rows are named and passed over. The same command, run again after an interruption, continues there.
     With --rates-from the tasks stage makes a difficulty of what an earlier run recorded, and \\[tasks.difficulty] may drop
-    what was too easy or too hard there.
+    what was too easy or too hard there. With --validate a reward that no answer can get is found before a run: each task's
+    own answer goes through the scores of the settings, and the command ends with 1 where one gets less than 1.0.
 
-    Example: [cyan]headrace load tasks gsm8k.parquet --map prompt=question[/], or
+    Example: [cyan]headrace load tasks gsm8k.parquet --map prompt=question[/],
+    [cyan]headrace load tasks --dataset openai/gsm8k:main --split train --map prompt=question[/] or
     [cyan]headrace load tasks --use actors.tasksets.reasoning_gym:reasoning_gym --option generator=chain_sum[/]
     """
-    from actors.tasksets.files import count_rows, read_rows
-    from actors.tasksets.loader import load_tasks, rated, with_images
+    from actors.tasksets.loader import load_tasks, rated
 
-    if (file is None) == (not use):
-        raise ConfigError("load tasks: got both or neither, expected a FILE or --use module:name")
-    renamed = field_map(fields)
     settings = chosen.load()
     add_plugin_folders(settings.folder, settings.plugins)
-    taskset = load(use, taskset_options(options), "--use") if use else None
-    total = None if file is None else count_rows(file)
-    async with connected(settings) as log:
-        rates = await read_rates(log, rates_from) if rates_from else {}
-        with progress_bar(f"tasks from {use or file}", total) as bar:
-            if file is not None:
-                read = read_rows(file, Task, fields=renamed, split=split, on_broken=bar.broken)
-                rows = with_images(read, file, app_store(settings), bar.broken)
-            else:
-                assert taskset is not None
-                rows = taskset()
-            rows = rated(rows, rates, settings.tasks.difficulty.field)
+    total, read = await asyncio.to_thread(source.open, settings)
+    with progress_bar(f"tasks from {source.shown}", total) as bar:
+        if validate:
+            return await validated(settings, read(bar.broken), bar)
+        async with connected(settings) as log:
+            rates = await read_rates(log, rates_from) if rates_from else {}
+            rows = rated(read(bar.broken), rates, settings.tasks.difficulty.field)
             done = await load_tasks(log, rows, on_progress=bar.moved)
     return tell("tasks", done, bar)
+
+
+async def validated(settings: "Settings", rows: Iterable[Task], bar: "Bar") -> int:
+    """Put each task's own answer before the scores; returns the exit code. Raises ConfigError without a score."""
+    from streams.stages.chain_builder import verifiable
+
+    names = settings.tasks.filter.scores or tuple(score.name for score in settings.score)
+    if not names:
+        raise ConfigError("load tasks --validate: got settings without [[score]], expected one that judges answers")
+    check = verifiable(settings.streams(), names)
+    num_tasks = num_rejected = 0
+    for task in rows:
+        verdict = await check(task)
+        num_tasks += 1
+        if isinstance(verdict, Drop):
+            num_rejected += 1
+            if num_rejected <= MAX_NAMED:
+                bar.say(verdict.detail)
+        bar.moved(num_tasks)
+    by = ", ".join(names)
+    bar.say(
+        f"{num_tasks - num_rejected} of {num_tasks} tasks: their own answer gets 1.0 by {by}; {bar.num_broken} rows broken"
+    )
+    return FAILED if num_rejected or not num_tasks else DONE
 
 
 async def read_rates(log: Log, app: str) -> dict[str, float]:
@@ -189,7 +250,11 @@ class Bar:
     def broken(self, row: "Broken") -> None:
         self.num_broken += 1
         if self.num_broken <= MAX_NAMED:
-            self._progress.console.print(f"{row.where}: {row.reason}", style="yellow", markup=False)
+            self.say(f"{row.where}: {row.reason}")
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        self._progress.console.print(printable(line), style="yellow", markup=False)
 
 
 @contextmanager
