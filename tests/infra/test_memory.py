@@ -43,6 +43,32 @@ def test_large_blocks_that_were_freed_are_given_back_though_later_ones_stay() ->
     assert held_mib(giving=True) < 16
 
 
+AGAIN = """
+import ctypes, resource
+from infra.roles.memory import keep_freed_blocks
+if {keeping}:
+    assert keep_freed_blocks()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(400 * 2**20)
+    ctypes.memset(block, 1, 400 * 2**20)
+    libc.free(block)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.parametrize(("keeping", "least", "most"), [(False, 200, 200_000), (True, 0, 100)])
+def test_a_block_that_was_freed_and_kept_costs_no_pages_when_it_comes_again(
+    keeping: bool, least: int, most: int
+) -> None:
+    code = AGAIN.format(keeping=keeping)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert least <= int(done.stdout) <= most
+
+
 THREADS = 8
 COUNTED = """
 import ctypes, os, sys, tempfile, threading

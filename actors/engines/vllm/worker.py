@@ -28,6 +28,7 @@ from actors.engines.vllm.loading import (
     same,
     sums,
 )
+from infra.roles.memory import give_back_freed
 
 # It warns of every layer without weights (rotary embeddings) at every reload; the probe checks what matters.
 _NOISY = "vllm.model_executor.model_loader.reload.layerwise"
@@ -121,6 +122,7 @@ class WeightsExtension:
         if self.headrace_stage_of is not None:
             self.headrace_stage_of.close()
             self.headrace_stage_of = None
+            give_back_freed()
 
     def headrace_add_adapter(self, number: int, name: str, path: str) -> Loaded:
         """Make an adapter ready for requests, from a folder as peft writes it; the milliseconds that it took."""
