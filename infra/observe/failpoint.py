@@ -19,30 +19,22 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import Literal, get_args
-
-import msgspec
+from typing import Literal, NamedTuple
 
 from schemas.errors import BrokerUnavailable, ConfigError, HeadraceError, PolicyRefused, StoreError
 from schemas.topics import ALL
 
 VARIABLE = "HEADRACE_FAILPOINTS"
 DELAY_S = 0.05
-
-Action = Literal["kill", "stop", "raise", "delay", "tear", "full"]
-ANYWHERE: tuple[Action, ...] = ("kill", "stop", "delay")
-WITH_ERROR: tuple[Action, ...] = (*ANYWHERE, "raise")
-WRITES: tuple[Action, ...] = (*WITH_ERROR, "tear", "full")
+ANYWHERE = ("kill", "stop", "delay")
+WITH_ERROR = (*ANYWHERE, "raise")
+ACTIONS = (*WITH_ERROR, "tear", "full")
 
 
-class Point(msgspec.Struct, frozen=True):
-    """One failpoint. where: what it is before or after. actions: those that make sense. error: what "raise" raises.
+class Point(NamedTuple):
+    """One failpoint. actions: those that make sense there. error: what "raise" raises."""
 
-    Example: Point("after the broker confirmed it", ("kill", "raise"), BrokerUnavailable)
-    """
-
-    where: str
-    actions: tuple[Action, ...] = ANYWHERE
+    actions: tuple[str, ...] = ANYWHERE
     error: type[HeadraceError] = StoreError
 
 
@@ -56,65 +48,44 @@ def send_point(topic: str, kind: str, side: Literal["before", "after"]) -> str:
     return f"{topic}.{kind.lower()}.{side}_send"
 
 
-def _send_points() -> dict[str, Point]:
-    found = {}
-    for topic in ALL:
-        for kind in topic.holds:
-            what = f"{kind} to {topic.name}"
-            found[send_point(topic.name, kind, "before")] = Point(
-                f"before {what} is sent", WITH_ERROR, BrokerUnavailable
-            )
-            found[send_point(topic.name, kind, "after")] = Point(
-                f"after the broker confirmed {what}, before anybody here knows", WITH_ERROR, BrokerUnavailable
-            )
-    return found
-
-
 POINTS: dict[str, Point] = {
-    **_send_points(),
-    "store.write": Point("the bytes of an object in a folder, under a temporary name", WRITES),
-    "store.before_rename": Point("after these bytes, before they are durable and the object has its name", WITH_ERROR),
-    "store.after_rename": Point("after the object has its name"),
-    "store.before_delete": Point("before an object is removed", WITH_ERROR),
-    "blobs.before_upload": Point("before a frame too large for the log goes to the store", WITH_ERROR),
-    "blobs.after_upload": Point("after it, before the record that claims it is sent", WITH_ERROR),
-    "weights.before_shard": Point("before a shard of a policy is stored", WITH_ERROR),
-    "weights.after_shard": Point("after it, before the next or the manifest", WITH_ERROR),
-    "weights.before_manifest": Point("after all shards, before the manifest of a version", WITH_ERROR),
-    "weights.after_manifest": Point("after the manifest, before the event that names it", WITH_ERROR),
-    "weights.before_fetch": Point("before a version is read from the store", WITH_ERROR),
-    "weights.after_fetch": Point("after a version is verified, before it is the held copy", WITH_ERROR, PolicyRefused),
-    "checkpoint.before_state": Point("before the state of a checkpoint is stored"),
-    "checkpoint.before_manifest": Point("after the state, before the manifest that makes it a checkpoint"),
-    "checkpoint.after_manifest": Point("after the manifest, before anything is pruned"),
-    "checkpoint.before_prune": Point("before the manifest of an old checkpoint is removed"),
-    "checkpoint.amid_prune": Point("after it, before its state is removed"),
-    "learner.before_step": Point("after the batch is journaled, before the optimizer step"),
-    "learner.after_step": Point("after the optimizer step, before the position knows of it"),
-    "stage.before_ack": Point("after a record's outputs are confirmed, before it is acknowledged"),
-    "stage.after_ack": Point("after a record is acknowledged"),
-    "collect.before_commit": Point("in the transaction of state and offset, before it commits", (*ANYWHERE, "full")),
-    "collect.after_commit": Point("after it committed, before memory forgets what was saved"),
-    "collect.before_ack": Point("after the state is saved, before the records are acknowledged"),
-    "collect.after_ack": Point("after the records are acknowledged"),
-    "explore.before_commit": Point("after tasks are read, before their offset is committed", WITH_ERROR, BrokerUnavailable),
-    "explore.after_commit": Point("after their offset is committed, before any of them is started"),
-    "explore.before_swap": Point("after a policy is verified, before the engine loads it", WITH_ERROR, PolicyRefused),
-    "explore.after_swap": Point("after the engine serves it, before the follower knows"),
+    **{
+        send_point(topic.name, kind, side): Point(WITH_ERROR, BrokerUnavailable)
+        for topic in ALL for kind in topic.holds for side in ("before", "after")
+    },
+    "store.write": Point(ACTIONS),  # of the bytes of an object in a folder, under a temporary name
+    "store.after_rename": Point(),
+    **dict.fromkeys(
+        (
+            "store.before_rename", "store.before_delete", "blobs.before_upload", "blobs.after_upload", "weights.before_shard",
+            "weights.after_shard", "weights.before_manifest", "weights.after_manifest", "weights.before_fetch",
+        ),
+        Point(WITH_ERROR),
+    ),
+    "weights.after_fetch": Point(WITH_ERROR, PolicyRefused),  # once a version is verified, before it is the held copy
+    **dict.fromkeys(
+        (
+            "checkpoint.before_state", "checkpoint.before_manifest", "checkpoint.after_manifest", "checkpoint.before_prune",
+            "checkpoint.amid_prune", "learner.before_step", "learner.after_step", "stage.before_ack", "stage.after_ack",
+            "collect.after_commit", "collect.before_ack", "collect.after_ack", "explore.after_commit", "explore.after_swap",
+        ),
+        Point(),
+    ),
+    "collect.before_commit": Point((*ANYWHERE, "full")),  # in the transaction of state and offset
+    "explore.before_commit": Point(WITH_ERROR, BrokerUnavailable),
+    "explore.before_swap": Point(WITH_ERROR, PolicyRefused),
 }  # fmt: skip
 
 
 def reach(name: str) -> None:
     """Say that this place is reached; does nothing unless it is armed."""
-    armed = _armed()
-    if armed is not None:
+    if (armed := _armed()) is not None:
         armed.reach(name)
 
 
 def write(name: str, data: bytes | memoryview, sink: Callable[[bytes | memoryview], object]) -> None:
     """Give `data` to `sink`, in a place where half of it may be all that is written."""
-    armed = _armed()
-    if armed is None:
+    if (armed := _armed()) is None:
         sink(data)
     else:
         armed.write(name, data, sink)
@@ -130,57 +101,43 @@ class Armed:
     """Failures that the variable asks for; each happens once."""
 
     def __init__(self, text: str) -> None:
-        self._wanted: dict[str, tuple[Action, int]] = {}
+        entries = [parse(entry) for entry in filter(None, (part.strip() for part in text.split(",")))]
+        self._wanted = {name: (action, nth) for name, action, nth in entries}
         self._reached: dict[str, int] = {}
-        for entry in filter(None, (part.strip() for part in text.split(","))):
-            name, action, nth = parse(entry)
-            self._wanted[name] = (action, nth)
 
-    def due(self, name: str) -> Action | None:
-        """Count one more time; what is to happen now."""
+    def due(self, name: str) -> str:
+        """Count one more time; the action that is due now, "" for none."""
         assert name in POINTS, f"no failpoint {name!r}: add it to the table"
-        if name not in self._wanted:
-            return None
-        action, nth = self._wanted[name]
-        count = self._reached[name] = self._reached.get(name, 0) + 1
-        return action if count == nth else None
+        action, nth = self._wanted.get(name, ("", 0))
+        self._reached[name] = self._reached.get(name, 0) + 1
+        return action if self._reached[name] == nth else ""
 
     def reach(self, name: str) -> None:
-        """Count one more time and do what is due."""
-        action = self.due(name)
-        if action is not None:
+        if action := self.due(name):
             _do(name, action)
 
     def write(self, name: str, data: bytes | memoryview, sink: Callable[[bytes | memoryview], object]) -> None:
         """Count one more time, and write what is due to be written before the end."""
-        action = self.due(name)
-        if action in ("tear", "full"):
-            sink(data[: len(data) // 2])
-        if action is not None:
+        if action := self.due(name):
+            if action in ("tear", "full"):
+                sink(data[: len(data) // 2])
             _do(name, action)
         sink(data)
 
 
-def parse(entry: str) -> tuple[str, Action, int]:
+def parse(entry: str) -> tuple[str, str, int]:
     """Name, action and count of `name=action@n`; raises ConfigError naming what is wrong and the nearest there is."""
-    name, equals, rest = entry.partition("=")
+    name, _, rest = entry.partition("=")
     action, at, number = rest.partition("@")
     if name not in POINTS:
-        raise ConfigError(f"{VARIABLE}: no failpoint {name!r}{_nearest(name, POINTS)}")
-    known: tuple[str, ...] = get_args(Action)
-    if not equals or action not in known:
-        raise ConfigError(f"{VARIABLE}: {name}: got action {action!r}, expected one of {', '.join(known)}")
+        nearest = difflib.get_close_matches(name, POINTS, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"{VARIABLE}: no failpoint {name!r}; the nearest is {nearest!r}")
     if action not in POINTS[name].actions:
-        expected = ", ".join(POINTS[name].actions)
-        raise ConfigError(f"{VARIABLE}: {name}: {action} makes no sense there, expected one of {expected}")
+        fault = "makes no sense there" if action in ACTIONS else "is no action"
+        raise ConfigError(f"{VARIABLE}: {name}: {action!r} {fault}, expected one of {', '.join(POINTS[name].actions)}")
     if at and not (number.isdecimal() and int(number) > 0):
         raise ConfigError(f"{VARIABLE}: {name}: got @{number}, expected a number of 1 or more")
-    return name, msgspec.convert(action, Action), int(number or 1)
-
-
-def _nearest(name: str, known: dict[str, Point]) -> str:
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"; the nearest is {found[0]!r}"
+    return name, action, int(number or 1)
 
 
 @functools.lru_cache(maxsize=1)
@@ -189,7 +146,7 @@ def _armed() -> Armed | None:
     return Armed(text) if text else None
 
 
-def _do(name: str, action: Action) -> None:
+def _do(name: str, action: str) -> None:
     os.write(2, f"failpoint {name} {action}\n".encode())
     if action in ("kill", "tear"):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -200,4 +157,4 @@ def _do(name: str, action: Action) -> None:
     elif action == "full":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     else:
-        raise POINTS[name].error(f"failpoint {name}: {POINTS[name].where}")
+        raise POINTS[name].error(f"failpoint {name}")
