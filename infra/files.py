@@ -56,6 +56,26 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def locked(file: Path, wait_s: float) -> Iterator[None]:
+    """Hold a lock file inside the block; the kernel takes it from a process that dies.
+
+    Raises OSError, and TimeoutError where another process held it for `wait_s`.
+    """
+    with open(file, "ab") as lock:
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"another process has held {file} for {wait_s:g} s") from None
+            time.sleep(POLL_S)
+        yield
+
+
+POLL_S = 0.02
 WAIT_S = 15.0  # for what a process that has just died still holds
 
 
@@ -87,7 +107,6 @@ def lock_folder(file: Path, what: str) -> IO[str]:
 
 
 def is_locked(file: Path) -> bool:
-    """True if a process holds the lock file now."""
     if not file.exists():
         return False
     with file.open() as lock:

@@ -34,8 +34,6 @@ class Begun(msgspec.Struct, frozen=True):
     """A log, by its beginning. digest: BLAKE2b-128 in hex.
 
     time_ms: of the first record.
-
-    Example: Begun("9f…", time_ms=1763715600000)
     """
 
     digest: str
@@ -44,21 +42,6 @@ class Begun(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         began = datetime.datetime.fromtimestamp(self.time_ms / 1000, datetime.UTC)
         return f"{self.digest[:8]} (begun {began:%Y-%m-%d %H:%M} UTC)"
-
-
-class Named(msgspec.Struct, frozen=True):
-    """Identity of the log in the store. sum: of the rest, since a store may give other bytes than it was given.
-
-    log: that the store belongs to.
-    """
-
-    log: Begun
-    sum: str
-
-    @classmethod
-    def of(cls, log: Begun) -> "Named":
-        """With its sum."""
-        return cls(log, hashlib.blake2b(msgspec.json.encode(log), digest_size=16).hexdigest())
 
 
 class Fit(msgspec.Struct, frozen=True):
@@ -114,7 +97,7 @@ async def claim(log: Log, store: Store, floor: Floor, *, anew: bool = False) -> 
     """Write into the store which log it belongs to, if nothing is written there. anew: in any case."""
     here = await log_beginning(log)
     if here is not None and (anew or await asyncio.to_thread(_named, store, floor.app) is None):
-        await asyncio.to_thread(store.put, _key(floor.app), msgspec.json.encode(Named.of(here)))
+        await asyncio.to_thread(store.put, _key(floor.app), msgspec.json.encode((here, _sum(here))))
 
 
 async def log_beginning(log: Log) -> Begun | None:
@@ -131,15 +114,19 @@ def _named(store: Store, app: str) -> Begun | None:
     """Beginning that the store names; None for none, or none that is whole however often it is read."""
     for _ in range(READS):
         try:
-            named = msgspec.json.decode(store.get(_key(app)), type=Named)
+            named, digest = msgspec.json.decode(store.get(_key(app)), type=tuple[Begun, str])
         except NotInStore:
             return None
         except (msgspec.MsgspecError, UnicodeDecodeError):
             continue
-        if named == Named.of(named.log):
-            return named.log
+        if digest == _sum(named):  # a store may give other bytes than it was given
+            return named
     logger.warning("identity_broken store=%r key=%s: it will be written again", store, _key(app))
     return None
+
+
+def _sum(log: Begun) -> str:
+    return hashlib.blake2b(msgspec.json.encode(log), digest_size=16).hexdigest()
 
 
 def _has(store: Store, key: str) -> bool:

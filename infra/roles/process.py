@@ -26,7 +26,6 @@ class ClaimedFolder:
         self.path, self._lock = _claim(base, role)
 
     def release(self) -> None:
-        """Let the next process have it."""
         self._lock.close()
 
 

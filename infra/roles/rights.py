@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 from infra.log.rights import Right
 from infra.store.seal import FOLDER, SECRET
-from infra.store.store import BLOBS
+from infra.store.store import API_KEYS, BLOBS
 from schemas import topics
 from schemas.topics import Topic
 
-API_KEYS = "gateway/keys/"
 SNAPSHOTS = "snapshots/"  # may hold texts
 SUMMARIES = "snapshots/*/policies/"  # hold none
 CHECKS = "checks/"  # what `headrace check --connect` puts and removes
@@ -154,9 +153,9 @@ def tables() -> Iterator[str]:
     head = f"| {' | '.join(RIGHTS)} |\n|---|{'---|' * len(RIGHTS)}\n"
     yield f"\n## Topics\n\n| topic {head}"
     for topic in topics.ALL:
-        yield f"| `{topic.name}` | {' | '.join(', '.join(one.at_topic(topic)) for one in RIGHTS.values())} |\n"
+        yield f"| `{topic.name}` | {' | '.join(', '.join(rights.at_topic(topic)) for rights in RIGHTS.values())} |\n"
     yield f"\n## Objects\n\n| prefix {head}"
     for prefix in PREFIXES:
-        yield f"| `{prefix}` | {' | '.join(', '.join(one.at_prefix(prefix)) for one in RIGHTS.values())} |\n"
-    groups = (", ".join(f"`{name}`" if name else "all" for name in one.groups) for one in RIGHTS.values())
+        yield f"| `{prefix}` | {' | '.join(', '.join(rights.at_prefix(prefix)) for rights in RIGHTS.values())} |\n"
+    groups = (", ".join(f"`{name}`" if name else "all" for name in rights.groups) for rights in RIGHTS.values())
     yield f"\n## Consumer groups\n\n| {head}| read | {' | '.join(groups)} |\n"

@@ -14,17 +14,16 @@ disk is full, everything works without it: counted, and logged once. Nothing is 
 another digest then.
 """
 
-import fcntl
 import logging
 import os
 import re
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from infra.files import locked
 from infra.observe.metrics import Metrics
 from infra.store.directory import read_hashed
 from infra.store.store import DIGEST_LETTERS, Hashed, Store, WrappedStore, check_key, name_of
@@ -37,7 +36,6 @@ _NAMED_BY_CONTENT = re.compile(
 MAX_OBJECTS = 10_000  # each is looked at when one is added
 LEFT_FREE = 0.05  # of the disk, for others who write there
 WAIT_S = 120.0
-POLL_S = 0.02
 
 
 class HostCache:
@@ -58,7 +56,7 @@ class HostCache:
         self._warned = threading.Event()
         self._remove_unfinished()
         metrics.gauge("host_cache_max_bytes").set(max_bytes)
-        metrics.gauge("host_cache_bytes").set(self._num_bytes())
+        self._measure()
 
     def __repr__(self) -> str:
         return f"HostCache({str(self._objects.parent)!r})"
@@ -67,17 +65,24 @@ class HostCache:
         """The object of this name and its digest, fetched where it is not here. Raises what `fetch` raises."""
         if (found := self._read(name)) is not None:
             return found
-        with self._locked(_lock_path(name)) as mine:
-            if mine and (found := self._read(name)) is not None:
+        with ExitStack() as lock:
+            try:
+                self._objects.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self._locks.mkdir(exist_ok=True, mode=0o700)
+                lock.enter_context(locked(self._lock(name), self._wait_s))
+            except OSError as error:  # TimeoutError, too: another process fetches it for too long
+                self._go_without(str(error))
+                self._metrics.counter("host_cache_misses").inc()
+                return fetch()
+            if (found := self._read(name)) is not None:
                 return found
             data, digest = fetch()
             self._metrics.counter("host_cache_misses").inc()
-            if mine and name_of(digest) == name:
+            if name_of(digest) == name:
                 self._keep(name, data)
             return data, digest
 
     def drop(self, name: str) -> None:
-        """Forget an object; absent is fine."""
         with suppress(OSError):
             (self._objects / name).unlink()
 
@@ -93,86 +98,49 @@ class HostCache:
             self.drop(name)
             return None
         self._metrics.counter("host_cache_hits").inc()
-        self._metrics.gauge("host_cache_bytes").set(self._num_bytes())
+        self._measure()
         with suppress(OSError):
             os.utime(path)  # used now: it goes last
         return data, digest
-
-    @contextmanager
-    def _locked(self, name: str) -> Iterator[bool]:
-        """Yields True if the lock is held inside the `with`: not if it cannot be had, or another had it for too long."""
-        with ExitStack() as closed:  # which lets go of the lock
-            try:
-                self._objects.mkdir(parents=True, exist_ok=True, mode=0o700)
-                self._locks.mkdir(exist_ok=True, mode=0o700)
-                file = closed.enter_context(open(self._locks / name, "ab"))
-            except OSError as error:
-                self._go_without(str(error))
-                yield False
-            else:
-                yield self._take(file.fileno(), name)
-
-    def _take(self, lock: int, name: str) -> bool:
-        deadline = time.monotonic() + self._wait_s
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    self._go_without(f"another process has held {self._locks / name} for {self._wait_s:g} s")
-                    return False
-                time.sleep(POLL_S)
-            except OSError as error:
-                self._go_without(str(error))
-                return False
 
     def _keep(self, name: str, data: bytes | memoryview) -> None:
         """Write the object, room made for it before. Its lock is held."""
         part = self._objects / f"{name}.part"
         try:
-            if not self._reserve(part, len(data)):
-                return
+            with locked(self._locks / "room", self._wait_s):
+                self._make_room(len(data))
+                with open(part, "wb") as file:
+                    file.truncate(len(data))
             with open(part, "r+b") as file:
                 file.write(data)
             os.replace(part, self._objects / name)
+            self._measure()
         except OSError as error:
-            with suppress(OSError):
-                part.unlink()
+            part.unlink(missing_ok=True)
             self._go_without(str(error))
 
-    def _reserve(self, part: Path, num_bytes: int) -> bool:
-        with self._locked("room") as mine:
-            if not mine:
-                return False
-            self._remove_unfinished()
-            held, disk = sorted(self._held()), shutil.disk_usage(self._objects)
-            total = sum(size for _, size, _ in held)
-            most = min(self._max_bytes, int(total + disk.free - self._left_free * disk.total))
-            if num_bytes > most:
-                self._go_without(
-                    f"an object has {num_bytes:,} bytes, and store.cache_gb and the disk allow {most:,} in all"
-                )
-                return False
-            for gone, (_, size, path) in enumerate(held):
-                if total + num_bytes <= most and len(held) - gone < MAX_OBJECTS:
-                    break
-                path.unlink(missing_ok=True)
-                total -= size
-            with open(part, "wb") as file:
-                file.truncate(num_bytes)
-            self._metrics.gauge("host_cache_bytes").set(total + num_bytes)
-            return True
+    def _make_room(self, num_bytes: int) -> None:
+        """Remove the longest unused objects. Raises OSError where the bounds allow no object of this size."""
+        self._remove_unfinished()
+        held, disk = sorted(self._held()), shutil.disk_usage(self._objects)
+        total = sum(size for _, size, _ in held)
+        most = min(self._max_bytes, int(total + disk.free - self._left_free * disk.total))
+        if num_bytes > most:
+            raise OSError(f"an object has {num_bytes:,} bytes, and store.cache_gb and the disk allow {most:,} in all")
+        for gone, (_, size, path) in enumerate(held):
+            if total + num_bytes <= most and len(held) - gone < MAX_OBJECTS:
+                break
+            path.unlink(missing_ok=True)
+            total -= size
 
     def _remove_unfinished(self) -> None:
         """Remove unfinished files that no process writes any more: a writer holds their lock."""
         for part in self._objects.glob("*.part"):
-            with suppress(OSError), open(self._locks / _lock_path(part.stem), "ab") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(OSError), locked(self._lock(part.stem), 0.0):
                 part.unlink()
 
-    def _num_bytes(self) -> int:
-        return sum(size for _, size, _ in self._held())
+    def _measure(self) -> None:
+        self._metrics.gauge("host_cache_bytes").set(sum(size for _, size, _ in self._held()))
 
     def _held(self) -> list[tuple[float, int, Path]]:
         held = []
@@ -183,15 +151,14 @@ class HostCache:
                     held.append((found.st_mtime, found.st_size, Path(entry.path)))
         return held
 
+    def _lock(self, name: str) -> Path:
+        return self._locks / name.rpartition("-")[2][:2]
+
     def _go_without(self, reason: str) -> None:
         self._metrics.counter("host_cache_skipped").inc()
         if not self._warned.is_set():
             self._warned.set()
             log.warning("host_cache_skipped cache=%r: weights are read from the store instead: %s", self, reason)
-
-
-def _lock_path(name: str) -> str:
-    return name.rpartition("-")[2][:2]
 
 
 class CachedStore(WrappedStore):

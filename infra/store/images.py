@@ -37,7 +37,6 @@ Array = npt.NDArray[Any]
 
 
 def as_they_are(pixels: Pixels) -> Pixels:
-    """The pixels."""
     return pixels
 
 
@@ -47,7 +46,6 @@ def images_of(messages: Sequence[Message]) -> tuple[Image, ...]:
 
 
 def image_named(data: bytes, media_type: str = "image/png") -> Image:
-    """Image record of these bytes."""
     return Image(sha256=hashlib.sha256(data).hexdigest(), size=len(data), media_type=media_type)
 
 
@@ -132,7 +130,6 @@ class ImageReader:
         deposit_image(self._store, image, data)
 
     def read_all(self, images: Sequence[Image]) -> tuple[Array, ...]:
-        """Arrays of several."""
         return tuple(self.read(image) for image in images)
 
 

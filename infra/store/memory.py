@@ -8,8 +8,6 @@ from schemas.errors import NotInStore
 
 
 class MemoryStore(Store):
-    """Objects in a dictionary."""
-
     def __init__(self) -> None:
         self._objects: dict[str, bytes] = {}
         self._lock = threading.Lock()

@@ -74,46 +74,22 @@ class MeasuredStore(WrappedStore):
         return answer
 
 
-class DividedStore(Store):
+class DividedStore(WrappedStore):
     """Objects below PRIVATE in one store, all others in another."""
 
     def __init__(self, data: Store, secrets: Store) -> None:
-        self._data = data
+        super().__init__(data)
         self._secrets = secrets
 
     def __repr__(self) -> str:
-        return f"{self._data!r} with keys in {self._secrets!r}"
+        return f"{self.inner!r} with keys in {self._secrets!r}"
 
-    def put(self, key: str, data: bytes | memoryview) -> None:
-        self._holder(key).put(key, data)
-
-    def put_pieces(self, key: str, pieces: Pieces) -> None:
-        self._holder(key).put_pieces(key, pieces)
-
-    def get(self, key: str) -> bytes:
-        return self._holder(key).get(key)
-
-    def get_hashed(self, key: str) -> Hashed:
-        return self._holder(key).get_hashed(key)
-
-    def read(self, key: str, start: int, length: int) -> bytes:
-        return self._holder(key).read(key, start, length)
-
-    def size(self, key: str) -> int:
-        return self._holder(key).size(key)
+    def holder(self, key: str) -> Store:
+        return self._secrets if key.startswith(PRIVATE) else self.inner
 
     def keys(self, prefix: str) -> Iterator[str]:
         if prefix.startswith(PRIVATE):
             return self._secrets.keys(prefix)
-        public = (key for key in self._data.keys(prefix) if not key.startswith(PRIVATE))
+        public = (key for key in self.inner.keys(prefix) if not key.startswith(PRIVATE))
         secret = [key for folder in PRIVATE if folder.startswith(prefix) for key in self._secrets.keys(folder)]
         return iter(sorted([*public, *secret])) if secret else public
-
-    def delete(self, key: str) -> None:
-        self._holder(key).delete(key)
-
-    def disk_usage(self) -> tuple[int, int] | None:
-        return self._data.disk_usage()
-
-    def _holder(self, key: str) -> Store:
-        return self._secrets if key.startswith(PRIVATE) else self._data

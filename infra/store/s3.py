@@ -30,7 +30,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -108,7 +108,6 @@ class S3Keys:
 
 
 def fixed_keys(given: S3Credentials) -> S3Keys:
-    """Keys that stay."""
     from minio.credentials import Credentials
 
     keys = Credentials(given.access_key, given.secret_key, given.session_token)
@@ -237,16 +236,6 @@ def open_s3(bucket: str, prefix: str, environment: Mapping[str, str] = os.enviro
         or ("us-east-1" if endpoint else None),
         ca_file=environment.get("AWS_CA_BUNDLE") or environment.get("SSL_CERT_FILE") or None,
     )
-
-
-@contextmanager
-def closing_response(response: Any) -> Iterator[Any]:
-    """The response. It is closed and its connection given back in every case."""
-    try:
-        yield response
-    finally:
-        response.close()
-        response.release_conn()
 
 
 class S3Store(Store):
@@ -437,7 +426,7 @@ class S3Store(Store):
             try:
                 with (
                     self._slots,
-                    closing_response(self._client.get_object(self._bucket, name, start, length, headers)) as answer,
+                    closing(self._client.get_object(self._bucket, name, start, length, headers)) as answer,
                 ):
                     total = answer.headers.get("Content-Range", "").rpartition("/")[2]
                     begun(_Object(int(total) if total.isdigit() else -1, answer.headers.get("ETag", "")))

@@ -168,7 +168,6 @@ class SealKey:
 
 
 def new_key(subject: str) -> tuple[str, bytes]:
-    """Id and secret of a subject's next key."""
     key_id = f"{subject}-{os.urandom(8).hex()}"
     assert _KEY_ID.fullmatch(key_id), f"subject {subject!r}: expected one of schemas.ids"
     return key_id, os.urandom(KEY_BYTES)

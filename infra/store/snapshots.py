@@ -35,10 +35,7 @@ class SnapshotDamaged(HeadraceError):
 
 
 class SnapshotPart(msgspec.Struct, frozen=True):
-    """One object. key: in the store. stored_bytes: as it lies there. num_bytes, digest: of what was given to `save`.
-
-    Example: SnapshotPart(key="snapshots/…/parts/0981-1f", stored_bytes=812, num_bytes=4096, digest="9a")
-    """
+    """One object. key: in the store. stored_bytes: as it lies there. num_bytes, digest: of what was given to `save`."""
 
     key: str
     stored_bytes: int
@@ -51,8 +48,6 @@ class SnapshotManifest(msgspec.Struct, frozen=True):
 
     series: whose snapshots these are. position: of the log, everything below is in it. parts: by name. about: whatever
     else its role says of it, in msgpack's types. format: of the manifest. key: of the manifest itself.
-
-    Example: SnapshotManifest(series="app/collect-0", position=981, parts={"open/0": SnapshotPart(...)})
     """
 
     series: str
@@ -64,7 +59,6 @@ class SnapshotManifest(msgspec.Struct, frozen=True):
 
     @property
     def stored_bytes(self) -> int:
-        """Stored bytes of all parts."""
         return sum(part.stored_bytes for part in self.parts.values())
 
 

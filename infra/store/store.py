@@ -12,6 +12,7 @@ from blake3 import blake3
 MAX_KEY_BYTES = 900  # S3 takes 1024, some of it for the store's own prefix
 MAX_SEGMENT_BYTES = 255  # of file systems, and of MinIO
 PRIVATE = ("keys/", "gateway/")  # encryption keys, API keys and signing secrets: for the owner of the store alone
+API_KEYS = "gateway/keys/"  # of clients of the gateway
 BLOBS = "blobs/"  # images, and frames too large for the log
 READ_BYTES = 256 * 1024  # hashed while they are in the processor's cache
 DIGEST_LETTERS = 32  # of a digest in an object's name: 128 bits
@@ -69,7 +70,7 @@ class Store(ABC):
 
 
 class WrappedStore(Store):
-    """Passes every call to `inner`; a subclass overrides what it changes."""
+    """Passes every call to the store that `holder` names; a subclass overrides what it changes."""
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
@@ -77,29 +78,33 @@ class WrappedStore(Store):
     def __repr__(self) -> str:
         return repr(self.inner)
 
+    def holder(self, key: str) -> Store:
+        """The store of a key."""
+        return self.inner
+
     def put(self, key: str, data: bytes | memoryview) -> None:
-        self.inner.put(key, data)
+        self.holder(key).put(key, data)
 
     def put_pieces(self, key: str, pieces: Pieces) -> None:
-        self.inner.put_pieces(key, pieces)
+        self.holder(key).put_pieces(key, pieces)
 
     def get(self, key: str) -> bytes:
-        return self.inner.get(key)
+        return self.holder(key).get(key)
 
     def get_hashed(self, key: str) -> Hashed:
-        return self.inner.get_hashed(key)
+        return self.holder(key).get_hashed(key)
 
     def read(self, key: str, start: int, length: int) -> bytes:
-        return self.inner.read(key, start, length)
+        return self.holder(key).read(key, start, length)
 
     def size(self, key: str) -> int:
-        return self.inner.size(key)
+        return self.holder(key).size(key)
 
     def keys(self, prefix: str) -> Iterator[str]:
         return self.inner.keys(prefix)
 
     def delete(self, key: str) -> None:
-        self.inner.delete(key)
+        self.holder(key).delete(key)
 
     def disk_usage(self) -> tuple[int, int] | None:
         return self.inner.disk_usage()

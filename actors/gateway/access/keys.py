@@ -18,9 +18,8 @@ from typing import Literal, get_args
 import msgspec
 
 from infra.store.seal import app_secret
-from infra.store.store import Store
+from infra.store.store import API_KEYS, Store
 
-FOLDER = "gateway/keys/"
 REVOKED = ".revoked"
 PREFIX = "hr"
 Scope = Literal["serve", "feedback", "admin", "look", "operate", "unseal"]
@@ -98,11 +97,11 @@ class KeyBook:
     def refresh(self, store: Store) -> None:
         """Read what is new in the store. Raises StoreError. Blocking."""
         self.secret = app_secret(store)  # first: a key opens nothing before names are keyed as everywhere
-        names = [name.removeprefix(FOLDER) for name in store.keys(FOLDER)]
+        names = [name.removeprefix(API_KEYS) for name in store.keys(API_KEYS)]
         self._revoked = {name.removesuffix(REVOKED) for name in names if name.endswith(REVOKED)}
         ids = {name for name in names if not name.endswith(REVOKED)}
         for new in ids - self._keys.keys():
-            self._keys[new] = msgspec.json.decode(store.get(FOLDER + new), type=ApiKey)
+            self._keys[new] = msgspec.json.decode(store.get(API_KEYS + new), type=ApiKey)
         for gone in self._keys.keys() - ids:
             del self._keys[gone]
         self.is_read = True
@@ -126,20 +125,22 @@ def create_key(
         created_s=now_s,
         expires_s=now_s + lives_s if lives_s else 0.0,
     )
-    store.put(FOLDER + key.id, msgspec.json.encode(key))
+    store.put(API_KEYS + key.id, msgspec.json.encode(key))
     return key, f"{PREFIX}-{key.id}-{secret}"
 
 
 def list_keys(store: Store) -> list[tuple[ApiKey, bool]]:
     """List all keys, oldest first, each with True if it was revoked. Raises StoreError."""
-    names = [name.removeprefix(FOLDER) for name in store.keys(FOLDER)]
-    keys = [msgspec.json.decode(store.get(FOLDER + name), type=ApiKey) for name in names if not name.endswith(REVOKED)]
+    names = [name.removeprefix(API_KEYS) for name in store.keys(API_KEYS)]
+    keys = [
+        msgspec.json.decode(store.get(API_KEYS + name), type=ApiKey) for name in names if not name.endswith(REVOKED)
+    ]
     return [(key, key.id + REVOKED in names) for key in sorted(keys, key=lambda key: key.created_s)]
 
 
 def revoke_key(store: Store, key_id: str) -> bool:
     """End a key; False where there is none of that id. Raises StoreError."""
-    if not key_id.isalpha() or not any(name == FOLDER + key_id for name in store.keys(FOLDER + key_id)):
+    if not key_id.isalpha() or not any(name == API_KEYS + key_id for name in store.keys(API_KEYS + key_id)):
         return False
-    store.put(FOLDER + key_id + REVOKED, b"{}")
+    store.put(API_KEYS + key_id + REVOKED, b"{}")
     return True

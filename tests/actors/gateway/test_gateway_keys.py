@@ -10,13 +10,14 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
 
 from actors.gateway.access.authenticator import Authenticator, Bucket
-from actors.gateway.access.keys import FOLDER, KeyBook, Refused, create_key, list_keys, revoke_key
+from actors.gateway.access.keys import KeyBook, Refused, create_key, list_keys, revoke_key
 from actors.gateway.config import GatewayConfig, Webhook
 from actors.gateway.http.app import Site
 from actors.gateway.http.openapi import OPENAPI_PATH, document, shown
 from actors.gateway.http.openapi import ROUTES as SERVED
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
+from infra.store.store import API_KEYS
 from tests.actors.gateway.gateway_rig import RunningGateway, serving
 from tests.actors.gateway.test_gateway_users import StoreAway
 from tests.actors.rig import until
@@ -127,7 +128,7 @@ def test_the_store_knows_no_secret_and_a_listing_shows_none() -> None:
     book.refresh(store)
     with pytest.raises(Refused, match="revoked"):
         book.find(shown, time.time())
-    store.delete(FOLDER + key.id)
+    store.delete(API_KEYS + key.id)
     book.refresh(store)
     with pytest.raises(Refused, match="wrong"):
         book.find(shown, time.time())
