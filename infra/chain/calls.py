@@ -35,10 +35,7 @@ Extras = Mapping[str, Any]
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """A call without a value. kind: "failed" or "timed out" (by us, or by its own TimeoutError); detail: in words.
-
-    Example: Failure("failed", "ValueError: no digits")
-    """
+    """A call without a value. kind: "failed" or "timed out" (by us, or by its own TimeoutError); detail: in words."""
 
     kind: str
     detail: str
@@ -64,11 +61,9 @@ class Trouble:
         return ""
 
     def returned(self) -> None:
-        """A call came to its end."""
         self._in_a_row = 0
 
     def hangs(self, thread: threading.Thread) -> None:
-        """A call was given up."""
         self.hung.append(thread)
         self._in_a_row += 1
         self._try_at_s = time.monotonic() + PAUSE_S

@@ -18,7 +18,7 @@ others silently. A score that has no verdict returns None, or a Verdict that say
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import msgspec
 
@@ -45,7 +45,6 @@ class ChainTurn:
 
     @property
     def is_over(self) -> bool:
-        """This record and all before it have ended."""
         return self._over.is_set()
 
     async def wait(self) -> None:
@@ -83,8 +82,6 @@ class Step(msgspec.Struct, kw_only=True):
     entries per partition, 0 for none. fills: keyword parameters that the chain passes. reuse: a score already recorded under
     this name and version is not asked again. question: hash of a score's options, "" for one whose answers are not kept for
     reuse. trouble: what hangs, and which errors were logged.
-
-    Example: Step(name="exact", version=1, kind="score", function=exact, inline=True)
     """
 
     name: str
@@ -110,8 +107,6 @@ class Context(msgspec.Struct, kw_only=True):
     """Position of the experiences in the log. time_ms: log-append time. record_offset: of the record, -1 for none. memories: of
     its partition, by step. turn: waited for before a step that remembers and ended behind the last one, so memories see records
     in log order; None where records come one at a time. recorded: scores of outside verdicts that need not be asked for again.
-
-    Example: Context(time_ms=1763715600000, record_offset=981, memories=new_memories(steps))
     """
 
     time_ms: int = 0
@@ -124,8 +119,6 @@ class Context(msgspec.Struct, kw_only=True):
 class Dropped(msgspec.Struct, frozen=True):
     """An experience that goes no further. experience: it; reason: a constant phrase; detail: what exactly; processor: the
     step's stamp.
-
-    Example: Dropped(experience, "too short", "3 tokens, expected 8 or more", "filter@1")
     """
 
     experience: Experience
@@ -197,10 +190,7 @@ async def run_chain(steps: Sequence[Step], experiences: Sequence[Experience], co
     for index, step in enumerate(steps):
         if not flow.members:
             break
-        if context.turn is not None and step.memory:
-            await context.turn.wait()
-        elif context.turn is not None and index == last_memory + 1:
-            context.turn.end()
+        await _take_turn(context, step, index == last_memory + 1)
         extras = step_extras(step, context)
         if step.kind == "group":
             group = tuple(member for member in flow.members if member.group == flow.group)
@@ -255,8 +245,14 @@ class _Flow:
         )
 
 
+async def _take_turn(context: Context, step: Step, is_behind_memory: bool) -> None:
+    if context.turn is not None and step.memory:
+        await context.turn.wait()
+    elif context.turn is not None and is_behind_memory:
+        context.turn.end()
+
+
 def step_extras(step: Step, context: Context) -> Extras:
-    """The parameters that the chain fills in."""
     known: dict[str, Any] = {"time_ms": context.time_ms, "record_offset": context.record_offset}
     if step.memory:
         known["memory"] = context.memories.setdefault(step.name, Memory(step.memory))
@@ -478,67 +474,49 @@ def _all_dropped(step: Step, members: Sequence[Experience], reason: str, detail:
     return ChainResult(kept=(), dropped=tuple(Dropped(member, reason, detail, step.stamp) for member in members))
 
 
-class GoneTask(msgspec.Struct, frozen=True):
-    """A task that goes no further. reason: a constant phrase; detail: what exactly; processor: the step's stamp.
-
-    task: that was dropped.
-
-    Example: GoneTask(task, "duplicate task", "the same question as add-3745", "dedupe@1")
-    """
+class DroppedTask(NamedTuple):
+    """A task that goes no further. reason: a constant phrase. processor: the step's stamp."""
 
     task: Task
     reason: str
-    detail: str = ""
-    processor: str = ""
+    detail: str
+    processor: str
 
 
-class TaskOutcome(msgspec.Struct, frozen=True):
-    """The task and what was made from it: kept and dropped.
-
-    kept: what passed. dropped: the rest.
-    """
-
-    kept: tuple[Task, ...]
-    dropped: tuple[GoneTask, ...]
-
-
-async def run_task_chain(steps: Sequence[Step], task: Task, context: Context) -> TaskOutcome:
-    """Pass one task, and the variations made on the way, through the steps. Never raises for what a step does."""
+async def run_task_chain(steps: Sequence[Step], task: Task, context: Context) -> tuple[list[Task], list[DroppedTask]]:
+    """The task and its variations that passed the steps, and the others. Never raises for what a step does."""
     members = [task]
-    dropped: list[GoneTask] = []
+    dropped: list[DroppedTask] = []
     last_memory = max((index for index, step in enumerate(steps) if step.memory), default=-1)
     for index, step in enumerate(steps):
         if not members:
             break
-        if context.turn is not None and step.memory:
-            await context.turn.wait()
-        elif context.turn is not None and index == last_memory + 1:
-            context.turn.end()
+        await _take_turn(context, step, index == last_memory + 1)
         results = await call_step(step, members, step_extras(step, context))
         passed: list[Task] = []
         for member, result in zip(members, results, strict=True):
             following = _settled(step, member, result, {known.id for known in (*members, *passed)})
-            if isinstance(following, GoneTask):
+            if isinstance(following, DroppedTask):
                 dropped.append(following)
             else:
                 passed += following
         members = passed
-    return TaskOutcome(kept=tuple(members), dropped=tuple(dropped))
+    return members, dropped
 
 
-def _settled(step: Step, member: Task, result: object, known: set[str]) -> list[Task] | GoneTask:
+def _settled(step: Step, member: Task, result: object, known: set[str]) -> list[Task] | DroppedTask:
     if isinstance(result, Failure):
-        return GoneTask(member, f"processor {result.kind}", f"{step.stamp}: {result.detail}", step.stamp)
+        return DroppedTask(member, f"processor {result.kind}", f"{step.stamp}: {result.detail}", step.stamp)
     if isinstance(result, Drop):
         if fault := drop_fault(result):
-            return GoneTask(member, NONSENSE, f"{step.stamp}: {fault}", step.stamp)
-        return GoneTask(member, result.reason, str(result.detail)[:MAX_DETAIL_CHARS], step.stamp)
+            return DroppedTask(member, NONSENSE, f"{step.stamp}: {fault}", step.stamp)
+        return DroppedTask(member, result.reason, str(result.detail)[:MAX_DETAIL_CHARS], step.stamp)
     results = list(result) if isinstance(result, list | tuple) else [result]
     fault = next((fault for result in results if (fault := task_fault(result))), "")
     tasks = [result for result in results if isinstance(result, Task)]
     if not fault:
         fault = _family_fault(member, tasks, known)
-    return GoneTask(member, NONSENSE, f"{step.stamp}: {fault}", step.stamp) if fault else tasks
+    return DroppedTask(member, NONSENSE, f"{step.stamp}: {fault}", step.stamp) if fault else tasks
 
 
 def _family_fault(member: Task, tasks: Sequence[Task], known: set[str]) -> str:

@@ -53,8 +53,6 @@ class Mark(msgspec.Struct, frozen=True):
     `processor`.
 
     kind: which decorator. version: of what it decides.
-
-    Example: Mark(kind="processor", version=1, memory=4096, inline=True)
     """
 
     kind: Kind

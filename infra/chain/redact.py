@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 Kind = Literal["email", "card", "phone", "key", "iban", "ssn"]
 MAX_ROW = 8  # bounds the time
@@ -40,13 +40,6 @@ _CARD_WITHIN = re.compile(
 )
 
 
-class Searching(Protocol):
-    """Methods of a compiled pattern that are used here."""
-
-    def finditer(self, text: str, pos: int, endpos: int, /) -> Iterator["re.Match[str]"]:
-        """Matches between two places."""
-
-
 class Signs(NamedTuple):
     """Necessary signs of data in a text. digits: how many, up to MOST_DIGITS. row: sixteen characters of
     secrets in a row. at: a sign of an address. begin: the first words of a private key.
@@ -68,7 +61,7 @@ class Shape(NamedTuple):
     """
 
     kind: str
-    pattern: Searching
+    pattern: "re.Pattern[str]"
     looks: Looks
     needs: Needs
 
@@ -133,7 +126,7 @@ def text_signs(text: str) -> Signs:
     return Signs(digits, _ROW.search(text) is not None, "@" in text, _BEGIN in text)
 
 
-def matches(pattern: Searching, text: str) -> Iterator["re.Match[str]"]:
+def matches(pattern: "re.Pattern[str]", text: str) -> Iterator["re.Match[str]"]:
     """Matches in their order, none within another, looked for in pieces."""
     at = 0
     while at < len(text):

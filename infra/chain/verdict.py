@@ -28,8 +28,6 @@ class Question(msgspec.Struct, frozen=True):
     the score's code.
 
     id: of the experience. name, version: of the score.
-
-    Example: Question("add-3745.2.0-7-0", "judge", "2", "9f86d081884c7d65")
     """
 
     id: str

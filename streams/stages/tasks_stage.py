@@ -7,6 +7,7 @@ do not see each other's newest tasks.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -59,17 +60,14 @@ class TaskStage:
             memories=await self._remembered(),
             turn=turn,
         )
-        outcome = await run_task_chain(self._steps, task, context)
-        dropped: dict[str, int] = {}
-        for gone in outcome.dropped:
-            dropped[gone.reason] = dropped.get(gone.reason, 0) + 1
+        kept, gone = await run_task_chain(self._steps, task, context)
         return Handled(
-            first=tuple(Output(TASKSET, kept) for kept in outcome.kept),
-            then=tuple(letter(message, STAGE, gone.reason, gone.detail) for gone in outcome.dropped),
-            dropped=dropped,
+            first=tuple(Output(TASKSET, passed) for passed in kept),
+            then=tuple(letter(message, STAGE, dropped.reason, dropped.detail) for dropped in gone),
+            dropped=dict(Counter(dropped.reason for dropped in gone)),
             num_in=1,
-            num_out=len(outcome.kept),
-            failed=count_faults((gone.reason, gone.processor) for gone in outcome.dropped),
+            num_out=len(kept),
+            failed=count_faults((dropped.reason, dropped.processor) for dropped in gone),
         )
 
     def failed(self, message: LogMessage, reason: str, error: str) -> Handled:

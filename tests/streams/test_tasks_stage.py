@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.chain.chain import Context, TaskOutcome, make_step, new_memories, run_task_chain
+from infra.chain.chain import Context, DroppedTask, make_step, new_memories, run_task_chain
 from infra.chain.processor import Drop, processor, score
 from infra.log.bus import Record
 from infra.log.log import Log, LogMessage
@@ -261,9 +261,9 @@ def test_a_processor_of_ones_own_is_inserted_into_the_stage() -> None:
 def test_what_a_step_does_wrong_is_the_tasks_reason(name: str, reason: str, detail: str) -> None:
     steps = (make_step(name, globals()[name]),)
 
-    async def run() -> TaskOutcome:
+    async def run() -> tuple[list[Task], list[DroppedTask]]:
         return await run_task_chain(steps, task("a"), Context(memories=new_memories(steps)))
 
-    outcome = asyncio.run(run())
-    assert outcome.kept == () and outcome.dropped[0].reason == reason
-    assert detail in outcome.dropped[0].detail and outcome.dropped[0].processor == f"{name}@1"
+    kept, gone = asyncio.run(run())
+    assert kept == [] and gone[0].reason == reason
+    assert detail in gone[0].detail and gone[0].processor == f"{name}@1"
