@@ -32,10 +32,7 @@ SHARE = 0.95
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """Distance of two readings of the same tokens. tokens: how many. mean, p95: of e. largest: nats, not divided.
-
-    Example: Agreement(tokens=252, mean=0.005, p95=0.018, largest=0.16)
-    """
+    """Distance of two readings of the same tokens. tokens: how many. mean, p95: of e. largest: nats, not divided."""
 
     tokens: int
     mean: float

@@ -78,7 +78,6 @@ async def folded(log: Log, *, stop: int | None = None) -> PoliciesFold:
 
 
 async def read_on(log: Log, fold: PoliciesFold, *, stop: int | None = None) -> None:
-    """Fold the records that came since."""
     async for _ in reading(log, fold, stop=stop):
         pass
 

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import zstandard
 
-from infra.policies.tensors import CHUNK_VALUES, ITEM_BYTES, Seen, Tensor, bits, chunks, unseen
+from infra.policies.tensors import CHUNK_VALUES, ITEM_BYTES, Tensor, bits, chunks
 from infra.store.store import joined
 
 LEVEL = 1
@@ -54,20 +54,19 @@ class Encoded(msgspec.Struct, frozen=True):
     changed: int
 
 
-def encode_tensor(old: Tensor, new: Tensor, seen: Seen = unseen) -> Encoded:
-    """`new` relative to `old`, which must have its dtype and shape. seen: is shown `new`."""
+def encode_tensor(old: Tensor, new: Tensor) -> Encoded:
+    """`new` relative to `old`, which must have its dtype and shape."""
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         raise ValueError(f"delta: got {new.dtype}{new.shape}, expected {old.dtype}{old.shape}")
     before, after = bits(old), bits(new)
     if before.itemsize == 2 and before.size <= MAX_VALUES and sampled_share(before, after) < K1_SHARE:
         streams = _UlpStreams()
-        for move in _moves_between(before, after, seen):
+        for move in _moves_between(before, after):
             streams.add(*move)
         changed, payload = streams.packed()
         if len(payload) < new.num_bytes:
             return Encoded("k1", payload, changed)
         return Encoded("raw", new.data, changed)
-    seen(memoryview(new.data))
     changed = sum(int(np.count_nonzero(a != b)) for a, b in zip(chunks(before), chunks(after), strict=True))
     return Encoded("raw", new.data, changed)
 
@@ -91,13 +90,12 @@ def sampled_share(before: np.ndarray, after: np.ndarray) -> float:
     return float(np.mean(before[::stride] != after[::stride])) if before.size else 0.0
 
 
-def _moves_between(before: np.ndarray, after: np.ndarray, seen: Seen) -> Iterator[Move]:
+def _moves_between(before: np.ndarray, after: np.ndarray) -> Iterator[Move]:
     """Differences, found piece by piece, so that each piece stays in the processor's cache."""
     room = np.empty(min(before.size, CHUNK_VALUES), bool)
     found: list[Move] = []
     start = waiting = 0
     for old, new in zip(chunks(before), chunks(after), strict=True):
-        seen(new.data)
         at = _sparse(np.not_equal(old, new, out=room[: old.size]))
         found.append((old.take(at), new.take(at), at + start))
         start, waiting = start + old.size, waiting + at.size

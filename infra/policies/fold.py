@@ -60,7 +60,6 @@ class Stable(msgspec.Struct, frozen=True):
 
 
 def moved(stable: Stable, event: PolicyEvent, policy: str) -> Stable:
-    """The channel after an event of any policy."""
     if event.policy != policy or event.channel == "candidate":
         return stable
     if event.owner not in MASTERS:
@@ -309,7 +308,6 @@ class PoliciesFold:
             self._policies[value.policy].apply(value, message.offset)
 
     def of(self, policy: str) -> PolicySummary:
-        """Summary of one policy."""
         return self.summary().of(policy)
 
     def summary(self) -> Summary:

@@ -61,7 +61,6 @@ class WeightSource(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """Size of its objects."""
         return sum(shard.num_bytes for shard in self.shards)
 
 
@@ -94,9 +93,6 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
     none. step: the last one it contains. anchor: the newest version with one. chain_bytes: of the deltas since then,
     one by one. tensors: all of them. sources: ways to obtain them. probe: what an engine checks itself by. format: of the
     file. adapter: what the tensors are an adapter of; None where they are the whole model. slice: None with an anchor.
-
-    Example: PolicyManifest(policy="main", token=17, version=1, parent=0, step=1, anchor=0, chain_bytes=210,
-                      tensors=(TensorEntry("w", "BF16", (2,), "99aa…"),), sources=(WeightSource(kind="delta", …),))
     """
 
     policy: str
@@ -124,7 +120,6 @@ def encode_manifest(manifest: PolicyManifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> PolicyManifest:
-    """ValueError says what does not hold."""
     try:
         version = msgspec.json.decode(data, type=_Format).format
         if version != FORMAT:
@@ -149,7 +144,6 @@ def folder_of(policy: str, token: int) -> str:
 
 
 def manifest_key(policy: str, token: int, version: int) -> str:
-    """Key of the manifest of a version."""
     return f"{folder_of(policy, token)}/manifests/{version}.json"
 
 
@@ -171,7 +165,6 @@ class Look:
         self.finite = True
 
     def take(self, data: bytes | memoryview) -> None:
-        """The next values, however many."""
         for chunk in chunks(np.frombuffer(data, f"<u{ITEM_BYTES[self._dtype]}")):
             self._hash.update(chunk.data)
             self.finite = self.finite and (self._is_finite or are_finite(chunk, self._dtype))
@@ -194,7 +187,6 @@ def looked_at(tensors: Mapping[str, Tensor], *, is_finite: bool = False) -> dict
 
 
 def tensor_entries(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
-    """The manifest's list of tensors, by name."""
     ordered = sorted(tensors.items())
     hashes = in_threads(hash_tensor, [tensor for _, tensor in ordered], size=byte_count, same=id)
     return tuple(

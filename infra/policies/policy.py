@@ -17,8 +17,6 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     the end of one or more module names; sorted. base: hash of the folder's tensors that it is an adapter of, see
     `infra.model.adapter.base_hash`. within: name of the module that alone is adapted (the text model of one that takes
     pictures), "" for the whole.
-
-    Example: Adapter(rank=16, alpha=32, targets=("q_proj", "v_proj"), base="9f…")
     """
 
     rank: int
@@ -42,8 +40,6 @@ def described(adapter: Adapter | None) -> str:
 class Probe(msgspec.Struct, frozen=True):
     """Token sequences with the trainer's logprobs (temperature 1, float32). sequences: of ids. logprobs: of every token
     but the first.
-
-    Example: Probe(sequences=((1, 22, 30),), logprobs=((-0.7, -2.1),))
     """
 
     sequences: tuple[tuple[int, ...], ...]

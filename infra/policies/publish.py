@@ -56,8 +56,6 @@ class NewVersion(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: its name. token: of the trainer's lease. version: higher than any before. parent: the version it was trained
     from, -1 for none. step: the last one it contains. adapter: of which the tensors are, None for the whole model.
-
-    Example: NewVersion(policy="main", token=17, version=8, parent=7, step=31)
     """
 
     policy: str

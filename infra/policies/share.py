@@ -12,9 +12,9 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from infra.observe.failpoint import reach
-from infra.policies.delta import Encoded, encode_tensor, sampled_share
+from infra.policies.delta import Encoded, encode_tensor
 from infra.policies.manifest import DeltaPart, Look, Shard, TensorEntry, differing, looked_at
-from infra.policies.tensors import ITEM_BYTES, CopiedTensors, Tensor, bits, in_threads, pieces_of
+from infra.policies.tensors import ITEM_BYTES, CopiedTensors, Tensor, in_threads, pieces_of
 from infra.store.store import Pieces, Store, digest_of, name_of, total_bytes
 
 SHARD_BYTES = 128 * 1024 * 1024  # as much as one connection should be asked to begin again
@@ -50,8 +50,6 @@ class VersionTensors(Protocol):
 
 
 class HashedTensors(dict[str, Tensor]):
-    """VersionTensors in host memory."""
-
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)
         self._known = tensors.not_finite if isinstance(tensors, CopiedTensors) else None
@@ -77,28 +75,7 @@ class HashedTensors(dict[str, Tensor]):
         return id(self[name])
 
     def encoded_since(self, old: VersionTensors) -> dict[str, Encoded]:
-        """A tensor that is not hashed yet and differs by a sample is hashed in the pass that encodes it."""
-        tried: dict[str, Encoded] = {}
-        if "_looks" not in self.__dict__:
-            before = {entry.name: entry for entry in old.entries}
-            pairs = {name for name, tensor in self.items() if has_delta(before.get(name), tensor.dtype, tensor.shape)}
-
-            def look_at(name: str) -> tuple[Look, Encoded | None]:
-                tensor, look = self[name], Look(self[name].dtype, is_finite=self._known is not None)
-                if name in pairs and sampled_share(bits(old[name]), bits(tensor)) > 0:
-                    return look, encode_tensor(old[name], tensor, look.take)
-                look.take(tensor.data)
-                return look, None
-
-            found = in_threads(
-                look_at,
-                self,
-                size=lambda name: self[name].num_bytes,
-                same=lambda name: (old.same_as(name) if name in pairs else None, self.same_as(name)),
-            )
-            self._looks = {name: look for name, (look, _) in zip(self, found, strict=True)}
-            tried = {name: encoded for name, (_, encoded) in zip(self, found, strict=True) if encoded is not None}
-        return {name: part for name, part in tried.items() if part.encoder != "raw"} | encode_rest(self, old, tried)
+        return encode_changed(self, old)
 
     def base(self) -> "HashedTensors":
         kept = HashedTensors({name: tensor for name, tensor in self.items() if ITEM_BYTES[tensor.dtype] == 2})
@@ -111,8 +88,8 @@ def has_delta(old: TensorEntry | None, dtype: str, shape: tuple[int, ...]) -> bo
     return old is not None and ITEM_BYTES[dtype] == 2 and (old.dtype, old.shape) == (dtype, shape)
 
 
-def encode_rest(new: VersionTensors, old: VersionTensors, tried: Collection[str]) -> dict[str, Encoded]:
-    """Encode the 16-bit tensors that changed and were not tried yet."""
+def encode_changed(new: VersionTensors, old: VersionTensors, tried: Collection[str] = ()) -> dict[str, Encoded]:
+    """Encode the 16-bit tensors that changed and were not tried yet, those whose difference is smaller than the tensor."""
     before = {entry.name: entry for entry in old.entries}
     sizes = {
         entry.name: math.prod(entry.shape)

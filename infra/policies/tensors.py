@@ -129,8 +129,6 @@ def unseen(piece: memoryview) -> None:
 class Tensor(msgspec.Struct, frozen=True):
     """Values of one tensor. dtype: a safetensors name. shape: () for one value. data: little-endian, row-major, exactly
     as many bytes as needed.
-
-    Example: Tensor("F32", (2,), b"\\x00\\x00\\x80?\\x00\\x00\\x00@")
     """
 
     dtype: str
@@ -149,7 +147,6 @@ class Tensor(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the data."""
         return len(self.data)
 
 

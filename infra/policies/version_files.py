@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from infra.observe.metrics import Metrics
 from infra.policies.delta import Part, decode_chain, decode_pieces
@@ -128,7 +128,9 @@ class VersionFiles:
     def _made(self, path: Path, entries: Sequence[TensorEntry], fill: Fill, check: Check) -> FileTensors | None:
         """Tensors filled here or by another process. None without room, or if the other takes too long."""
         _make_folder(path.parent)
-        plan, part, deadline = _plan(entries), path.with_name(f"{path.name}.part"), time.monotonic() + self._wait_s
+        header, places = layout({entry.name: (entry.dtype, entry.shape) for entry in entries})
+        num_bytes = len(header) + max((stop for _, stop in places.values()), default=0)
+        part, deadline = path.with_name(f"{path.name}.part"), time.monotonic() + self._wait_s
         while time.monotonic() < deadline:
             if (file := _begun(part)) is None:
                 time.sleep(POLL_S)
@@ -136,9 +138,9 @@ class VersionFiles:
             try:
                 if found := self._found(path, check):  # of the process that had the lock before
                     return found
-                if not self._has_room(path.parent, plan.num_bytes):
+                if not self._has_room(path.parent, num_bytes):
                     return None
-                mapped = _filled(file, plan, fill)
+                mapped = _filled(file, header, places, num_bytes, fill)
                 os.fchmod(file, 0o400)
                 part.rename(path)
                 if found := _held(os.dup(file), path, mapped):
@@ -162,7 +164,6 @@ class VersionFiles:
             self.metrics.counter("version_files_no_room").inc()
 
     def _remove_left(self) -> None:
-        """Remove files that no process holds any more."""
         for folder in self._folders:
             for path in folder.glob("*.safetensors*"):
                 with suppress(OSError):  # held, or gone by now
@@ -173,28 +174,14 @@ class VersionFiles:
                         os.close(file)
 
 
-class _Plan(NamedTuple):
-    """header: what a file begins with. places: where each tensor starts and stops in it. num_bytes: of all."""
-
-    header: bytes
-    places: Mapping[str, tuple[int, int]]
-    num_bytes: int
-
-
-def _plan(entries: Sequence[TensorEntry]) -> _Plan:
-    header, places = layout({entry.name: (entry.dtype, entry.shape) for entry in entries})
-    begin = len(header)
-    found = {name: (begin + start, begin + stop) for name, (start, stop) in places.items()}
-    return _Plan(header, found, max((stop for _, stop in found.values()), default=begin))
-
-
-def _filled(file: int, plan: _Plan, fill: Fill) -> mmap.mmap:
-    """The file, mapped, after `fill`."""
+def _filled(file: int, header: bytes, places: Mapping[str, tuple[int, int]], num_bytes: int, fill: Fill) -> mmap.mmap:
+    """The file, mapped, after `fill`. places: of each tensor behind the header."""
     os.truncate(file, 0)
-    os.truncate(file, plan.num_bytes)
+    os.truncate(file, num_bytes)
     mapped = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
-    _write(file, plan.header, 0)
-    fill(_putting(file, mapped, plan.places))
+    _write(file, header, 0)
+    begin = len(header)
+    fill(_putting(file, mapped, {name: (begin + start, begin + stop) for name, (start, stop) in places.items()}))
     return mapped
 
 
@@ -250,7 +237,6 @@ def _begun(part: Path) -> int | None:
 
 
 def is_at(file: int, path: Path) -> bool:
-    """True if an open file still has this name."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:

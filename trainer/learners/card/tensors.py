@@ -17,7 +17,7 @@ import torch
 
 from infra.policies.delta import K1_SHARE, SAMPLE_VALUES, Encoded, Move, encode_moves
 from infra.policies.manifest import TensorEntry
-from infra.policies.share import HashedTensors, VersionTensors, encode_rest
+from infra.policies.share import HashedTensors, VersionTensors, encode_changed
 from infra.policies.tensors import CopiedTensors, Rooms, Tensor, from_torch, in_threads, place_of
 from trainer.learners.card.xxh3 import Mix, hash_on_card, mix_on_host
 
@@ -126,7 +126,7 @@ class CardTensors:
             )
             tried = dict(zip(names, found, strict=True))
         encoded = {name: encoded for name, encoded in tried.items() if encoded is not None}
-        return encoded | encode_rest(self, old, tried)
+        return encoded | encode_changed(self, old, tried)
 
     def base(self) -> "CardTensors":
         kept = CardTensors(self._stream)
