@@ -41,8 +41,6 @@ class Column(msgspec.Struct, array_like=True, frozen=True):
     """Description of one section in the header.
 
     name: of the section. width: bytes per item. items: how many.
-
-    Example: Column(name="tokens", width=4, items=176)
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -218,7 +216,6 @@ class Bulk:
 
     @property
     def tokens(self) -> Tokens:
-        """Prompt and response token ids."""
         found = self._tokens
         if found is None:
             found = self._tokens = np.frombuffer(self._items(TOKENS), "<u4")
@@ -241,7 +238,6 @@ class Bulk:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The conversation as text."""
         found = self._messages
         if found is None:
             made: list[Message] = []

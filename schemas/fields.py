@@ -103,8 +103,6 @@ class Stretch(msgspec.Struct, array_like=True, frozen=True):
     """The advantage of a run of tokens, from the stop of the one before it (or the first token) to its own.
 
     stop: index of the token behind the last. advantage: of each token of the run.
-
-    Example: Stretch(stop=11, advantage=0.93)
     """
 
     stop: Count
@@ -114,8 +112,6 @@ class Stretch(msgspec.Struct, array_like=True, frozen=True):
 class Join(msgspec.Struct, array_like=True, frozen=True):
     """Turns of a session that are trained together. name: group of the first of its turns. more: how many of them
     follow it into `buffer`.
-
-    Example: Join(name="mddrffqvmjcncqrrjhvnrntq.7-3", more=18)
     """
 
     name: Id
@@ -125,8 +121,6 @@ class Join(msgspec.Struct, array_like=True, frozen=True):
 class Edit(msgspec.Struct, array_like=True, frozen=True):
     """People's corrections of an answer. text: the newest correction, None where all were taken back. count: how often
     one was made or taken back.
-
-    Example: Edit(text="281", count=1)
     """
 
     text: str | None = None

@@ -174,7 +174,6 @@ def keyed_session(secret: bytes, tenant: str, session: str, consent: str = "") -
 
 
 def belongs_to(session: str, tenant: str, secret: bytes) -> bool:
-    """True if a session is one of the tenant's."""
     return _same(session[:TAG_LETTERS], _tag(secret, tenant))
 
 

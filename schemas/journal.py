@@ -42,9 +42,6 @@ class BatchItem(Struct, frozen=True, array_like=True):
     id: of the experience. partition, offset: of its block. index: within its block. lane: that trains it. revision: of the
     experience. advantage: of the whole experience. use: 0 the first time it is trained in the lane, as whichever revision.
     min_version: oldest sampled token's of those that are trained. weight: multiplies its loss terms.
-
-    Example: BatchItem(id="add-3745.2.0-7-0", partition=0, offset=981, index=7, lane="usual", min_version=11,
-                       advantage=0.93)
     """
 
     id: Id
@@ -76,9 +73,6 @@ class Batch(Struct, frozen=True, tag_field="kind", tag="batch"):
     seed: of everything random in the step. config_hash: of the settings that shape the step. blocks: BLAKE2b-128 of each
     block's record in `buffer`, in the order in which `items` and then `dropped` first name them, so that one that was
     altered since can be named.
-
-    Example: Batch(run="demo", token=17, step=40, version=40, seed=40,
-                   items=(BatchItem(id="add-3745.2.0-7-0", partition=0, offset=981, index=7, lane="usual"),))
     """
 
     run: str
@@ -101,8 +95,6 @@ class Fence(Struct, frozen=True, tag_field="kind", tag="fence"):
     """First record of a new lease in the journal: lower tokens after it count for nothing.
 
     run: whose journal it is. token: of the lease. owner: instance of the trainer that holds it.
-
-    Example: Fence(run="demo", token=17, owner="train/4711")
     """
 
     run: str
@@ -114,8 +106,6 @@ class Skip(Struct, frozen=True, tag_field="kind", tag="skip"):
     """A journaled step that changed no weights, and why.
 
     run, token, step: as in the Batch it is about. reason: a short phrase for people.
-
-    Example: Skip(run="demo", token=17, step=41, reason="gradient not finite")
     """
 
     run: str
@@ -130,8 +120,6 @@ class Rollback(Struct, frozen=True, tag_field="kind", tag="rollback"):
     run, token: as in a Batch. from_step, to_step: the first and the last of these steps. restored_version: the older
     version whose weights are taken. reason: a short phrase for people. version: the new, higher version whose content
     equals restored_version.
-
-    Example: Rollback(run="demo", token=17, from_step=41, to_step=44, restored_version=40, version=45, reason="3 skips")
     """
 
     run: str
@@ -150,8 +138,6 @@ class Saved(Struct, frozen=True, tag_field="kind", tag="saved"):
     run, token: as in a Batch. step: -1 before the first. version: of these weights. sha256: of the state over names, dtypes,
     shapes and bytes, in order of the names; of the bytes the hashes of their chunks, where it begins with "chunks ". phase: of
     the steps that follow. made_with: what the bits depend on besides the journal (code, libraries, device, threads), by name.
-
-    Example: Saved(run="demo", token=17, step=40, version=40, sha256="9f…", made_with={"torch": "2.13.0", "threads": "1"})
     """
 
     run: str

@@ -36,8 +36,6 @@ class Client(Struct, frozen=True):
 
     client: the tenant, as ids name it. sessions: or users, or requests that named neither. failed, refused: sessions in which
     an answer did or was; see Answered.
-
-    Example: Client(client="mddrffqv", sessions=120, refused=4)
     """
 
     client: str
@@ -50,8 +48,6 @@ class Answered(Struct, frozen=True):
     """Answers of one version that one gateway served since it started. version: of the policy. trial: as in a Closure. answers:
     how many. failed: answers the engine did not bring to an end. refused: answers that began as a refusal. clients: whom, those
     past 63 are one, of no name; () of versions that answered nothing lately, and from gateways of older releases.
-
-    Example: Answered(version=44, answers=480, failed=1, refused=12)
     """
 
     version: Count
@@ -67,8 +63,6 @@ class MasterState(Struct, frozen=True):
 
     state: see `MasterPhase`. outstanding: groups that were issued and neither drawn nor given up. drained_to: offset in
     `policies` of the newest drain, pause or continue it has read, -1 for none.
-
-    Example: MasterState(state="draining", outstanding=17, drained_to=31)
     """
 
     state: MasterPhase
@@ -90,8 +84,6 @@ class FeedbackWait(Struct, frozen=True):
     """Answers that wait for feedback at a stream worker.
 
     answers: how many. first_ms: when the window of the one that has waited longest passes, by the log's clock; 0 for none.
-
-    Example: FeedbackWait(answers=386, first_ms=1763715600000)
     """
 
     answers: Count = 0
@@ -127,8 +119,6 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     most MAX_HELD of them. answered: of a gateway, its newest versions. refused: of an engine, newest versions that it does not
     serve since its start, to the reason. reason: why a role that says "failed" has ended.
     alarms: what an operator should look at, a sentence each. release: of headrace, "" of older ones.
-
-    Example: Progress(role="explore", instance="explore-0/4711", version=12, counters={"tokens": 81200.0})
     """
 
     role: str
@@ -187,8 +177,6 @@ class Issued(Struct, frozen=True):
     version. version: the exact version of an eval, -1 for none. suite: name of the eval set, "" for rollouts.
     temperature: 0 is greedy. max_tokens: per turn. enough: the group ends when so many of its episodes have ended without
     failing, 0 for all.
-
-    Example: Issued(group="add-3745.2", attempt=0, num_episodes=16, sequence=412, min_version=9, max_tokens=5)
     """
 
     group: Id
@@ -232,8 +220,6 @@ class DropMarker(Struct, frozen=True, tag_field="kind", tag="stub"):
 
     id, group, episode, group_size, attempt, part, last, lane, sequence, revision: of the dropped experience. stage, processor:
     that dropped it. reason: a short constant phrase, used as a label.
-
-    Example: DropMarker(id="add-3745.2.0-7-0", group="add-3745.2", episode=7, last=True, group_size=16, reason="too short")
     """
 
     id: Id
@@ -275,8 +261,6 @@ class Tick(Struct, frozen=True, tag_field="kind", tag="tick"):
     """Time passing on an idle partition of `verified`, so that deadlines fire. Duplicates are harmless.
 
     due_ms: the deadline that asked for it, log-append milliseconds. partition: of `verified`.
-
-    Example: Tick(partition=3, due_ms=1763715600000)
     """
 
     partition: Count
@@ -288,8 +272,6 @@ class Rating(Struct, frozen=True):
 
     source: the feedback source. rater: a pseudonym, "" where none is named. value: 0 to 1, of this answer alone: credit for
     later turns is not a rating. time_ms: log-append time of the feedback.
-
-    Example: Rating(source="csat", rater="kq7m", value=0.0, time_ms=1763715600000)
     """
 
     source: str
@@ -308,8 +290,6 @@ class Closure(Struct, frozen=True, tag_field="kind", tag="closure"):
     trial: the version that was on trial in the canary channel when the gateway drew which of the two would answer, -1 where
     none was. ratings: what people said of the answers themselves, at most 64, the newest; () for none, None in logs written
     before there were ratings. answered_ms: log-append time of the answer, -1 where it is not of production.
-
-    Example: Closure(group="add-3745.2", outcome="dropped", reason="all rewards equal", sequence=412, mean_reward=1.0)
     """
 
     group: Id
@@ -333,8 +313,6 @@ class Drawn(Struct, frozen=True, tag_field="kind", tag="drawn"):
 
     token: fencing token of the trainer. step: optimizer step that is about to run. version: policy version when drawn.
     groups: trained. dropped: groups the trainer will never train, with the reason.
-
-    Example: Drawn(token=17, step=40, version=40, groups=("add-3745.2",), dropped={"add-99.0": "stale"})
     """
 
     token: Count
@@ -353,9 +331,6 @@ class PolicyEvent(Struct, frozen=True, tag_field="kind", tag="policy"):
     version: content, never reused. parent: the version it was trained from. manifest: store key. manifest_sha256: of its
     bytes, which are checked with it. token: of the trainer that published or the master that decided, 0 on a lease itself.
     owner: the trainer, master or engine instance, or the person, that wrote it. stats: small numbers worth showing.
-
-    Example: PolicyEvent(event="published", policy="main", version=12, parent=11, token=17,
-                         manifest="policies/main/17/manifests/12.json", manifest_sha256="9f…", step=12)
     """
 
     event: PolicyEventKind
@@ -381,8 +356,6 @@ class Directive(Struct, frozen=True, tag_field="kind", tag="directive"):
     destroyed) or open (a sealed answer was shown to its owner). Of drain, pause and continue the newest holds. suite,
     version: of an eval. owner: the person or instance that ordered it. reason: why, for people. about: whom it forgets, as
     a keyed hash, or the answer or dead letter (`dead-letters/<partition>@<offset>`) it opens.
-
-    Example: Directive(order="drain", owner="ann@ops-1")
     """
 
     order: DirectiveKind
@@ -407,9 +380,6 @@ class EvalResult(Struct, frozen=True, tag_field="kind", tag="eval_result"):
     task is right. interval: 95 % confidence of the share of right answers, None where it was not computed. right: of each
     task, in order, how many of its answers are; () in old logs. tasks: a digest of the tasks' ids; two results of one
     digest can be compared task by task.
-
-    Example: EvalResult(policy="main", version=40, suite="held-out", num_tasks=500, num_correct=431,
-                        request="40/held-out")
     """
 
     policy: str
@@ -440,9 +410,6 @@ class DeadLetter(Struct, frozen=True, tag_field="kind", tag="dead_letter"):
     topic, partition, offset, key: of the record. stage: where it failed.
     reason: short constant phrase. error: the message, which names the field. value: the record as it was, cut to
     MAX_LETTER_BYTES.
-
-    Example: DeadLetter(topic="experiences", partition=2, offset=77, stage="verify", reason="bad frame",
-                        error="header: checksum differs", value=b"HR...")
     """
 
     topic: str
@@ -461,8 +428,6 @@ class Received(Struct, frozen=True, tag_field="kind", tag="received"):
     path: where it came in, which says whose it is. body: JSON, with what people wrote sealed (`infra.store.seal`). tenant:
     of the key that sent it, "" for a webhook. rater: who the gateway knows it is from, "" where the body says. ref: the
     answer it is about, "" where only the body knows. id: unique; a source may use it.
-
-    Example: Received(path="/v1/feedback", body=b'{"value": 1}', id="a1b2-0", ref="hr-a1b2.0-3-0", tenant="acme")
     """
 
     path: str

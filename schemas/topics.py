@@ -19,8 +19,6 @@ class Topic(msgspec.Struct, frozen=True):
     keyed by.
     partitions: None takes the app's configured number, 1 gives a total order. retention: "keep" for as long as [keep] says,
     "day" for a day, of what is of now, "trimmed" until the trainer removes what no kept checkpoint needs.
-
-    Example: Topic("buffer", ("Block",), key="group", partitions=1, retention="keep")
     """
 
     name: str

@@ -191,7 +191,6 @@ class Ledger:
         )
 
     def close(self) -> None:
-        """Give back the disk space."""
         self.database.close()
 
     def _rows_of(self, topic: str, value: object) -> Iterator[tuple[str, Sequence[Any]]]:
@@ -307,8 +306,6 @@ MAX_AGAIN_S = 15.0
 class Draining(msgspec.Struct, frozen=True):
     """Progress of a drain. state: of the master, "" before its answer. outstanding: groups. on_the_way: experiences, -1 before
     the first account.
-
-    Example: Draining(state="draining", outstanding=17)
     """
 
     state: str = ""
@@ -340,7 +337,6 @@ async def drain(log: Log, run: str, owner: str, timeout_s: float, on_draining: O
 
 
 async def go_on(log: Log, owner: str) -> None:
-    """Let a drained app issue again."""
     await log.publish(POLICIES, Directive(order="continue", owner=owner))
 
 

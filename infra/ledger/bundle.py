@@ -95,22 +95,18 @@ class BundleWriter:
         self._entries: list[BundleObject] = []
 
     def has(self, name: str) -> bool:
-        """True if the bundle has this file."""
         raise NotImplementedError
 
     def put(self, name: str, data: bytes | memoryview) -> None:
-        """Write a file of the bundle."""
         raise NotImplementedError
 
     def keep(self, data: bytes | memoryview) -> str:
-        """Put bytes there as an object; their hash."""
         sha256 = hashlib.sha256(data).hexdigest()
         if not self.has(OBJECTS + sha256):
             self.put(OBJECTS + sha256, data)
         return sha256
 
     def add(self, key: str, data: bytes | memoryview) -> None:
-        """Put an object there under a key."""
         self._entries.append(BundleObject(key, len(data), self.keep(data)))
         self.num_objects, self.num_bytes = self.num_objects + 1, self.num_bytes + len(data)
         self.tell(f"{self.num_objects:,} objects, {self.num_bytes:,} bytes: {key}")
@@ -152,7 +148,6 @@ class BundleWriter:
                 await put(end)
 
     def finish(self, bundle: Bundle) -> Bundle:
-        """Write what makes it whole."""
         self._close_list()
         whole = msgspec.structs.replace(
             bundle, lists=tuple(self.lists), num_objects=self.num_objects, num_bytes=self.num_bytes
@@ -167,8 +162,6 @@ class BundleWriter:
 
 
 class StoreWriter(BundleWriter):
-    """Fills a bundle in a store."""
-
     def __init__(self, place: Store, tell: Tell = lambda words: None) -> None:
         super().__init__(tell)
         self.place = place
@@ -253,6 +246,5 @@ def recorded(place: Store, partition: PartitionRange) -> Iterator[StoredRecord]:
 
 
 def describe(bundle: Bundle) -> str:
-    """Contents in a line."""
     count = sum(part.end - part.begin for partitions in bundle.topics.values() for part in partitions)
     return f"{count:,} records, {bundle.num_objects:,} objects of {bundle.num_bytes:,} bytes"

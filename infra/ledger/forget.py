@@ -33,9 +33,6 @@ class ForgetReport(msgspec.Struct, frozen=True, kw_only=True):
     more.
 
     about: the user, as a keyed hash. newest_version: of the policy, when this was reported.
-
-    Example: ForgetReport(about="9f…", keys=("bcdf-00…",), groups=3, steps=(40,), first_version=41, newest_version=52,
-                    replay_from=40)
     """
 
     about: str

@@ -72,8 +72,6 @@ logger = logging.getLogger(__name__)
 class IndexPlace(msgspec.Struct, frozen=True, order=True):
     """Position of one record. topic: without the app. partition: index. offset: in the partition. time_ms: when the broker
     stored it.
-
-    Example: IndexPlace(topic="verified", partition=3, offset=981, time_ms=1763715600000)
     """
 
     topic: str
@@ -85,8 +83,6 @@ class IndexPlace(msgspec.Struct, frozen=True, order=True):
 class TrainedStep(msgspec.Struct, frozen=True):
     """A journaled step. step: of the optimizer. offset: of its record in `batches`. time_ms: when the broker stored it.
     undone: why it changed nothing in the end, "" if it did.
-
-    Example: TrainedStep(step=40, offset=57, time_ms=1763715600000)
     """
 
     step: int
@@ -149,7 +145,6 @@ class LogIndex:
                 self.database.execute("INSERT OR IGNORE INTO meta VALUES ('pages wanted', 1)")
 
     def _claim(self) -> bool:
-        """Become the writer if no process is."""
         if not self._is_writer:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -296,7 +291,6 @@ class LogIndex:
         self._is_trimmed = False
 
     def _prune(self, topic: Topic, part: int, begin: int) -> None:
-        """Remove rows of records that retention took."""
         with self.database as database:
             if topic in KEYED:
                 database.execute(
@@ -343,7 +337,6 @@ class LogIndex:
         return [found[step] for step in sorted(found)]
 
     def steps_between(self, first: int, last: int) -> list[TrainedStep]:
-        """Journaled steps first to last, inclusive."""
         return self._steps("step BETWEEN ? AND ?", first, last)
 
     def _steps(self, where: str, *values: object) -> list[TrainedStep]:

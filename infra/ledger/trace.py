@@ -23,9 +23,6 @@ class TrainedUse(msgspec.Struct, frozen=True):
 
     step: of the optimizer. time_ms: when it was journaled. version: policy version before the step. lane, revision, use,
     advantage, weight: as in a BatchItem. undone: why the step changed nothing in the end, "" if it did.
-
-    Example: TrainedUse(step=40, time_ms=1763715600000, version=39, lane="usual", revision=0, use=0,
-                        advantage=0.93, weight=1.0, undone="")
     """
 
     step: int
@@ -162,7 +159,6 @@ async def trace_policy(log: Log, index: LogIndex, version: int) -> PolicyTrace:
 
 
 async def policy_events(log: Log, index: LogIndex, version: int) -> list[tuple[int, PolicyEvent]]:
-    """Events about a version, with times."""
     places = [IndexPlace(topics.POLICIES.name, 0, offset, 0) for offset in index.policy_offsets(version)]
     return [
         (message.timestamp_ms, message.value)
@@ -172,7 +168,6 @@ async def policy_events(log: Log, index: LogIndex, version: int) -> list[tuple[i
 
 
 async def uses_of(log: Log, steps: Sequence[TrainedStep], name: str) -> list[TrainedUse]:
-    """Uses of an experience in the journal."""
     places = {IndexPlace(topics.BATCHES.name, 0, step.offset, step.time_ms): step for step in steps}
     return [
         TrainedUse(

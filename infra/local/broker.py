@@ -57,7 +57,6 @@ class BrokerPorts(msgspec.Struct, frozen=True):
 
     @property
     def bootstrap(self) -> str:
-        """Address for clients."""
         return f"{HOST}:{self.port}"
 
 
@@ -161,7 +160,6 @@ def server_properties(data: Path, address: BrokerPorts, more: Mapping[str, str] 
 
 
 def password_settings(folder: Path, address: BrokerPorts) -> dict[str, str]:
-    """Kafka's settings for a broker that asks."""
     password = read_password(folder)
     who = f'{_PLAIN} required username="{EMBEDDED_USER}" password="{password}" user_{EMBEDDED_USER}="{password}";'
     return {
@@ -251,7 +249,6 @@ class EmbeddedKafka:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL the broker, as a crash would."""
         if self._watched is not None:
             self._watched.kill_group()
             self._watched.process.wait()

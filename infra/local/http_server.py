@@ -60,7 +60,6 @@ class DisconnectGuard:
         self._working: asyncio.Task[Any] | None = None
 
     def on_disconnect(self) -> None:
-        """The client has gone. Idempotent."""
         working, self._working = self._working, None
         self._has_gone = True
         if working is not None:
@@ -137,36 +136,30 @@ class BoundedConnection(HttpToolsProtocol):
             self._refuse(413 if left else 431, message, "request_too_large")
 
     def on_message_begin(self) -> None:
-        """A head begins."""
         super().on_message_begin()
         self.scope["extensions"] = {_GUARD: {"guard": self._guard}}
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A field of the head, or behind the body."""
         if self._in_body:
             self._stop(400, "got trailers behind the body, expected none", "trailers")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """A head is whole."""
         self._in_body, self._framing_bytes, self.since_s = True, 0, self.loop.time()
         super().on_headers_complete()
         if len(self.pipeline) > MAX_PIPELINED:
             self._stop(429, f"more than {MAX_PIPELINED} requests behind one that is being answered", "pipelined")
 
     def on_body(self, body: bytes) -> None:
-        """A piece of a body."""
         if self._is_answering:
             self._framing_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """A request is whole."""
         self._in_body, self._framing_bytes = False, 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """An answer is whole."""
         self.since_s = self.loop.time()
         if self._is_refused:
             self.transport.close()
@@ -251,7 +244,6 @@ class HttpServer(uvicorn.Server):
         self.began.set()
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second."""
         if counter % self._ticks == 0:
             now_s = asyncio.get_running_loop().time()
             for connection in list(self.server_state.connections):

@@ -4,7 +4,6 @@ import contextlib
 import os
 from pathlib import Path
 
-SESSION, TERMINAL = 3, 4  # of /proc/PID/stat, counted behind the name (proc(5)); no terminal is 0
 SMALL_SHARE = 10  # nice
 
 
@@ -12,7 +11,7 @@ def take_idle_time() -> None:
     """From here on this thread, and what it starts, runs while the roles leave a core idle: SCHED_IDLE, else nice 19.
 
     Linux shares processors among sessions first (sched(7), "The autogroup feature"), and a SCHED_IDLE process gives way to
-    none of another session. So the session is set to nice 19 too, where it is this process's alone.
+    none of another session. So the session is set to nice 19 too, where this process or its watcher leads it.
     """
     with contextlib.suppress(OSError):
         if hasattr(os, "SCHED_IDLE"):
@@ -33,24 +32,5 @@ def take_small_share() -> None:
 
 def _set_session(nice: int) -> None:
     with contextlib.suppress(OSError):
-        if has_session_alone():
+        if os.getsid(0) in (os.getpid(), os.getppid()) and not os.isatty(0):  # no shell of a person is in it
             Path("/proc/self/autogroup").write_text(str(nice), encoding="ascii")
-
-
-def has_session_alone() -> bool:
-    """Whether this process, with the one that waits for it, has a session without a terminal for itself. False where /proc does
-    not say. Raises OSError.
-    """
-    mine, with_me = Path("/proc/self/stat"), {os.getpid(), os.getppid()}
-    if not mine.exists() or int(_after_name(mine)[TERMINAL]):
-        return False
-    session = os.getsid(0)
-    for process in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if int(_after_name(process)[SESSION]) == session and int(process.parent.name) not in with_me:
-                return False
-    return True
-
-
-def _after_name(stat: Path) -> list[str]:
-    return stat.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()

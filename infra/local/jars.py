@@ -40,7 +40,6 @@ class Jar(msgspec.Struct, frozen=True):
 
     @property
     def file_name(self) -> str:
-        """Name of the file, as Maven spells it."""
         return f"{self.artifact}-{self.version}.jar"
 
 

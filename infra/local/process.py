@@ -26,7 +26,6 @@ class Watched:
 
     @property
     def pid(self) -> int:
-        """Leader of the process group."""
         return self.process.pid
 
     def kill_group(self) -> None:

@@ -40,8 +40,6 @@ class RankGroup(msgspec.Struct, frozen=True, kw_only=True):
     max_failures: deaths in a row, each within HEALTHY_S of its start. stop_s: from SIGTERM to SIGKILL.
 
     argv: the command. num_ranks: how many processes. env: added to this process's.
-
-    Example: RankGroup(argv=(sys.executable, "-m", "infra.cli.main", "train"), num_ranks=2, log=Path("logs"))
     """
 
     argv: tuple[str, ...]

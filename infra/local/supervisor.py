@@ -43,8 +43,6 @@ class Child(msgspec.Struct, frozen=True, kw_only=True):
     ever, since the cause came after the start and may go. max_failures: failed starts in a row before it is given up,
     None for never. max_backoff_s: longest wait before a restart. tier: the highest is stopped first, members of a tier
     together. stop_s: from SIGTERM to SIGKILL.
-
-    Example: Child(name="train", argv=(sys.executable, "-m", "infra.cli.main", "train"), log=Path("logs/train.log"))
     """
 
     name: str
@@ -112,7 +110,6 @@ class Supervisor:
 
     @property
     def states(self) -> dict[str, ChildState]:
-        """State by name."""
         return self._states
 
     async def __aenter__(self) -> Self:

@@ -43,8 +43,6 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     """Credentials of a client. protocol, mechanism: as [kafka] names them. token: gives a bearer token anew each time.
 
     username, password: under SASL. context: under TLS.
-
-    Example: Access(protocol="SASL_SSL", mechanism="SCRAM-SHA-512", username="headrace", password="…")
     """
 
     protocol: str = "PLAINTEXT"
@@ -139,7 +137,6 @@ class TokenProvider(AbstractTokenProvider):  # type: ignore[misc]
 
 
 def name_of(plugin: object) -> str:
-    """A plugin as the settings name it."""
     kind = plugin if hasattr(plugin, "__qualname__") else type(plugin)
     return f"{kind.__module__}:{getattr(kind, '__qualname__', '')}"
 

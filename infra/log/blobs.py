@@ -27,8 +27,6 @@ class Claim(msgspec.Struct, array_like=True, frozen=True):
     """Key and hash of a frame in the store.
 
     key: in the object store. sha256: of the frame, hexadecimal. size: of the frame, in bytes.
-
-    Example: Claim("blobs/020413-9f...", "9f...", 1048577)
     """
 
     key: str

@@ -103,8 +103,6 @@ class Reader(Protocol):
 
 
 class Bus(Protocol):
-    """One connection to the log."""
-
     async def start(self) -> None:
         """Connect, retrying with backoff until the deadline; raises BrokerUnavailable naming the address."""
 

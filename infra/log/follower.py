@@ -63,7 +63,6 @@ class Follower:
                 await self.close()
 
     async def close(self) -> None:
-        """Disconnect; the next call connects anew."""
         self._cancel_rest()
         reader, self._reader = self._reader, None
         self._nexts.clear()

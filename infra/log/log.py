@@ -53,12 +53,10 @@ class LogMessage(msgspec.Struct, frozen=True):
 
     @property
     def partition(self) -> int:
-        """Partition index."""
         return self.record.partition
 
     @property
     def offset(self) -> int:
-        """Offset in the partition."""
         return self.record.offset
 
     @property
@@ -68,7 +66,6 @@ class LogMessage(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> bytes:
-        """The record's key."""
         return self.record.key
 
 
@@ -89,7 +86,6 @@ class Log:
         self.find_seal = self.keys.find if self.keys is not None else None
 
     def name(self, topic: Topic) -> str:
-        """The topic's name in the broker."""
         return topic_name(self.app, topic)
 
     async def publish(
@@ -216,7 +212,6 @@ class Log:
         return await self.bus.subscribed([self.name(topic)], group=self.group(group))
 
     def group(self, name: str) -> str:
-        """Full name of a consumer group of this app."""
         return f"{self.app}.{name}"
 
     async def read_all(self, topic: Topic, *, until_end: bool = True) -> AsyncGenerator[LogMessage, None]:

@@ -145,7 +145,6 @@ class MemoryBus:
         return logs[partition.index]
 
     def group(self, name: str) -> _Group:
-        """State of a group, made on first use."""
         return self._groups.setdefault(name, _Group())
 
     def join(self, group: str, reader: "MemoryReader") -> None:
@@ -175,7 +174,6 @@ class MemoryBus:
         return tuple(mine)
 
     def wake(self) -> None:
-        """Let every waiting reader look again."""
         for waiting in self._waiting:
             if not waiting.done():
                 waiting.get_loop().call_soon_threadsafe(_finish, waiting)
@@ -209,8 +207,6 @@ def changed_count(topic: str, got: int, expected: int) -> ConfigError:
 
 
 class MemoryReader:
-    """A Reader of MemoryBus."""
-
     def __init__(
         self, bus: MemoryBus, starts: dict[Partition, int], *, group: str | None, topics: tuple[str, ...] = ()
     ) -> None:

@@ -69,7 +69,6 @@ class Rights:
             return Asked(fault=repr(error))
 
     async def group_rights(self, name: str) -> Asked:
-        """Right to read as a member of a group."""
         for _ in range(TRIES):
             try:
                 node = await self._admin.find_coordinator(name)

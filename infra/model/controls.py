@@ -48,7 +48,6 @@ class Pieces:
         self.num_tokenized = 0  # characters, so far
 
     def ids_of(self, text: str) -> list[int]:
-        """Ids of a text that a template wrote."""
         parts = self._split.split(text)  # a piece, a name, a piece and so on
         keys = [hashlib.blake2b(part.encode(), digest_size=16).digest() for part in parts[::2]]
         found = self._recalled(keys)
@@ -135,7 +134,6 @@ class Controls:
         self._num_short = 0
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text that no template wrote."""
         if not self._stands_in(text):
             return _ids(self._backend, text)
         return self._obeyed(text, [match.start() for match in self._anywhere.finditer(text)])

@@ -136,12 +136,10 @@ class Tokenizer:
 
     @property
     def takes_images(self) -> bool:
-        """True if the model takes images."""
         return self._vision is not None
 
     @property
     def takes_tools(self) -> bool:
-        """True if the chat template uses tools."""
         return "tools" in str(self._tokenizer.chat_template)
 
     def encode_request(
@@ -403,13 +401,10 @@ def not_loadable(what: str, folder: str | Path, expected: str, error: Exception)
 
 
 class Classifier:
-    """A sequence classifier on the CPU."""
-
     def __init__(self, module: "torch.nn.Module") -> None:
         self.module = module
 
     def logits(self, tokens: Sequence[int]) -> list[float]:
-        """One number per class for one sequence."""
         import torch
 
         with torch.inference_mode():

@@ -25,7 +25,6 @@ class Routers:
 
     @property
     def num_layers(self) -> int:
-        """Layers that route."""
         return len(self.modules)
 
     @contextmanager

@@ -20,9 +20,6 @@ class ModelSize(msgspec.Struct, frozen=True):
     published: every tensor of a version; tied ones count under each of their names. largest:
     of the parameters. layer: of the largest layer's. vocabulary, hidden: of the output matrix. kv: keys and values of one
     token in all layers. kept: what a forward keeps of one token for the backward, one layer (rough). layers, tensors: counts.
-
-    Example: ModelSize(trained=8_190_735_360, published=8_190_735_360, largest=622_329_856, layer=192_947_456,
-                       vocabulary=151_936, hidden=4096, kv=73_728, kept=…, layers=36, tensors=399)
     """
 
     trained: int

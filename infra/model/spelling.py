@@ -19,8 +19,6 @@ MAX_HALVES = 8  # ids that may have to be looked at together
 
 
 class Speller(Protocol):
-    """Spells text. The fake in tests is one too."""
-
     @property
     def end(self) -> int:
         """The id that ends an answer."""
@@ -44,7 +42,6 @@ class TokenizerFile:
 
     @property
     def end(self) -> int:
-        """The id that ends an answer."""
         return self._end
 
     def encode(self, text: str) -> list[int]:

@@ -79,7 +79,6 @@ class Writing(msgspec.Struct, frozen=True):
 
     @property
     def shown(self) -> str:
-        """For people."""
         return f"tool calls as {self.tools}, thoughts as {self.reasoning}"
 
 

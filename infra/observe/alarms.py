@@ -33,12 +33,10 @@ class Alarm(NamedTuple):
 
     @property
     def section(self) -> str:
-        """Section of the runbook."""
         return f"{RUNBOOK}#{anchor(self.title)}"
 
     @property
     def alert(self) -> str:
-        """Its name in Prometheus."""
         return "Headrace" + "".join(word.capitalize() for word in self.name.split("-"))
 
 

@@ -57,12 +57,10 @@ class Measure(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """Its name in Prometheus."""
         return exposed(self.name).name + ("_total" if self.kind == "counter" else "")
 
     @property
     def shown_labels(self) -> tuple[str, ...]:
-        """Its labels there."""
         return (*self.labels, *exposed(self.name).labels)
 
 

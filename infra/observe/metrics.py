@@ -95,11 +95,9 @@ class Metrics:
         return self._values("gauge")
 
     def snapshot(self) -> dict[str, float]:
-        """Counters and gauges together."""
         return {**self.counters(), **self.gauges()}
 
     def exposition(self) -> bytes:
-        """Everything, as Prometheus reads it."""
         text: bytes = generate_latest(_Renamed(self.registry, self._app))  # type: ignore[arg-type]
         return text
 
@@ -117,7 +115,6 @@ class Metrics:
         return self._server.server_port
 
     def close(self) -> None:
-        """Stop serving; the values stay."""
         server, self._server = self._server, None
         if server is not None:
             server.shutdown()

@@ -11,7 +11,6 @@ UNKNOWN = "unknown"
 
 @cache
 def release() -> str:
-    """Version in pyproject.toml."""
     try:
         return version("headrace")
     except PackageNotFoundError:

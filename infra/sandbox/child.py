@@ -97,7 +97,6 @@ class SandboxChild:
         self.deadline_s = 0.0
 
     def close(self) -> None:
-        """End it and everything it started."""
         if self._outer < 0:
             return
         if self._inner >= 0:

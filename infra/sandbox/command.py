@@ -42,8 +42,6 @@ class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     each of its processes; total_bytes: of memory, of all of them together and of their files' names in the kernel, measured
     every 20 ms. processes: threads count too. file_bytes: of one file. tmp_bytes: of /tmp, and of /dev/shm.
     output_bytes: of standard output, and of standard error.
-
-    Example: SandboxLimits(wall_s=5, memory_bytes=1 << 30)
     """
 
     wall_s: Above = 10.0

@@ -31,8 +31,6 @@ class SandboxResult(msgspec.Struct, frozen=True):
 
     fault: why it was stopped, "" where it ended by itself. stdout, stderr: what it wrote, up to the limit. wall_s: seconds it
     took.
-
-    Example: SandboxResult(code=0, fault="", stdout=b"42\\n", stderr=b"", wall_s=0.03)
     """
 
     code: int | None

@@ -28,7 +28,6 @@ class Below(BuildHookInterface):  # type: ignore[type-arg]
             build_data["force_include"][str(self.made / "headrace")] = "headrace"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Remove it."""
         if version != "editable":
             shutil.rmtree(self.made)
 

@@ -87,7 +87,6 @@ def load(use: str, options: Mapping[str, Any], where: str = "use") -> Any:
 
 
 def describe(error: BaseException) -> str:
-    """Type and message of an error."""
     return f"{type(error).__name__}: {error}"
 
 

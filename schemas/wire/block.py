@@ -52,11 +52,6 @@ class Block(msgspec.Struct, frozen=True):
     """1 to 64 experiences of one group; ValueError otherwise.
 
     experiences: the members, in the order of the frame.
-
-    Example: Block((make_experience(id="add-3745.2.0-7-0", group="add-3745.2", episode=7, group_size=16,
-                                    spans=(Span(start=3, stop=5, version=12),), tokens=[37, 45, 61, 280, 2],
-                                    logprobs=[-0.25, -0.5], messages=(Message(role="user", content="37+45="),
-                                    Message(role="assistant", content="280"))),))
     """
 
     experiences: tuple[Experience, ...]
@@ -71,7 +66,6 @@ class Block(msgspec.Struct, frozen=True):
 
     @property
     def group(self) -> str:
-        """The group of all members."""
         return self.experiences[0].group
 
     def validate(self) -> None:

@@ -54,7 +54,6 @@ def encode(record: Control | Block, find: FindSeal | None = None) -> bytes:
 
 
 def is_sealed(data: bytes) -> bool:
-    """True if a frame announces sealed sections."""
     return data[:4] == _SEALED_START
 
 
