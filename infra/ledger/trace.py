@@ -4,6 +4,7 @@ Read from the log through the index; nothing is inferred: each line of a trace i
 """
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -232,10 +233,12 @@ def given_up(records: Iterable[tuple[IndexPlace, object]], group: str, since_ms:
 
 async def read_at(log: Log, places: Iterable[IndexPlace]) -> list[tuple[IndexPlace, LogMessage]]:
     """The records at these places, in their order; those that retention has taken since are left out."""
-    ordered = sorted(places)
-    found = await log.messages_of((by_name(place.topic), place.partition, place.offset) for place in ordered)
-    keys = [(place, (place.topic, place.partition, place.offset)) for place in ordered]
-    return [(place, found[key]) for place, key in keys if key in found]
+    ordered, found = sorted(places), list[tuple[IndexPlace, LogMessage]]()
+    for (topic, partition), group in itertools.groupby(ordered, key=lambda place: (place.topic, place.partition)):
+        wanted = {place.offset: place for place in group}
+        messages = await log.messages_at(by_name(topic), partition, wanted)
+        found += [(place, messages[offset]) for offset, place in wanted.items() if offset in messages]
+    return found
 
 
 def legible(feedback: Feedback, keys: Keys | None) -> Feedback:

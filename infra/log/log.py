@@ -294,22 +294,6 @@ class Log:
         records = await self.at(topic, partition, offsets)
         return {offset: await self.decoded(record) for offset, record in records.items()}
 
-    async def messages_of(self, places: Iterable[tuple[Topic, int, int]]) -> dict[tuple[str, int, int], LogMessage]:
-        """`messages_at` of several topics and partitions at once. places: topic, partition, offset of each record; of what is
-        found, the topic by its name without the app.
-        """
-        wanted: dict[Partition, set[int]] = {}
-        names: dict[str, str] = {}
-        for topic, partition, offset in places:
-            names[self.name(topic)] = topic.name
-            wanted.setdefault(Partition(self.name(topic), partition), set()).add(offset)
-        found = await records_of(self.bus, wanted)
-        return {
-            (names[at.topic], at.index, offset): await self.decoded(record)
-            for at, records in found.items()
-            for offset, record in records.items()
-        }
-
     async def holds(self, topic: Topic) -> bool:
         """True if the broker has the topic: an app that was not begun has none."""
         try:
@@ -452,53 +436,29 @@ FETCH_BYTES = 64 * 1024  # of what lies behind a record that is asked for by its
 
 async def records_at(bus: Bus, partition: Partition, offsets: Iterable[int]) -> dict[int, Record]:
     """The records at these offsets; what retention or compaction took, or is not written yet, is missing."""
-    return (await records_of(bus, {partition: offsets})).get(partition, {})
-
-
-async def records_of(bus: Bus, offsets: Mapping[Partition, Iterable[int]]) -> dict[Partition, dict[int, Record]]:
-    """`records_at` of several partitions, by one reader: to connect costs both sides more than to read some records."""
-    begins: dict[Partition, int] = {}
-    ends: dict[Partition, int] = {}
-    for topic in {at.topic for at in offsets}:
-        begins |= await bus.beginning_offsets(topic)
-        ends |= await bus.end_offsets(topic)
-    kept = {
-        at: {place for place in wanted if begins.get(at, 0) <= place < ends.get(at, 0)}
-        for at, wanted in offsets.items()
-    }
-    left = {at: deque(runs(wanted)) for at, wanted in kept.items() if wanted}
-    found: dict[Partition, dict[int, Record]] = {at: {} for at in left}
-    if not left:
+    begin = (await bus.beginning_offsets(partition.topic)).get(partition, 0)
+    end = (await bus.end_offsets(partition.topic)).get(partition, 0)
+    wanted = {offset for offset in offsets if begin <= offset < end}
+    found: dict[int, Record] = {}
+    if not wanted:
         return found
-    reader = await bus.assigned({at: spans[0][0] for at, spans in left.items()}, fetch_bytes=FETCH_BYTES)
+    spans = deque(runs(wanted))
+    reader = await bus.assigned({partition: spans[0][0]}, fetch_bytes=FETCH_BYTES)
     try:
-        while left:
-            num = sum(stop - start for spans in left.values() for start, stop in list(spans)[:1])
-            for record in await reader.get_many(timeout_s=1.0, max_records=num):
-                at = Partition(record.topic, record.partition)
-                if record.offset in kept[at]:
-                    found[at][record.offset] = record
-            _go_on(reader, left)
+        while spans:
+            start, stop = spans[0]
+            for record in await reader.get_many(timeout_s=1.0, max_records=stop - start):
+                if record.offset in wanted:
+                    found[record.offset] = record
+            if reader.positions().get(partition, start) >= stop:
+                spans.popleft()
+                if spans:
+                    reader.seek(partition, spans[0][0])
     except OffsetOutOfRange:  # retention went on meanwhile
-        again = await records_of(bus, {at: kept[at] - found[at].keys() for at in found})
-        return {at: records | again.get(at, {}) for at, records in found.items()}
+        return found | await records_at(bus, partition, wanted - found.keys())
     finally:
         await reader.close()
     return found
-
-
-def _go_on(reader: Reader, left: dict[Partition, deque[tuple[int, int]]]) -> None:
-    """To the next run, in partitions where one was read; those without any more leave `left`."""
-    positions = reader.positions()
-    for at, spans in list(left.items()):
-        position = positions.get(at, spans[0][0])
-        is_between = position >= spans[0][1]
-        while spans and position >= spans[0][1]:
-            spans.popleft()
-        if not spans:
-            del left[at]
-        elif is_between and position < spans[0][0]:
-            reader.seek(at, spans[0][0])
 
 
 def runs(offsets: Iterable[int], max_hole: int = MAX_HOLE) -> list[tuple[int, int]]:
