@@ -1,6 +1,5 @@
-"""Records for the tests of the wire: the literal example of each docstring, and Hypothesis strategies of valid ones."""
+"""Records for the tests of the wire: one example of each kind, and Hypothesis strategies of valid ones."""
 
-import inspect
 import re
 from typing import Any, get_args
 
@@ -8,32 +7,104 @@ import numpy as np
 from hypothesis import strategies as st
 from msgspec import inspect as inspection
 
-import schemas
 from schemas import (
+    Batch,
+    BatchItem,
     Block,
+    Closure,
     Control,
+    DeadLetter,
+    Directive,
+    Drawn,
+    DropMarker,
     Edit,
+    EvalResult,
     Experience,
+    Feedback,
+    Fence,
     Join,
     Kind,
     Message,
+    PolicyEvent,
+    Progress,
+    Received,
+    Rollback,
+    Saved,
     Score,
+    Skip,
     Span,
     Stretch,
-    journal,
+    Task,
+    Tick,
     make_experience,
-    records,
 )
 
 CONTROL_KINDS: tuple[type[Any], ...] = get_args(Control)
 
 
+# One record of each kind, whose released bytes lie in golden/.
+EXAMPLES: tuple[Any, ...] = (
+    Task(id="add-3745", messages=(Message(role="user", content="37+45="),), answer="280"),
+    DropMarker(id="add-3745.2.0-7-0", group="add-3745.2", episode=7, last=True, group_size=16, reason="too short"),
+    Feedback(ref="hr-a1b2.0-3-0", id="ticket-81", value=0.8, source="csat"),
+    Tick(partition=3, due_ms=1763715600000),
+    Closure(group="add-3745.2", outcome="dropped", reason="all rewards equal", sequence=412, mean_reward=1.0),
+    Drawn(token=17, step=40, version=40, groups=("add-3745.2",), dropped={"add-99.0": "stale"}),
+    Progress(role="explore", instance="explore-0/4711", version=12, counters={"tokens": 81200.0}),
+    PolicyEvent(
+        event="published",
+        policy="main",
+        version=12,
+        parent=11,
+        token=17,
+        manifest="policies/main/17/manifests/12.json",
+        manifest_sha256="9f…",
+        step=12,
+    ),
+    Directive(order="drain", owner="ann@ops-1"),
+    Batch(
+        run="demo",
+        token=17,
+        step=40,
+        version=40,
+        seed=40,
+        items=(BatchItem(id="add-3745.2.0-7-0", partition=0, offset=981, index=7, lane="usual"),),
+    ),
+    Fence(run="demo", token=17, owner="train/4711"),
+    Skip(run="demo", token=17, step=41, reason="gradient not finite"),
+    Rollback(run="demo", token=17, from_step=41, to_step=44, restored_version=40, version=45, reason="3 skips"),
+    EvalResult(policy="main", version=40, suite="held-out", num_tasks=500, num_correct=431, request="40/held-out"),
+    DeadLetter(
+        topic="experiences",
+        partition=2,
+        offset=77,
+        stage="verify",
+        reason="bad frame",
+        error="header: checksum differs",
+        value=b"HR...",
+    ),
+    Received(path="/v1/feedback", body=b'{"value": 1}', id="a1b2-0", ref="hr-a1b2.0-3-0", tenant="acme"),
+    Saved(run="demo", token=17, step=40, version=40, sha256="9f…", made_with={"torch": "2.13.0", "threads": "1"}),
+    Block(
+        (
+            make_experience(
+                id="add-3745.2.0-7-0",
+                group="add-3745.2",
+                episode=7,
+                group_size=16,
+                spans=(Span(start=3, stop=5, version=12),),
+                tokens=[37, 45, 61, 280, 2],
+                logprobs=[-0.25, -0.5],
+                messages=(Message(role="user", content="37+45="), Message(role="assistant", content="280")),
+            ),
+        )
+    ),
+)
+
+
 def example_of(kind: type[Any]) -> Any:
-    """The object that the docstring of `kind` writes after "Example:"."""
-    found = re.search(r"Example: (.*)", inspect.getdoc(kind) or "", re.DOTALL)
-    assert found, f"{kind.__name__} has no Example"
-    names = {**vars(records), **vars(journal), **vars(schemas)}
-    return eval(" ".join(found[1].split("\n")), names)
+    """The record of a kind."""
+    return next(example for example in EXAMPLES if type(example) is kind)
 
 
 def group_block(num_members: int = 4, *, num_prompt: int = 6, num_response: int = 5) -> Block:

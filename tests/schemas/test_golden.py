@@ -8,23 +8,13 @@ from msgspec.structs import replace
 from record_samples import CONTROL_KINDS, example_of
 
 from schemas import (
-    BatchItem,
     Block,
-    Edit,
-    Experience,
     Image,
-    Issued,
-    Join,
     Message,
-    Score,
-    Span,
-    Stretch,
     Task,
     decode,
     encode,
 )
-from schemas.bulk import Column
-from schemas.topics import Topic
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -38,16 +28,16 @@ def golden_block(name: str = "Block-3") -> bytes:
 
 
 @pytest.mark.parametrize("kind", CONTROL_KINDS, ids=lambda kind: kind.__name__)
-def test_released_bytes_decode_to_the_docstring_example(kind: type[Any]) -> None:
+def test_released_bytes_decode_to_their_record(kind: type[Any]) -> None:
     assert decode(golden(kind)) == example_of(kind)
 
 
-def test_a_released_block_decodes_to_the_docstring_example() -> None:
+def test_a_released_block_decodes_to_its_record() -> None:
     assert decode(golden_block()) == example_of(Block)
 
 
 @pytest.mark.parametrize("kind", CONTROL_KINDS, ids=lambda kind: kind.__name__)
-def test_the_docstring_example_encodes_to_the_released_bytes(kind: type[Any]) -> None:
+def test_the_record_encodes_to_the_released_bytes(kind: type[Any]) -> None:
     assert encode(example_of(kind)) == golden(kind)
 
 
@@ -59,18 +49,6 @@ def test_a_block_of_released_bytes_encodes_to_them_again() -> None:
 def test_a_fresh_block_has_the_released_header() -> None:
     length = 8 + int.from_bytes(golden_block()[4:8], "little")
     assert encode(example_of(Block))[:length] == golden_block()[:length]
-
-
-@pytest.mark.parametrize(
-    "kind", [BatchItem, Column, Edit, Experience, Image, Issued, Join, Message, Score, Span, Stretch, Topic]
-)
-def test_docstring_examples_of_parts_are_real(kind: type[Any]) -> None:
-    if kind is Topic:
-        assert Topic("buffer", ("Block",), key="group", partitions=1, retention="keep").name == "buffer"
-    elif kind is Column:
-        assert Column(name="tokens", width=4, items=176).items == 176
-    else:
-        assert isinstance(example_of(kind), kind)
 
 
 def test_a_message_with_images_is_read_by_those_who_know_none_and_the_other_way_round() -> None:
