@@ -110,52 +110,6 @@ def test_records_of_one_key_stay_in_order_in_the_partition_of_their_hash(hold: C
     hold(check)
 
 
-def test_an_explicit_partition_overrides_the_key(hold: Callable[[Check], None]) -> None:
-    async def check(bus: Bus, topic: str) -> None:
-        assert {(await bus.send(topic, b"t", key=b"k", partition=index)).partition for index in range(4)} == {
-            0,
-            1,
-            2,
-            3,
-        }
-        with pytest.raises(ValueError, match="partition 4"):
-            await bus.send(topic, b"t", key=b"k", partition=4)
-
-    hold(check)
-
-
-def test_unknown_topics_are_named(hold: Callable[[Check], None]) -> None:
-    async def check(bus: Bus, topic: str) -> None:
-        for call in (bus.send("absent", b"x", key=b"k"), bus.partitions("absent"), bus.end_offsets("absent")):
-            with pytest.raises(ValueError, match="absent"):
-                await call
-        assert await bus.partitions(topic) == (0, 1, 2, 3)
-
-    hold(check)
-
-
-def test_an_idle_read_ends_at_its_timeout_with_nothing(hold: Callable[[Check], None]) -> None:
-    async def check(bus: Bus, topic: str) -> None:
-        reader = await bus.assigned(await all_starts(bus, topic))
-        assert await reader.get_many(timeout_s=0) == []
-        assert await reader.get_many(timeout_s=0.05) == []
-        await reader.close()
-
-    hold(check)
-
-
-def test_a_waiting_read_returns_when_a_record_comes(hold: Callable[[Check], None]) -> None:
-    async def check(bus: Bus, topic: str) -> None:
-        reader = await bus.assigned(await all_starts(bus, topic))
-        waiting = asyncio.create_task(reader.get_many(timeout_s=DEADLINE_S))
-        await asyncio.sleep(0.05)
-        await bus.send(topic, b"news", key=b"k")
-        assert [record.value for record in await waiting] == [b"news"]
-        await reader.close()
-
-    hold(check)
-
-
 def test_max_records_bounds_a_read_and_loses_nothing(hold: Callable[[Check], None]) -> None:
     async def check(bus: Bus, topic: str) -> None:
         await asyncio.gather(*(bus.send(topic, b"%d" % n, key=b"%d" % n) for n in range(50)))
@@ -291,16 +245,6 @@ def test_a_commit_of_a_lost_partition_is_refused(hold: Callable[[Check], None]) 
         await first.commit(dict(first.positions()))
         await first.close()
         await second.close()
-
-    hold(check)
-
-
-def test_only_readers_with_a_group_commit(hold: Callable[[Check], None]) -> None:
-    async def check(bus: Bus, topic: str) -> None:
-        reader = await bus.assigned({Partition(topic, 0): 0})
-        with pytest.raises(ValueError):
-            await reader.commit({Partition(topic, 0): 0})
-        await reader.close()
 
     hold(check)
 

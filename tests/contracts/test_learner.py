@@ -1,7 +1,5 @@
 """The contract of `trainer.learner.Learner`: one suite, every implementation that runs in one process."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -9,10 +7,9 @@ from infra.cli.demo.char_model import build_char_model
 from infra.policies.tensors import Tensor, to_numpy
 from infra.settings.plugin import load
 from schemas import BatchItem, Lane, Span, make_experience
-from schemas.errors import ConfigError
 from trainer.batch.batch import PackedBatch, TrainItem, pack
 from trainer.config import LaneConfig, TrainerConfig
-from trainer.learners.learner import Learner, open_learner
+from trainer.learners.learner import Learner
 
 LANES: dict[Lane, LaneConfig] = {
     "usual": LaneConfig(loss="grpo", weight=0.9),
@@ -72,13 +69,6 @@ def batch(seed: int, *, max_tokens: int = 10_000, **settings) -> PackedBatch:
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(bytes(one[name].data) == bytes(other[name].data) for name in one)
-
-
-def test_what_the_bits_depend_on_is_told_in_words(use, model):
-    told = opened(use, model).numerics()
-    assert told == opened(use, model).numerics() and told["device"] in ("cpu", "cuda")
-    assert told["torch"] and all(type(word) is str for word in told.values())
-    assert told["device"] != "cpu" or told["threads"] == "1"
 
 
 @pytest.mark.parametrize("lanes", [LANES, DECOUPLED], ids=["one step", "minibatches"])
@@ -242,9 +232,3 @@ def test_misuse_is_refused_before_anything_changes(use, model):
     with pytest.raises(ValueError, match="ratio=False"):
         learner.step(batch(0), learning_rate=1e-3, seed=0)
     assert same(learner.save(), before)
-
-
-def test_open_learner_takes_the_configured_one(use, model):
-    assert isinstance(open_learner(TrainerConfig(), model), object)
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        open_learner(TrainerConfig(), str(Path(model) / "absent"))

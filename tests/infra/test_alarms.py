@@ -18,7 +18,6 @@ from infra.roles.process import MISSING_S
 from tests.actors.rig import crowd, rated
 from tests.actors.test_evals_and_placing import placing
 from tests.actors.test_gate import HOUR_MS, MANY, alarms_after
-from tests.infra.cli.test_status_command import progress, state_of
 from tests.own_sources import ROOT
 
 PROMTOOL = shutil.which("promtool")

@@ -343,16 +343,6 @@ def test_one_bad_member_of_a_group_goes_alone() -> None:
     assert "reward" in outcome.dropped[0].detail
 
 
-def test_equal_experiences_are_told_apart_by_place() -> None:
-    twin = answer()
-    assert len(run([step_of(same)], [twin, twin]).kept) == 2
-
-
-def test_an_empty_block_and_an_empty_chain_are_fine() -> None:
-    assert run([step_of(same)], []) == ChainResult((), ())
-    assert run([], [answer()]).kept[0].stamps == ()
-
-
 def test_what_fits_no_kind_of_step_is_a_config_error() -> None:
     @feedback(version=1)
     def event(ticket: dict[str, Any]) -> None: ...
@@ -378,18 +368,6 @@ def test_what_fits_no_kind_of_step_is_a_config_error() -> None:
     ]:
         with pytest.raises(ConfigError, match=f"step: .*{message}"):
             make_step("step", function)
-
-
-def test_a_processor_takes_what_its_decorator_says_whatever_its_parameter_is_called() -> None:
-    @processor(version=1, of="group", inline=True)
-    def of_members(members: tuple[Experience, ...]) -> tuple[Experience, ...]:
-        return members
-
-    @processor(version=1, of="experience", inline=True)
-    def of_one(group: Experience) -> Experience:
-        return group
-
-    assert (make_step("a", of_members).kind, make_step("b", of_one).kind) == ("group", "experience")
 
 
 def asked(**header: Any) -> Experience:
@@ -420,16 +398,6 @@ def asked(**header: Any) -> Experience:
 def test_another_reference_or_another_meta_is_another_question(change: dict[str, Any]) -> None:
     one = asked(answer="280", task="t", meta={"level": "easy"})
     assert input_hash("options", replace(one, **change)) != input_hash("options", one)
-
-
-def test_a_meta_that_says_what_the_fields_say_is_told_from_fields_that_say_nothing() -> None:
-    meta = {"answer": "280", "task": "t"}
-    assert input_hash("", asked(answer="280", task="t", meta=meta)) != input_hash("", asked(meta=meta))
-
-
-def test_the_hash_of_the_code_stands_beside_the_question_and_is_no_part_of_it() -> None:
-    one = asked(answer="280")
-    assert input_hash("options:1a2b", one) == input_hash("options", one) + ":1a2b"
 
 
 def right(experience: Experience, *, weight: float = 1.0) -> float:

@@ -61,15 +61,6 @@ def test_a_verdict_that_cannot_be_read_is_a_counted_drop_and_its_neighbours_go_o
     assert [(one.experience.episode, one.reason) for one in outcome.dropped] == [(1, "score returned nonsense")]
 
 
-def test_a_price_that_cannot_be_read_is_no_price() -> None:
-    @score(version=1, inline=True)
-    def dear(experience: Experience) -> Verdict:
-        return Verdict(value=1.0, cost_usd=10**400)
-
-    outcome = run([step_of(dear)], [answer()])
-    assert outcome.kept[0].score("step") == 1.0 and not outcome.cost_usd
-
-
 def test_the_first_error_of_a_kind_is_logged_with_its_place_and_no_text_of_a_user(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -113,25 +104,6 @@ def test_after_too_many_hanging_calls_in_a_row_the_step_is_not_called_and_one_th
     for thread in step.trouble.hung:
         thread.join(10)
     assert run([step], [answer()]).kept
-
-
-def test_hanging_calls_between_good_ones_stop_nobody() -> None:
-    release = threading.Event()
-
-    @score(version=1)
-    def hangs_on_odd(experience: Experience) -> float:
-        if experience.episode % 2:
-            release.wait(30)
-        return 1.0
-
-    step = step_of(hangs_on_odd, timeout_s=0.05)
-    try:
-        outcome = run([step], [answer(episode, group_size=40) for episode in range(40)])
-        assert [kept.episode for kept in outcome.kept] == list(range(0, 40, 2))
-        assert len(step.trouble.hung) == 20
-        assert not step.trouble.refuses()
-    finally:
-        release.set()
 
 
 def test_threads_that_hang_are_bounded_and_the_words_say_what_to_do() -> None:

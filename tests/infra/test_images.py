@@ -25,11 +25,10 @@ from infra.store.images import (
     decode_image,
     deposit_image,
     image_named,
-    images_of,
 )
 from infra.store.memory import MemoryStore
 from infra.store.store import BLOBS
-from schemas import Image, Message
+from schemas import Image
 from schemas.errors import BadImage
 
 
@@ -107,22 +106,6 @@ def test_a_reader_keeps_the_last_arrays_within_its_bound() -> None:
     assert reader.read(images[0]) is first
     reader.read_all(images[1:])
     assert reader.read(images[0]) is not first
-
-
-def test_images_of_a_conversation_come_in_the_order_in_which_they_are_shown() -> None:
-    images = [image_named(png(colour=(index, 0, 0))) for index in range(3)]
-    messages = (
-        Message(role="user", content="these", images=tuple(images[:2])),
-        Message(role="user", content="and that", images=(images[2],)),
-    )
-    assert images_of(messages) == tuple(images)
-
-
-def test_the_pixels_of_a_picture_with_transparency_and_of_a_grey_one_are_red_green_and_blue() -> None:
-    for mode in ("RGBA", "L", "P", "1"):
-        held = io.BytesIO()
-        Pillow.new(mode, (2, 2)).save(held, format="PNG")
-        assert decode_image(image_named(held.getvalue()), held.getvalue()).shape == (2, 2, 3)
 
 
 SIDE = 2048  # all pixels that the gateway takes by default

@@ -15,7 +15,6 @@ import pytest
 from infra.observe.measures import HELP, MEASURES, Measure, exposed
 from infra.observe.metrics import MAX_CONNECTIONS, Metrics
 from infra.observe.release import release
-from schemas.errors import ConfigError
 from schemas.fields import CANARY_MISSING
 from tests.own_sources import ROOT
 from trainer.health import THRESHOLDS
@@ -38,18 +37,6 @@ def test_two_roles_in_one_process_do_not_share_values() -> None:
     assert other.counters() == {"tokens": 5.0}
 
 
-def test_the_same_name_and_labels_are_the_same_series() -> None:
-    metrics = Metrics("process")
-    metrics.counter("dropped", reason="too short").inc()
-    metrics.counter("dropped", reason="too short").inc(2)
-    metrics.counter("dropped", reason="duplicate").inc()
-    metrics.gauge("lag").set(7)
-    metrics.histogram("step_s").observe(0.3)
-    assert metrics.counters() == {"dropped{reason=too short}": 3.0, "dropped{reason=duplicate}": 1.0}
-    assert metrics.gauges() == {"lag": 7.0}
-    assert metrics.snapshot() == {**metrics.counters(), **metrics.gauges()}
-
-
 def test_metrics_and_health_are_served_until_closed() -> None:
     metrics = Metrics("train")
     metrics.counter("steps").inc()
@@ -70,24 +57,6 @@ def test_metrics_and_health_are_served_until_closed() -> None:
         metrics.close()
     with pytest.raises(urllib.error.URLError):
         fetch(port, "/metrics")
-
-
-def test_a_check_that_raises_is_a_fault() -> None:
-    metrics = Metrics("train")
-    metrics.check("disk", lambda: str(1 // 0))
-    assert metrics.faults() == {"disk": "check raised ZeroDivisionError: integer division or modulo by zero"}
-
-
-def test_an_address_that_is_taken_is_one_line_with_the_setting() -> None:
-    first, second = Metrics("train"), Metrics("master")
-    port = first.serve()
-    try:
-        with pytest.raises(
-            ConfigError, match=rf"metrics.listen .* cannot listen on 127\.0\.0\.1:{port}: Address already in use"
-        ):
-            second.serve(port)
-    finally:
-        first.close()
 
 
 def test_a_scrape_tells_the_process_and_the_release_and_progress_records_do_not() -> None:
@@ -136,7 +105,6 @@ NAMES = {"CANARY_MISSING": CANARY_MISSING}
 MADE = re.compile(r"\w+/\w+|mismatch_\w+_run|\w+_ms_p\d+")
 INFRA = ("infra/chain", "infra/ledger", "infra/log", "infra/model", "infra/policies", "infra/roles", "infra/store")
 ROLES = {"master", "explore", "process", "train", "serve"}
-BASE_UNITS = ("seconds", "bytes", "ratio", "info")
 
 
 def counted() -> Iterator[tuple[str, str, tuple[str, ...], str]]:

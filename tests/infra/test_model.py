@@ -20,7 +20,7 @@ from infra.model.model import (
     own_kernels,
 )
 from infra.policies.manifest import hash_tensor
-from infra.policies.tensors import Tensor, from_numpy, save_tensors, to_numpy
+from infra.policies.tensors import Tensor, from_numpy, save_tensors
 from schemas import Message
 from schemas.errors import ConfigError
 from tests.infra.chat_models import CHATML, STYLES, build_chat_model
@@ -33,53 +33,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_char_model(tmp_path_factory.mktemp("model") / "char", 0)
 
 
-def test_the_model_has_nine_tenths_of_a_million_parameters_and_untied_embeddings(folder: Path) -> None:
-    tensors = folder_tensors(folder)
-    assert sum(to_numpy(tensor).size for tensor in tensors.values()) == 886_144
-    assert {tensor.dtype for tensor in tensors.values()} == {"F32"}
-    assert tensors["lm_head.weight"] != tensors["model.embed_tokens.weight"]
-    assert tensors["lm_head.weight"].shape == (128, 128)
-
-
 def test_the_context_is_that_of_the_configuration_and_a_folder_without_one_is_named(
     folder: Path, tmp_path: Path
 ) -> None:
     assert context_tokens(folder) == 512
     with pytest.raises(ConfigError, match=str(tmp_path)):
         context_tokens(tmp_path)
-
-
-def test_one_seed_gives_one_model_and_a_finished_folder_stays(folder: Path, tmp_path: Path) -> None:
-    again = build_char_model(tmp_path / "again", 0)
-    assert folder_tensors(again) == folder_tensors(folder)
-    assert folder_tensors(build_char_model(tmp_path / "other", 1)) != folder_tensors(folder)
-    build_char_model(again, 1)
-    assert folder_tensors(again) == folder_tensors(folder)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "other"]
-
-
-def test_building_over_somebody_elses_files_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "thesis.txt").write_text("mine")
-    with pytest.raises(OSError, match="m"):
-        build_char_model(tmp_path / "m", 0)
-    assert [path.name for path in tmp_path.rglob("*")] == ["m", "thesis.txt"]
-
-
-def test_a_chat_is_the_start_token_and_the_characters(folder: Path) -> None:
-    tokenizer = load_tokenizer(folder)
-    ids = tokenizer.encode_chat([Message(role="user", content="37+45=")])
-    assert ids == [1] + [ord(character) - 32 + 3 for character in "37+45="]
-    assert tokenizer.eos_ids == (2,)
-    assert tokenizer.encode("280") == [21, 27, 19]
-
-
-def test_every_printable_character_survives_a_round_trip(folder: Path) -> None:
-    tokenizer = load_tokenizer(folder)
-    text = "".join(chr(code) for code in range(32, 127)) + "\n  double  spaces \n\n it's n't ."
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert len(tokenizer.encode(text)) == len(text)
-    assert tokenizer.num_tokens == 99
 
 
 def test_special_and_unknown_ids_decode_to_nothing(folder: Path) -> None:
@@ -126,14 +85,6 @@ def test_loading_changes_nothing_unless_everything_fits(folder: Path) -> None:
     assert model_tensors(model) == before | {norm: zeros[norm]}
 
 
-def test_a_bfloat16_model_publishes_bfloat16(folder: Path) -> None:
-    tensors = model_tensors(load_model(folder, dtype="bfloat16"))
-    assert {tensor.dtype for tensor in tensors.values()} == {"BF16"}
-    model = load_model(folder)
-    load_into(model, tensors)
-    assert to_numpy(model_tensors(model)["lm_head.weight"]).tolist() == to_numpy(tensors["lm_head.weight"]).tolist()
-
-
 def test_a_tied_folder_yields_the_output_matrix_too(tmp_path: Path) -> None:
     embeddings = Tensor("F32", (2, 1), bytes(8))
     (tmp_path / "model.safetensors").write_bytes(save_tensors({"model.embed_tokens.weight": embeddings}))
@@ -162,11 +113,6 @@ def test_a_folder_that_is_not_there_is_one_line_that_names_it(tmp_path: Path, lo
     assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="nowhere"):
         folder_tensors(tmp_path / "nowhere")
-
-
-def test_a_dtype_that_is_none_is_a_config_error(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="got 'float31', expected one of float32"):
-        load_model(folder, dtype="float31")
 
 
 def test_pickled_weights_are_never_read(folder: Path, tmp_path: Path) -> None:

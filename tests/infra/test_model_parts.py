@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infra.model.model import load_model
-from infra.model.parts import FolderParts, hollow_model, put
+from infra.model.parts import FolderParts, hollow_model
 from infra.policies.tensors import from_torch, load_tensors, save_tensors
 from schemas.errors import ConfigError
 from tests.infra.tiny_families import build_family
@@ -98,10 +98,3 @@ def test_what_a_folder_lacks_or_holds_in_another_shape_is_named(tmp_path):
     (folder / "model.safetensors").write_bytes(b"not safetensors")
     with pytest.raises(ConfigError, match=r"expected model\.safetensors"):
         loaded(folder)
-
-
-def test_a_tensor_is_put_where_the_model_has_it(tmp_path):
-    module: Any = hollow_model(build_tiny_model(tmp_path / "m", "qwen3"), dtype="bfloat16")
-    assert module.model.norm.weight.is_meta and not module.model.rotary_emb.inv_freq.is_meta
-    put(module, "model.norm.weight", torch.ones(32))
-    assert isinstance(module.model.norm.weight, torch.nn.Parameter) and not module.model.norm.weight.is_meta

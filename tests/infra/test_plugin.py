@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from infra.chain.processor import Memory, declared_mark
-from infra.settings.plugin import add_plugin_folders, find, load, option_defaults
+from infra.settings.plugin import add_plugin_folders, load, option_defaults
 from schemas.errors import ConfigError
 
 SOURCE = """
@@ -68,16 +68,6 @@ def test_a_struct_is_made_from_its_options(module: str) -> None:
     assert option_defaults(judge) == {"base_url": "https://x", "usd_per_day": 1.0}
 
 
-def test_a_class_and_a_plain_object_load_too(module: str) -> None:
-    assert load(f"{module}:Plain", {"size": 4}).size == 4
-    assert load(f"{module}:LIMIT", {}) == 3
-    assert find(f"{module}:LIMIT") == 3
-
-
-def test_memory_is_not_an_option(module: str) -> None:
-    assert option_defaults(load(f"{module}:remembers", {})) == {"size": 1}
-
-
 @pytest.mark.parametrize(
     ("use", "options", "message"),
     [
@@ -125,11 +115,6 @@ def test_a_plugin_that_ends_its_import_oddly_ends_no_process(tmp_path: Path, rai
                 load(use, {}, "x")
     finally:
         sys.path.remove(str(tmp_path))
-
-
-def test_a_missing_plugin_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match='plugins: got "nowhere", expected a folder'):
-        add_plugin_folders(tmp_path, ["nowhere"])
 
 
 def test_memory_forgets_the_oldest_and_survives_its_bytes() -> None:

@@ -197,11 +197,6 @@ def test_an_altered_sealed_section_is_a_bad_frame_and_nothing_else(at: int) -> N
         opened(bytes(frame), keys).validate()
 
 
-def test_no_two_sections_are_sealed_with_one_nonce() -> None:
-    key = Keys(MemoryStore()).of(ANN)
-    assert len({key.close("text", b"the same")[:12] for _ in range(1000)}) == 1000
-
-
 def test_a_key_in_a_folder_is_its_owners_alone(tmp_path) -> None:  # type: ignore[no-untyped-def]
     key = Keys(DirectoryStore(tmp_path)).of(ANN)
     assert (tmp_path / key_place(key.key_id)).stat().st_mode & 0o077 == 0

@@ -23,12 +23,6 @@ def test_text_is_spelled_as_a_demonstration_of_the_loader_is(tmp_path: Path) -> 
     assert build_collect(CORRECTING, str(folder))[0].stamp == "correct@1"
 
 
-@pytest.mark.parametrize("model", ["", "nobody/has-this"])
-def test_correcting_without_a_tokenizer_is_a_config_error(model: str) -> None:
-    with pytest.raises(ConfigError, match=r"policy\.model"):
-        build_collect(CORRECTING, model)
-
-
 def test_a_folder_without_an_end_token_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}')
     (tmp_path / "tokenizer_config.json").write_text("{}")

@@ -35,15 +35,6 @@ def test_settings_come_from_the_environment() -> None:
     assert repr(store) == "S3Store(s3://bucket/app/ at http://minio:9000)"
 
 
-def test_headraces_own_endpoint_variable_wins() -> None:
-    both = {"AWS_ENDPOINT_URL": "https://aws.example", "HEADRACE_S3_ENDPOINT": "https://own.example:9000"}
-    assert "https://own.example:9000" in repr(open_s3("bucket", "", CREDENTIALS | both))
-
-
-def test_without_an_endpoint_it_is_amazon() -> None:
-    assert "https://s3.amazonaws.com" in repr(open_s3("bucket", "", CREDENTIALS))
-
-
 @pytest.mark.parametrize("missing", sorted(CREDENTIALS))
 def test_missing_credentials_name_the_variables(missing: str) -> None:
     environment = {name: value for name, value in CREDENTIALS.items() if name != missing}
@@ -57,12 +48,6 @@ def test_an_endpoint_that_is_none_is_refused_without_quoting_it(endpoint: str) -
     with pytest.raises(ConfigError, match="HEADRACE_S3_ENDPOINT") as caught:
         open_s3("bucket", "", {**CREDENTIALS, "HEADRACE_S3_ENDPOINT": endpoint})
     assert SECRET not in str(caught.value)
-
-
-def test_a_bucket_name_s3_does_not_allow_is_an_error_of_the_store() -> None:
-    store = open_s3("No_Bucket!", "", {**CREDENTIALS, "HEADRACE_S3_ENDPOINT": "http://127.0.0.1:1"})
-    with pytest.raises(StoreError, match="No_Bucket!"):
-        store.get("k")
 
 
 def test_a_server_that_is_not_there_is_retriable_and_tells_no_secret() -> None:
@@ -352,11 +337,6 @@ def test_keys_in_a_file_are_read_again_when_it_changes(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ValueError, match="FileNotFoundError"):
         keys.retrieve()
-
-
-def test_keys_of_the_environment_go_before_a_role() -> None:
-    both = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "s", "AWS_WEB_IDENTITY_TOKEN_FILE": "/none"}
-    assert keys_of(both, **AT_AMAZON).retrieve().access_key == "id"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Blocks: header edits that leave sections alone, members from many frames, and bulk that is checked on first use."""
 
 import math
-import pickle
 import struct
 from typing import Any
 
@@ -16,7 +15,7 @@ from msgspec.structs import replace
 from record_samples import group_block
 
 from schemas import BadFrame, Block, Experience, Message, Score, Span, decode, encode, make_experience
-from schemas.bulk import MANY, MAX_MESSAGES, MAX_READ_BYTES, Bulk, LogprobValues, TokenValues, logprob_array
+from schemas.bulk import MANY, MAX_MESSAGES, MAX_READ_BYTES, Bulk, LogprobValues, TokenValues
 from schemas.experience import encoder
 from schemas.journal import Ranges
 
@@ -74,13 +73,6 @@ def test_an_edit_of_the_header_leaves_the_sections_as_they_are() -> None:
     assert parts(edited)[1] == parts(frame)[1]
     assert [member.reward for member in decoded(edited).experiences] == [0.5] * 8
     assert encode(decoded(frame)) == frame
-
-
-def test_dropping_a_member_leaves_the_sections_as_they_are() -> None:
-    frame = encode(group_block(8))
-    rest = encode(Block(decoded(frame).experiences[1:]))
-    assert parts(rest)[1] == parts(frame)[1]
-    assert decoded(rest).experiences == group_block(8).experiences[1:]
 
 
 def test_one_member_of_many_does_not_carry_the_others_along() -> None:
@@ -159,22 +151,6 @@ def test_bulk_is_read_only() -> None:
         for values in (member.tokens, member.logprobs):
             with pytest.raises(ValueError):
                 values[0] = 0
-
-
-def test_the_source_of_fresh_bulk_may_be_reused() -> None:
-    tokens, logprobs = np.array([1, 2, 3], np.uint32), np.array([-1.0], np.float32)
-    member = make_experience(
-        id="a.0.0-0-0", group="a.0", episode=0, group_size=1, spans=(Span(2, 3, 0),), messages=(), tokens=tokens,
-        logprobs=logprobs,
-    )  # fmt: skip
-    tokens[:] = 9
-    logprobs[:] = 9
-    assert member.tokens.tolist() == [1, 2, 3] and member.logprobs.tolist() == [-1.0]
-
-
-def test_an_experience_survives_pickling() -> None:
-    member = decoded(with_extra(encode(group_block(3)))).experiences[2]
-    assert pickle.loads(pickle.dumps(member)) == member
 
 
 def test_a_block_is_one_group_of_1_to_64() -> None:
@@ -338,31 +314,6 @@ def test_bulk_that_does_not_fit_is_refused_where_it_is_made(tokens: Any, logprob
         )  # fmt: skip
 
 
-def test_what_the_header_says_of_an_experience() -> None:
-    member = make_experience(
-        id="a.0.0-0-0", group="a.0", episode=0, group_size=1, tokens=range(9), logprobs=[-1.0] * 4,
-        spans=(Span(3, 5, 7), Span(7, 9, 8)), scores=(Score("judge", 0.1), Score("judge", 0.9)),
-        messages=(Message("user", "?"), Message("assistant", "!"), Message("user", "??")),
-    )  # fmt: skip
-    assert (member.num_tokens, member.num_prompt, member.num_sampled) == (9, 3, 4)
-    assert (member.min_version, member.max_version) == (7, 8)
-    assert (member.response, member.score("judge"), member.score("none")) == ("!", 0.9, None)
-    bare = replace(member, spans=(), bulk=None)
-    assert (bare.num_prompt, bare.num_sampled, bare.min_version, bare.max_version) == (9, 0, -1, -1)
-    with pytest.raises(ValueError, match="no bulk"):
-        _ = bare.tokens
-
-
-def test_numpy_numbers_in_a_header_are_written_as_numbers() -> None:
-    member = replace(group_block(1).experiences[0], reward=np.float32(0.5), advantage=np.float64(0.25))
-    assert decoded(encode(Block((member,)))).experiences[0].reward == 0.5
-
-
-def test_messages_are_messages() -> None:
-    with pytest.raises(ValueError, match="messages"):
-        group_block(1).experiences[0].with_bulk(messages=[{"role": "user", "content": "?"}])  # type: ignore[list-item]
-
-
 def test_more_sections_than_readers_take_are_refused() -> None:
     members = [decoded(with_extra(encode(group_block(1)), name=f"extra-{index}")).experiences[0] for index in range(14)]
     with pytest.raises(ValueError, match="sections"):
@@ -427,17 +378,6 @@ def test_ranges_hold_what_was_added_and_as_few_as_there_are(pairs: list[tuple[in
     assert len(held) == sum(1 for number in plain if number - 1 not in plain)
 
 
-def test_steps_that_follow_one_another_are_one_range() -> None:
-    steps = Ranges()
-    for step in range(100_000):
-        steps.add(step, step)
-    assert len(steps) == 1
-
-
-SIZES = st.sampled_from([0, 1, MANY - 1, MANY, MANY + 1, 3 * MANY])
-LOGPROB = st.floats(max_value=0.0, min_value=-1e30, width=64)
-
-
 def made(tokens: TokenValues, logprobs: LogprobValues, *, prompt: int = 1, episode: int = 0) -> Experience:
     return make_experience(
         id=f"t-1.0-{episode}-0",
@@ -458,32 +398,6 @@ def members_of(block: Block) -> tuple[Experience, ...]:
     return back.experiences
 
 
-@given(SIZES, st.lists(LOGPROB, min_size=1, max_size=8))
-def test_logprobs_of_a_list_are_those_of_an_array_however_many(size: int, some: list[float]) -> None:
-    values = (some * size)[:size]
-    assert logprob_array(values).tobytes() == np.asarray(values, np.float64).astype(np.float32).tobytes()
-
-
-@pytest.mark.parametrize("size", [3, MANY, 2 * MANY])
-@pytest.mark.parametrize("odd", [-1, -0.0, np.float64(-0.5), np.float32(-0.5), -(2**70), False])
-def test_numbers_of_other_kinds_are_taken_among_floats(size: int, odd: float) -> None:
-    values = [-0.25] * size
-    values[size // 2] = odd
-    found = logprob_array(values)
-    assert len(found) == size and found[size // 2] == np.float32(odd) and (found == -0.25).sum() == size - 1
-
-
-@pytest.mark.parametrize("size", [3, MANY, 2 * MANY])
-@pytest.mark.parametrize(
-    "odd", [float("nan"), float("-inf"), -1e300, 0.5, "x", "12345678", None, b"12345678", 1j, "\ud800"]
-)
-def test_what_is_no_logprob_is_refused_among_floats(size: int, odd: object) -> None:
-    values = [-0.25] * size
-    values[-1] = odd  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="logprobs: "):
-        made(list(range(size + 1)), values)
-
-
 @pytest.mark.parametrize("odd", [-1, 2**32, 0.5, "1", None])
 def test_what_is_no_token_id_is_refused(odd: object) -> None:
     with pytest.raises(ValueError, match="tokens: "):
@@ -500,17 +414,3 @@ def test_arrays_of_an_experience_are_copies_and_read_only() -> None:
     assert [*members[0].tokens] == [7, 5, 3, 1] and members[1] == two
     for member in (one, two, *members):
         assert not member.tokens.flags.writeable and not member.logprobs.flags.writeable
-
-
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=6))
-def test_each_prompt_is_stored_once_in_whatever_order_members_come(order: list[int]) -> None:
-    prompts = [[7, 8, 9], [7, 8, 10], [1]]
-    members = tuple(
-        made([*prompts[which], 100 + at], [-0.5], prompt=len(prompts[which]), episode=at)
-        for at, which in enumerate(order)
-    )
-    found = members_of(Block(members))
-    assert found == members
-    sections = found[0].held().sections
-    assert sections is not None
-    assert sections.columns[0].items == len(order) + sum(len(prompts[which]) for which in set(order))

@@ -2,11 +2,9 @@
 
 import contextlib
 import json
-import re
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from record_samples import CONTROL_KINDS, blocks, controls, example_of, group_block
 
-from infra.cli.settings import load_settings
-from infra.ledger.archive import unpack, writing
-from infra.ledger.bundle import FORMAT, Bundle
-from infra.log.blobs import deposit, read_claim
-from infra.observe.release import release
-from infra.policies.manifest import decode_manifest
-from infra.store.memory import MemoryStore
 from schemas import BadFrame, Block, Feedback, Progress, Task, Tick, UnknownMajor, decode, encode, kafka_headers
-from schemas.errors import ConfigError
-from schemas.records import Message
-from schemas.wire.frame import SEALED_FORMAT
 from tests.schemas.fuzz_frames import use
 
 FRAMES = [encode(example_of(kind)) for kind in CONTROL_KINDS] + [encode(group_block(3)), encode(group_block(1))]
@@ -174,51 +162,3 @@ def test_a_decompression_bomb_is_refused_by_its_declared_size() -> None:
     assert isinstance(block, Block)
     with pytest.raises(BadFrame, match="1073741824"):
         block.validate()
-
-
-TASK = Task(id="q", messages=(Message("user", "1+1"),), answer="2")
-
-
-def newer_frame(folder: Path) -> object:
-    frame = encode(TASK)
-    return decode(frame[:2] + bytes((SEALED_FORMAT + 1,)) + frame[3:])
-
-
-def newer_claim(folder: Path) -> object:
-    claim = deposit(MemoryStore(), b"HR")
-    return read_claim(claim[:2] + bytes((claim[2] + 1,)) + claim[3:])
-
-
-def newer_archive(folder: Path) -> object:
-    with writing(folder / "run") as archive:
-        archive.finish(Bundle(app="t", format=FORMAT + 1))
-    return unpack(folder / "run", folder / "out")
-
-
-def newer_settings(folder: Path) -> object:
-    (folder / "headrace.toml").write_text('app = "t"\n[pacing]\nmax_stalenes = 2\n')
-    return load_settings(folder / "headrace.toml")
-
-
-@pytest.mark.parametrize(
-    ("newer", "error", "message"),
-    [
-        (newer_frame, UnknownMajor, "format"),
-        (newer_claim, UnknownMajor, "format"),
-        (lambda folder: decode_manifest(b'{"format": 99}'), ValueError, "format 99"),
-        (newer_archive, BadFrame, "format"),
-        (newer_settings, ConfigError, f"max_stalenes.*max_staleness.*this is release {re.escape(release())}"),
-    ],
-    ids=["frame", "claim", "manifest", "archive", "settings"],
-)
-def test_a_higher_format_number_is_refused_in_a_line_that_names_the_fix(
-    newer: Callable[[Path], object], error: type[Exception], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(error, match=message):
-        newer(tmp_path)
-
-
-def test_a_record_of_a_later_release_with_more_fields_is_read_without_them() -> None:
-    frame = encode(TASK)
-    body = msgspec.msgpack.encode({**msgspec.msgpack.decode(frame[8:]), "mood": "calm"})
-    assert decode(frame[:4] + len(body).to_bytes(4, "little") + body) == TASK

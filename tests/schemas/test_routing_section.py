@@ -59,17 +59,6 @@ def expected_of_golden(seed: int) -> np.ndarray:
     return rows
 
 
-def test_a_released_block_reads_the_same_with_routing_beside_it() -> None:
-    for plain, with_it in zip(
-        group_block(2).experiences, decode(golden_block("Block-routing")).experiences, strict=True
-    ):
-        assert (plain.id, plain.tokens.tolist(), plain.messages) == (
-            with_it.id,
-            with_it.tokens.tolist(),
-            with_it.messages,
-        )
-
-
 def test_the_routing_of_a_shared_prompt_is_stored_once() -> None:
     prompt = routed(0, 500)
     members = [

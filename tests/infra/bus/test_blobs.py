@@ -69,12 +69,6 @@ def test_a_claim_of_a_newer_format_stops_its_reader() -> None:
 WHOLE = deposit(MemoryStore(), b"frame")
 
 
-@given(st.binary(max_size=80))
-def test_arbitrary_claims_raise_nothing_else(data: bytes) -> None:
-    with pytest.raises((BadFrame, UnknownMajor)):
-        read_claim(MAGIC + data)
-
-
 @given(st.lists(st.tuples(st.integers(2, len(WHOLE) - 1), st.integers(0, 255)), max_size=4))
 def test_altered_claims_reach_blobs_or_raise_nothing_else(changes: list[tuple[int, int]]) -> None:
     altered = bytearray(WHOLE)
@@ -209,32 +203,6 @@ class WatchedLog(Log):
 
     async def assigned(self, topic: Topic, starts: Any, *, group: str | None = None, fetch_bytes: int = 0) -> Any:
         return await self._begin(topic, starts, group=group)
-
-
-def test_a_store_that_fails_half_way_leaves_what_is_claimed_and_the_next_time_ends_it() -> None:
-    async def main() -> None:
-        store = HookedStore(fail_after=1)
-        log = await log_on(store)
-        for number in range(3):
-            deposit(store, FRAME + bytes([number]), day=LONG_AGO)
-        value = deposit(store, FRAME, day=LONG_AGO)
-        await send(log, EXPERIENCES, value)
-        with pytest.raises(StoreError):
-            await prune(log)
-        store.left = 10
-        assert await prune(log) == 2 and kept(store) == {read_claim(value).key}
-
-    asyncio.run(main())
-
-
-def test_images_and_frames_of_before_there_were_days_are_not_touched() -> None:
-    async def main() -> None:
-        store = MemoryStore()
-        log = await log_on(store)
-        store.put(BLOBS + "0" * 64, b"an image")
-        assert await prune(log) == 0 and kept(store) == {BLOBS + "0" * 64}
-
-    asyncio.run(main())
 
 
 def test_a_frame_that_is_sent_lies_under_the_day_of_the_sending() -> None:

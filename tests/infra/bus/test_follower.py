@@ -110,21 +110,6 @@ def test_each_record_comes_once_in_order_and_none_is_left_out(script: list[Step]
     asyncio.run(check())
 
 
-def test_one_connection_serves_many_calls_over_all_topics() -> None:
-    async def check() -> None:
-        log, bus = await log_of()
-        follower = Follower(log, FOLLOWED)
-        nexts = {topic: dict.fromkeys(range(PARTS), 0) for topic in FOLLOWED}
-        for _ in range(10):
-            for topic in FOLLOWED:
-                await bus.send(log.name(topic), b"x", key=b"", partition=1)
-                assert len(await read(follower, log, topic, nexts[topic])) == 1
-        assert bus.num_opened == 1
-        await follower.close()
-
-    asyncio.run(check())
-
-
 def test_a_call_that_begins_elsewhere_connects_anew_and_does_not_wait_behind_a_fetch_at_the_logs_end() -> None:
     async def check() -> None:
         log, bus = await log_of()
@@ -177,15 +162,6 @@ async def rested(follower: Follower) -> None:
         async with asyncio.timeout(30):
             while reader._consumer.paused() != reader._consumer.assignment():  # noqa: ASYNC110 (it tells no one)
                 await asyncio.sleep(0.01)
-
-
-def test_a_follower_that_rested_reads_on() -> None:
-    async def main() -> None:
-        log = Log(MemoryBus(), "t")
-        await log.create_topics(partitions=PARTS, keep_ms=-1)
-        await looked(log)
-
-    asyncio.run(main())
 
 
 @pytest.mark.slow

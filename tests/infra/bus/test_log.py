@@ -2,15 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import aclosing
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from infra.log.bus import Partition, Reader, murmur2, partition_for
+from infra.log.bus import Partition, Reader, partition_for
 from infra.log.log import Log, LogMessage, record_key
 from infra.log.memory import MemoryBus
 from infra.store.directory import DirectoryStore
@@ -20,7 +17,6 @@ from schemas import (
     Closure,
     Control,
     DeadLetter,
-    Drawn,
     DropMarker,
     EvalResult,
     Feedback,
@@ -54,7 +50,6 @@ from schemas.topics import (
     TASKSET,
     VERIFIED,
     Topic,
-    topic_config,
 )
 
 GROUP = "add-3745.2"
@@ -290,20 +285,6 @@ def test_read_all_ends_at_the_end_of_the_call() -> None:
     run(check)
 
 
-def test_readers_start_at_either_end_and_groups_belong_to_the_app() -> None:
-    async def check(log: Log) -> None:
-        await log.publish(PROGRESS, Drawn(token=1, step=1, version=0, groups=()))
-        begin: Reader = await log.assigned(PROGRESS, "beginning")
-        end: Reader = await log.assigned(PROGRESS, "end", group="late")
-        assert (set(begin.positions().values()), set(end.positions().values())) == ({0}, {1})
-        await end.commit(end.positions())
-        assert await log.bus.committed(log.group("late"), log.name(PROGRESS)) == end.positions()
-        reader = await log.subscribed(PROGRESS, group="late")
-        assert reader.positions() == end.positions()
-
-    run(check)
-
-
 def test_topics_are_created_once_and_a_changed_count_is_refused() -> None:
     async def check(log: Log) -> None:
         assert await log.create_topics(partitions=4, keep_ms=1000) == []
@@ -324,12 +305,6 @@ def test_no_role_starts_where_topics_that_are_joined_differ_in_their_partitions(
             await log.require_topics()
 
     asyncio.run(check())
-
-
-def test_copies_are_confirmed_by_all_but_one_and_left_to_the_brokers_where_none_are_named() -> None:
-    assert "min.insync.replicas" not in topic_config(EXPERIENCES, 1000)
-    found = [topic_config(EXPERIENCES, 1000, copies)["min.insync.replicas"] for copies in (1, 2, 3, 5)]
-    assert found == ["1", "1", "2", "4"]
 
 
 def test_a_missing_blob_is_not_asked_for_again(store_dir: Path) -> None:
@@ -353,20 +328,6 @@ async def progress_log() -> Log:
     return log
 
 
-def test_a_tail_goes_on_where_a_scan_of_the_same_bounds_ends() -> None:
-    async def main() -> None:
-        log = await progress_log()
-        for number in range(3):
-            await log.publish(REPORTS, Progress(role="train", instance=f"t/{number}"))
-        _, ends = await log.bounds(REPORTS)
-        await log.publish(REPORTS, Progress(role="train", instance="t/3"))
-        scanned = [message.offset async for message in log.scan(REPORTS, "beginning", ends)]
-        async with aclosing(log.tail(REPORTS, ends)) as messages:
-            assert (scanned, (await anext(messages)).offset) == ([0, 1, 2], 3)
-
-    asyncio.run(main())
-
-
 def test_the_records_at_offsets_are_those_that_are_kept_in_one_read_for_neighbours() -> None:
     async def main() -> None:
         log = await progress_log()
@@ -377,39 +338,6 @@ def test_the_records_at_offsets_are_those_that_are_kept_in_one_read_for_neighbou
         assert {offset: record.value for offset, record in found.items()} == {4: b"4", 5: b"5", 199: b"199"}
         assert await log.at(PROGRESS, 0, []) == await log.at(PROGRESS, 0, [2]) == {}
         assert await log.at(PROGRESS, 7, [4]) == {}, "a partition that the topic does not have"
-
-    asyncio.run(main())
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2), st.integers(0, 420)), max_size=30))
-def test_records_of_many_places_are_read_by_one_reader_and_are_those_of_each_place(
-    places: list[tuple[int, int, int]],
-) -> None:
-    class CountingBus(MemoryBus):
-        num_opened = 0
-
-        async def assigned(
-            self, starts: Mapping[Partition, int], *, group: str | None = None, fetch_bytes: int = 0
-        ) -> Reader:
-            self.num_opened += 1
-            return await super().assigned(starts, group=group, fetch_bytes=fetch_bytes)
-
-    async def main() -> None:
-        bus = CountingBus()
-        log, held = Log(bus, "bot"), (DEAD_LETTERS, VERIFIED)
-        await log.create_topics(partitions=2, keep_ms=-1)
-        for topic in held:
-            for number in range(400):
-                await bus.send(log.name(topic), b"%d" % number, key=b"", partition=number % 2)
-        wanted = [(held[which], partition, offset) for which, partition, offset in places]
-        found = await log.messages_of(wanted)
-        assert bus.num_opened == bool(found)
-        assert {at: message.record.value for at, message in found.items()} == {
-            (topic.name, partition, offset): b"%d" % (2 * offset + partition)
-            for topic, partition, offset in wanted
-            if partition < 2 and offset < 200
-        }
 
     asyncio.run(main())
 
@@ -435,15 +363,3 @@ def test_what_retention_takes_while_offsets_are_read_is_missing_and_the_rest_is_
 
 
 # Expected values of Kafka's own UtilsTest (signed there).
-JAVA = {
-    b"21": -973932308,
-    b"foobar": -790332482,
-    b"a-little-bit-long-string": -985981536,
-    b"a-little-bit-longer-string": -1486304829,
-    b"lkjh234lh9fiuh90y23oiuhsafujhadof229phr9h19h89h8": -58897971,
-    b"abc": 479470107,
-}
-
-
-def test_the_hash_is_javas() -> None:
-    assert {key: murmur2(key) for key in JAVA} == {key: value & 0xFFFFFFFF for key, value in JAVA.items()}

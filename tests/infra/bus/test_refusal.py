@@ -201,10 +201,3 @@ def test_a_clients_certificate_that_cannot_be_read_is_one_line(content: bytes | 
         file.write_bytes(content)
     with pytest.raises(ConfigError, match="ssl_cert_file, ssl_key_file: cannot be read: "):
         kafka_access(Floor(app="t", kafka=settings(ours, file)))
-
-
-def test_a_key_of_another_certificate_is_one_line(ours: Authority) -> None:
-    one, other = ours.sign("client"), ours.sign("another")
-    kafka = Kafka(bootstrap_servers="b:1", security_protocol="SSL", ssl_cert_file=str(one), ssl_key_file=str(other))
-    with pytest.raises(ConfigError, match=r"ssl_cert_file, ssl_key_file: cannot be read: .*MISMATCH"):
-        kafka_access(Floor(app="t", kafka=kafka))

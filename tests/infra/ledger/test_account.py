@@ -39,12 +39,6 @@ from tests.streams.collect.collecting import answer
 from tests.streams.collect.collecting import block as answer_block
 
 
-def test_what_nobody_has_spoken_of_yet_is_pending() -> None:
-    found = account({"experiences": [block("a.0")]})
-    assert (found.published, found.pending, found.pending_ids) == (2, 2, ("a.0.0-0-0", "a.0.0-1-0"))
-    assert found.is_clean
-
-
 def test_a_second_delivery_is_published_once() -> None:
     assert account({"experiences": [block("a.0"), block("a.0")]}).published == 2
 
@@ -244,19 +238,6 @@ def test_the_account_of_a_log() -> None:
         found = await audit(log, RUN, lambda topic, left: read.append(topic))
         assert (found.trained, found.dropped, found.pending) == (2, {"all rewards equal": 2}, 2)
         assert found.is_clean and read[0] == "batches" and [one for one in read if one][-1] == "experts"
-
-    asyncio.run(main())
-
-
-def test_an_audit_tells_how_many_records_are_left() -> None:
-    async def main() -> None:
-        log, left = Log(MemoryBus(), "t"), dict[str, list[int]]()
-        await log.create_topics(partitions=2, keep_ms=-1)
-        for number in range(600):
-            await log.publish(topics.EXPERIENCES, block(f"task-{number}.0"))
-        await audit(log, RUN, lambda topic, count: left.setdefault(topic, []).append(count))
-        assert left["experiences"][0] == 600 and left["experiences"][-1] == 0 and len(left["experiences"]) > 2
-        assert list(left)[-1] == "", "then it adds up"
 
     asyncio.run(main())
 

@@ -183,13 +183,6 @@ def test_damaged_bytes_of_a_backup_are_refused_by_their_name() -> None:
         checked(place, sha256)
 
 
-def test_a_backup_of_another_app_is_refused() -> None:
-    place = MemoryStore()
-    StoreWriter(place, silent).finish(Bundle(app="mine", taken_ms=1))
-    with pytest.raises(ConfigError, match='of app "mine", and the settings name "yours"'):
-        open_backup(place, "yours")
-
-
 def test_nothing_is_restored_over_topics_or_objects_that_are_there() -> None:
     async def main() -> None:
         store = MemoryStore()

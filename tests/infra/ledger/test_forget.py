@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.cli.data.forget import first_checkpoint, wait_seconds
+from infra.cli.data.forget import first_checkpoint
 from infra.ledger.forget import ForgetReport, complete, destroy, report, tell
 from infra.ledger.index import LogIndex
 from infra.log.log import Log
@@ -16,7 +16,7 @@ from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
 from infra.store.seal import Keys, open_text, seal_text
 from schemas import Batch, Block, Directive, Drawn, PolicyEvent, Progress, Saved, ids, topics
-from schemas.errors import ConfigError, Sealed
+from schemas.errors import Sealed
 from tests.infra.ledger.ledger_records import ANN, TENANT, USER, batch, log_with_ann, of_ann
 from tests.names import secret_store, session_name
 from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, journal, published, train
@@ -168,11 +168,6 @@ def test_forgetting_twice_reports_the_same(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("user", ["nobody", ""])
-def test_a_user_of_whom_nothing_was_written_has_no_keys(user: str) -> None:
-    assert not destroy(Keys(MemoryStore()), TENANT, user)
-
-
 def test_what_was_written_about_their_answers_is_forgotten_with_them_and_what_is_anothers_stays(tmp_path: Path) -> None:
     async def body() -> None:
         store = secret_store()
@@ -225,24 +220,6 @@ def test_forgetting_waits_for_a_checkpoint_of_its_run_that_was_made_since() -> N
     assert asyncio.run(waited(learns, wait_s=30.0)) == SAVED
     assert asyncio.run(waited(learns, saved=None)) is None
     assert asyncio.run(waited(learns, saved=msgspec.structs.replace(SAVED, run="another"))) is None
-
-
-def test_forgetting_waits_for_nothing_where_nothing_was_trained_since_the_last_checkpoint() -> None:
-    paused = Progress(role="train", instance="train/1", state="paused")
-    found = asyncio.run(waited(paused, saved=None, wait_s=600.0, trained=False))
-    assert found is not None and found.step == 6
-
-
-def test_forgetting_waits_for_no_trainer_that_does_not_run() -> None:
-    stopped = Progress(role="train", instance="train/1", life="ended")
-    assert asyncio.run(waited(stopped, wait_s=600.0)) is None
-    assert asyncio.run(waited(Progress(role="serve", instance="serve/1", state="serving"), wait_s=600.0)) is None
-
-
-def test_a_wait_that_is_no_duration_is_told_before_anything_is_destroyed() -> None:
-    with pytest.raises(ConfigError, match='--wait: got "soon", expected a duration'):
-        wait_seconds("soon")
-    assert (wait_seconds(""), wait_seconds("90s")) == (0.0, 90.0)
 
 
 async def journaled_until(log: Log, enough: Callable[[list[object]], bool]) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import sqlite3
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,19 +12,13 @@ from infra.ledger.index import (
     FILE,
     MAX_TASKS,
     NEWEST,
-    PAGED,
     LogIndex,
     bounds,
-    bounds_now,
     follow,
-    read_offsets,
-    read_only,
-    records_left,
     sizes,
     trim,
 )
-from infra.ledger.index_fold import MARK, TIME_BITS, Folder
-from infra.log.bus import Record
+from infra.ledger.index_fold import TIME_BITS, Folder
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
@@ -33,14 +26,11 @@ from schemas import (
     Batch,
     BatchItem,
     Block,
-    DeadLetter,
     Fence,
     PolicyEvent,
     Progress,
     Rollback,
     Skip,
-    decode,
-    encode,
     topics,
 )
 from tests.infra.cli.console_rig import SECRET, fill, folded, live, until
@@ -169,41 +159,6 @@ def test_a_log_that_begins_anew_and_a_file_that_is_gone_or_of_another_layout_beg
     asyncio.run(main())
 
 
-def test_a_reader_finds_all_of_an_index_that_begins_anew_or_none_of_it(tmp_path: Path) -> None:
-    index = folded(tmp_path, fill)
-    database, held = read_only(tmp_path / FILE), sizes(index.database)["answers"]
-    database.execute("BEGIN")
-    assert database.execute("SELECT count(*) FROM answers").fetchone()[0] == held
-    index._begin_anew()
-    assert database.execute("SELECT count(*) FROM words WHERE words MATCH 'refunds'").fetchone()[0] > 0
-    database.execute("COMMIT")
-    assert database.execute("SELECT count(*) FROM answers").fetchone()[0] == 0
-    database.close()
-    index.close()
-
-
-def test_how_far_it_is_is_known_from_the_file_and_the_ends_of_the_log(tmp_path: Path) -> None:
-    left: list[Mapping[str, int]] = []
-    database = sqlite3.connect(":memory:")
-
-    async def count(log: Log) -> None:
-        left.append(records_left(await bounds_now(log, PAGED), read_offsets(database)))
-
-    index = folded(tmp_path, nothing, fill)
-    database = index.database
-    index.close()
-    database = read_only(tmp_path / FILE)
-    asyncio.run(_filled(count))
-    assert set(left[0]) == {topic.name for topic in PAGED} and not any(left[0].values())
-    database.close()
-
-
-async def _filled(then: object) -> None:
-    log = Log(MemoryBus(), "t", store=MemoryStore())
-    await fill(log)
-    await then(log)  # type: ignore[operator]
-
-
 @pytest.mark.parametrize(
     ("journal", "steps", "fates"),
     [
@@ -260,23 +215,6 @@ def test_what_the_events_of_versions_keep_of_their_steps_outlives_the_reports(tm
         *[("live/entropy", version, 0.5) for version in range(3)], *[("live/k3", version, 0.125) for version in range(3)],
         ("loss", 1, 2.0), *[("reward_mean", version, 0.25 * version) for version in range(3)],
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_letter_was_delivered_again_though_its_mark_is_read_before_it(tmp_path: Path, is_first: bool) -> None:
-    index = folded(tmp_path, nothing)
-    folder = Folder(index.database, run="t", policy="main", pages=True)
-    letter = DeadLetter(topic="tasks", partition=0, offset=5, stage="verify", reason="odd", value=b"x")
-    mark = DeadLetter(topic="dead-letters", partition=3, offset=7, stage=MARK, reason=MARK, error="ann: mended")
-    records = [
-        Record("t.dead-letters", 3, 7, 1000, b"", encode(letter)),
-        Record("t.dead-letters", 0, 2, 2000, b"", encode(mark)),
-    ]
-    for record in records[::-1] if is_first else records:
-        folder.fold(topics.DEAD_LETTERS, [record], [decode(record.value)])
-    assert rows(index, "SELECT at, done_by FROM letters JOIN marks USING (part, offset)") == [
-        ("tasks/0@5", "ann: mended")
-    ]
 
 
 def test_every_table_of_the_index_has_a_bound_and_a_size(tmp_path: Path) -> None:

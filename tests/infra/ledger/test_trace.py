@@ -1,7 +1,6 @@
 """`trace`: an answer's way to the weights is told from records alone, and the index is a cache of the log."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -9,10 +8,10 @@ import pytest
 
 from infra.ledger.index import LogIndex, follow
 from infra.ledger.trace import AnswerTrace, trace_answer, trace_policy
-from infra.log.bus import Partition, Reader
+from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from schemas import Feedback, Fence, PolicyEvent, Rollback, Skip, encode, topics
+from schemas import Feedback, Fence, PolicyEvent, Rollback, Skip, topics
 from schemas.errors import BrokerUnavailable, NotInLog
 from tests.infra.ledger.ledger_records import RUN, batch, block, closure, stub
 
@@ -91,55 +90,6 @@ def test_an_answer_is_followed_to_its_step_and_its_version(tmp_path: Path) -> No
     with_index(tmp_path, body)
 
 
-def test_an_answer_is_read_by_one_reader_and_the_steps_that_used_it_by_another(tmp_path: Path) -> None:
-    """To connect is most of what a trace costs a broker."""
-
-    class CountingBus(MemoryBus):
-        num_opened = 0
-
-        async def assigned(self, starts, *, group=None, fetch_bytes=0) -> Reader:  # type: ignore[no-untyped-def]
-            self.num_opened += 1
-            return await super().assigned(starts, group=group, fetch_bytes=fetch_bytes)
-
-    async def body(index: LogIndex) -> None:
-        bus = CountingBus()
-        log = await log_of_a_run(bus)
-        await index.refresh(log)
-        bus.num_opened = 0
-        assert (await trace_answer(log, index, NAME)).uses
-        assert bus.num_opened == 2
-
-    with_index(tmp_path, body)
-
-
-@pytest.mark.parametrize("names_its_group", [True, False])
-def test_of_a_long_session_only_what_is_about_the_answer_is_read(tmp_path: Path, names_its_group: bool) -> None:
-    """Feedback of logs written before carries its session alone, and is read as before."""
-    session, turns = "q" * 64, 300
-
-    async def body(index: LogIndex) -> None:
-        bus = MemoryBus()
-        log = Log(bus, "t")
-        await log.create_topics(partitions=1, keep_ms=-1)
-        groups = [f"{session}.7578635164008584748-{turn}" for turn in range(turns)]
-        for group in groups:
-            await log.publish(topics.EXPERIENCES, block(group, (0,)))
-        for group in groups[::10]:
-            said = Feedback(ref=f"hr-{group}.0-0-0", id=f"t-{group[-4:]}", value=0.5, source="csat")
-            if names_its_group:
-                await log.publish(topics.VERIFIED, said)
-            else:
-                await bus.send(log.name(topics.VERIFIED), encode(said), key=session.encode())
-        await index.refresh(log)
-        found = await trace_answer(log, index, f"hr-{groups[150]}.0-0-0")
-        assert found.published is not None and len(found.feedback) == 1
-        assert Counter(place.topic for place in index.places(groups[150])) == {
-            "experiences": 1, "verified": 1 if names_its_group else turns // 10,
-        }  # fmt: skip
-
-    with_index(tmp_path, body)
-
-
 def test_a_dropped_answer_says_why_and_was_learned_by_nobody(tmp_path: Path) -> None:
     async def body(index: LogIndex) -> None:
         found = await traced(await log_of_a_run(), index, "b.0.0-1-0")
@@ -207,47 +157,6 @@ def test_a_second_refresh_reads_only_what_has_come_since(tmp_path: Path) -> None
         await log.publish(topics.EXPERIENCES, block("late.0"))
         await index.refresh(log, lambda topic, left: again.append(topic))
         assert set(first) >= {"experiences", "verified", "batches"} and again == ["experiences"]
-        assert (await trace_answer(log, index, "late.0.0-0-0")).published is not None
-
-    with_index(tmp_path, body)
-
-
-def test_the_index_of_a_log_that_began_anew_begins_anew(tmp_path: Path) -> None:
-    async def body(index: LogIndex) -> None:
-        await index.refresh(await log_of_a_run())
-        other = Log(MemoryBus(), "t")
-        await other.create_topics(partitions=2, keep_ms=-1)
-        await other.publish(topics.EXPERIENCES, block("n.0"))
-        with pytest.raises(NotInLog):
-            await traced(other, index, NAME)
-        assert (await trace_answer(other, index, "n.0.0-0-0")).published is not None
-
-    with_index(tmp_path, body)
-
-
-def test_two_that_bring_one_index_up_to_date_at_once_read_nothing_twice(tmp_path: Path) -> None:
-    async def main() -> None:
-        log = await log_of_a_run()
-        both = [LogIndex(tmp_path / "trace.sqlite", run=RUN, policy=POLICY) for _ in range(2)]
-        try:
-            await asyncio.gather(*(index.refresh(log) for index in both))
-            places = both[0].places("a.0")
-            assert len(places) == len(set(places)) > 0 and both[1].places("a.0") == places
-        finally:
-            for index in both:
-                index.close()
-
-    asyncio.run(main())
-
-
-def test_an_index_that_is_kept_up_holds_what_came_before_anybody_asks(tmp_path: Path) -> None:
-    async def body(index: LogIndex) -> None:
-        log, stop = await log_of_a_run(), asyncio.Event()
-        following = asyncio.create_task(follow(log, index, stop, every_s=0.001))
-        await log.publish(topics.EXPERIENCES, block("late.0"))
-        await until(lambda: bool(index.places("late.0")))
-        stop.set()
-        await following
         assert (await trace_answer(log, index, "late.0.0-0-0")).published is not None
 
     with_index(tmp_path, body)

@@ -13,7 +13,6 @@ from infra.log.bus import Partition, Reader, Record
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
-from infra.roles.process import ClaimedFolder
 from schemas import Block, Closure, Directive, PolicyEvent, Progress, Task
 from schemas.errors import FencedOut
 from schemas.topics import BUFFER, EXPERIENCES, PROGRESS, REPORTS, TASKS, VERIFIED
@@ -130,13 +129,6 @@ def test_a_master_that_does_not_notice_its_successor_does_no_harm(tmp_path: Path
             assert account.is_clean and account.on_the_way == 0
 
     asyncio.run(main())
-
-
-def test_two_workers_of_one_name_and_folder_have_a_state_each(tmp_path: Path) -> None:
-    first, second = ClaimedFolder(tmp_path), ClaimedFolder(tmp_path)
-    assert first.path != second.path
-    first.release()
-    second.release()
 
 
 def test_two_workers_that_both_believe_in_a_partition_say_the_same_and_the_trainer_takes_it_once(

@@ -31,12 +31,6 @@ def test_a_taken_port_gives_a_new_address(tmp_path: Path) -> None:
     assert read_address(tmp_path) == second
 
 
-def test_a_spoilt_address_file_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "address.json").write_text("{")
-    assert read_address(tmp_path) is None
-    assert plan_address(tmp_path) == read_address(tmp_path)
-
-
 def test_whoever_killed_what_held_the_lock_with_it_waits_for_its_end(tmp_path: Path) -> None:
     lock = lock_folder(tmp_path / "lock", "the folder")
     with subprocess.Popen(["sleep", "0.5"], pass_fds=[lock.fileno()]) as child:

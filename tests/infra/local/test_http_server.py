@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -13,7 +12,6 @@ from starlette.types import Receive, Scope, Send
 
 from infra.local.http_server import (
     MAX_HEAD_BYTES,
-    MAX_PIPELINED,
     BoundedConnection,
     DisconnectGuard,
     HttpBounds,
@@ -23,7 +21,6 @@ from infra.local.http_server import (
     make_server,
     serve_on,
 )
-from schemas.errors import ConfigError
 
 PIECE = 64 * 1024
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -197,20 +194,6 @@ def test_pipelined_requests_are_few_and_their_connection_holds_no_more() -> None
     asyncio.run(check())
 
 
-def test_a_few_pipelined_requests_are_each_answered_in_their_order() -> None:
-    async def check() -> None:
-        async with running() as served, served.connection() as (reader, writer):
-            served.go.set()
-            posts = [
-                f"POST / HTTP/1.1\r\ncontent-length: {n}\r\n\r\n".encode() + b"x" * n for n in range(MAX_PIPELINED)
-            ]
-            writer.write(SLOW + b"".join(posts))
-            assert [(await told(reader))[1]["bytes"] for _ in range(1 + MAX_PIPELINED)] == [0, *range(MAX_PIPELINED)]
-            assert not served.refused
-
-    asyncio.run(check())
-
-
 @pytest.mark.parametrize(
     ("head", "piece"),
     [
@@ -246,17 +229,6 @@ def test_an_idle_connection_is_closed_after_the_limit(sent: bytes) -> None:
     asyncio.run(check())
 
 
-def test_a_client_that_asks_again_and_again_is_not_taken_for_an_idle_one() -> None:
-    async def check() -> None:
-        async with running(1.0) as served, served.connection() as (reader, writer):
-            for _ in range(20):
-                writer.write(GET)
-                assert (await told(reader))[0] == 200
-                await asyncio.sleep(0.1)
-
-    asyncio.run(check())
-
-
 def test_an_answer_that_is_never_read_ends() -> None:
     async def check() -> None:
         async with running(0.2) as served, served.connection() as (_, writer):
@@ -282,17 +254,6 @@ def test_silent_connections_keep_nobody_out() -> None:
                 writer.close()
 
     asyncio.run(check())
-
-
-def test_an_address_that_is_taken_is_an_error_that_names_its_setting() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=rf'^console.listen: cannot listen on "{listen}": Address already in use'):
-            bound(listen, "console.listen")
-    with pytest.raises(ConfigError, match=r"console\.listen"):
-        bound("8000", "console.listen")
 
 
 class Work:

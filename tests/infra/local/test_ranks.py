@@ -62,11 +62,6 @@ def test_when_rank_0_has_done_its_work_all_end(tmp_path: Path) -> None:
     assert not any(map(alive, pids(tmp_path)))
 
 
-def test_others_may_end_before_rank_0_which_told_them_to(tmp_path: Path) -> None:
-    assert asyncio.run(run_ranks(group(tmp_path, "late"), asyncio.Event())) == 0
-    assert len(pids(tmp_path)) == 3, "nobody is started again"
-
-
 def test_what_no_restart_can_mend_ends_the_group_with_its_code(tmp_path: Path) -> None:
     assert asyncio.run(run_ranks(group(tmp_path, "refuse"), asyncio.Event())) == 2
     assert not any(map(alive, pids(tmp_path)))
@@ -120,13 +115,6 @@ def test_what_srun_says_of_a_rank_has_the_names_that_torch_knows(visible: dict[s
         "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": local
     }  # fmt: skip
     assert launched_rank(found) == 9
-
-
-def test_torchrun_below_srun_and_a_task_alone_keep_what_they_have() -> None:
-    for given in ({**SRUN, "WORLD_SIZE": "4", "RANK": "3"}, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, {}):
-        found = dict(given)
-        adopt_slurm(found)
-        assert found == given
 
 
 def test_srun_without_an_address_of_rank_0_is_refused() -> None:

@@ -15,10 +15,8 @@ from infra.observe import failpoint
 from infra.policies.chain import read_manifest
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.manifest import PolicyManifest, Shard, decode_manifest, encode_manifest, sha256_hex, tensor_entries
-from infra.policies.policy import Policy, Probe
 from infra.policies.prune import remove_unfinished
-from infra.policies.publish import NewVersion, publish
-from infra.policies.tensors import Tensor, from_numpy, save_tensors
+from infra.policies.tensors import Tensor, save_tensors
 from infra.store.directory import INCOMING, STALE_AFTER_S, DirectoryStore
 from infra.store.memory import MemoryStore
 from infra.store.store import digest_of
@@ -90,14 +88,6 @@ def test_a_lease_changes_under_a_follower() -> None:
     after = small_step(nxt, 51)
     event = put(store, 4, after, nxt, token=99)
     assert dict(follower.fetch(event).tensors) == after
-
-
-def test_the_probe_arrives_exactly() -> None:
-    store = MemoryStore()
-    logprobs = tuple(float(np.float32(value)) for value in (-0.1, -1e-7, -13.37))
-    probe = Probe(sequences=((1, 22, 26, 2), (1, 2)), logprobs=(logprobs, (-0.5,)))
-    event = put(store, 0, first_weights(), probe=probe)
-    assert PolicyFetcher(store, "main").fetch(event).probe == probe
 
 
 def test_an_unreachable_store_is_retriable_and_changes_nothing() -> None:
@@ -368,16 +358,6 @@ def test_arbitrary_manifests_only_ever_raise_value_error() -> None:
 def published_one() -> tuple[MemoryStore, str]:
     store = MemoryStore()
     return store, put(store, 0, first_weights()).manifest
-
-
-def test_a_policy_keeps_no_reference_to_live_arrays() -> None:
-    store = MemoryStore()
-    array = np.ones(10, np.float32)
-    new = NewVersion(policy="main", token=1, version=0, parent=-1, step=0)
-    event = publish(store, new, {"w": from_numpy(array)}, previous=None, probe=None)
-    array[:] = 2
-    policy: Policy = PolicyFetcher(store, "main").fetch(event)
-    assert policy.tensors["w"] == from_numpy(np.ones(10, np.float32))
 
 
 POINTS = (

@@ -1,17 +1,15 @@
 """Old versions: what is pruned, and how a late joiner rebuilds what stays."""
 
 import threading
-from pathlib import Path
 
 import msgspec
 import pytest
 
 from infra.policies.chain import NUM_SLICES
-from infra.policies.fetch import LOADED_AT_ONCE, PolicyFetcher
+from infra.policies.fetch import PolicyFetcher
 from infra.policies.prune import prune
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, save_tensors
-from infra.policies.version_files import VersionFiles
 from infra.store.memory import MemoryStore
 from schemas.errors import PolicyRefused
 from tests.infra.weights.test_fetch import Counting
@@ -69,9 +67,6 @@ def test_an_anchor_without_its_manifest_is_no_reason_to_prune() -> None:
     assert dict(PolicyFetcher(store, "main").fetch(events[2]).tensors) == weights[2]
 
 
-NUM_SHARDS = 24
-
-
 class LiveObject(bytes):
     """An object that was read; the store counts those that somebody still holds."""
 
@@ -103,15 +98,6 @@ class CountingLiving(MemoryStore):
             self.held += change
             self.given += change > 0
             self.most = max(self.most, self.held)
-
-
-def test_of_an_anchor_that_goes_into_a_file_few_shards_are_held_at_once(tmp_path: Path) -> None:
-    store = CountingLiving()
-    weights = {f"w{number:02}": bf16(number) for number in range(NUM_SHARDS)}
-    event = put(store, 0, weights, shard_bytes=1)
-    policy = PolicyFetcher(store, "main", VersionFiles([tmp_path])).fetch(event)
-    assert dict(policy.tensors) == weights
-    assert store.given == NUM_SHARDS and store.most <= LOADED_AT_ONCE and store.held == 0
 
 
 def test_a_first_start_with_the_weights_of_version_0_at_hand_reads_manifests_and_deltas_alone() -> None:

@@ -1,7 +1,6 @@
 """Publishing: what is written, when it is an anchor, that a version has one content, and versions of adapters."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -10,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.policies.chain import NUM_SLICES, names_of_slice, read_manifest
-from infra.policies.delta import encode_tensor
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy import Adapter, Probe
 from infra.policies.publish import NewVersion, publish, publish_shares
@@ -248,65 +246,6 @@ def test_a_policy_name_is_one_segment_of_a_key(policy: str) -> None:
         )
 
 
-class Looked(HashedTensors):
-    """Counts how often all tensors are gone through."""
-
-    looks = 0
-
-    def values(self) -> Any:
-        self.looks += 1
-        return super().values()
-
-    def items(self) -> Any:
-        self.looks += 1
-        return super().items()
-
-
-def test_an_anchor_is_hashed_once_and_checked_once_whoever_asks() -> None:
-    tensors = Looked(first_weights())
-    assert tensors.not_finite == "" and tensors.looks == 1
-    put(MemoryStore(), 0, tensors)
-    put(MemoryStore(), 0, tensors)
-    assert tensors.looks == 2
-
-
-@settings(max_examples=30)
-@given(st.lists(st.sampled_from(["step", "all", "same", "copy", "one"]), min_size=3, max_size=3), st.booleans())
-def test_a_version_hashed_while_it_is_encoded_is_stored_as_one_hashed_before(changes: list[str], wide: bool) -> None:
-    first = first_weights() | ({"wide": from_numpy(np.arange(5, dtype=np.float32))} if wide else {})
-    after = dict(first)
-    for name, change in zip(NAMES, changes, strict=True):
-        patterns = np.frombuffer(first[name].data, np.uint16).copy()
-        if change == "one":
-            patterns[7] ^= 1  # no sample sees it
-        moved = {
-            "step": small_step(first, 3, (name,))[name],
-            "all": bf16(99),
-            "same": first[name],
-            "copy": Tensor("BF16", first[name].shape, bytes(first[name].data)),
-            "one": Tensor("BF16", first[name].shape, patterns.tobytes()),
-        }
-        after[name] = moved[change]
-    on_the_way, before = MemoryStore(), MemoryStore()
-    hashed = HashedTensors(after)
-    assert hashed.entries
-    for store, second in ((on_the_way, HashedTensors(after)), (before, hashed)):
-        put(store, 0, first)
-        event = put(store, 1, second, HashedTensors(first))
-        assert dict(PolicyFetcher(store, "main").fetch(event).tensors) == after
-    assert {key: on_the_way.get(key) for key in on_the_way.keys("")} == {
-        key: before.get(key) for key in before.keys("")
-    }
-
-
-def test_a_version_is_encoded_as_it_is_hashed() -> None:
-    first, old = HashedTensors(first_weights()), HashedTensors(first_weights())
-    new = HashedTensors(small_step(first, 1) | {"new": bf16(5)})
-    encoded = new.encoded_since(old)
-    assert set(encoded) == set(NAMES[:2]) and new.entries == HashedTensors(dict(new)).entries
-    assert all(one.payload == encode_tensor(old[name], new[name]).payload for name, one in encoded.items())
-
-
 def test_what_a_copy_found_is_not_looked_for_again_and_stops_a_version() -> None:
     import torch
 
@@ -345,34 +284,6 @@ def test_a_damaged_parent_leads_to_a_new_anchor() -> None:
     event = put(store, 5, small_step(weights[4], 5), weights[4])
     assert event.stats["anchor"]
     assert dict(PolicyFetcher(store, "main").fetch(event).tensors) == small_step(weights[4], 5)
-
-
-class WithoutWhole(MemoryStore):
-    """A store of which a publisher may read manifests alone."""
-
-    def get(self, key: str) -> bytes:
-        if "/manifests/" not in key:
-            raise StoreError(f"get {key!r}: not in this test")
-        return super().get(key)
-
-
-def test_publishing_reads_nothing_back_but_the_manifest_of_the_parent() -> None:
-    put_run(WithoutWhole(), 20)
-
-
-def test_the_base_of_the_next_version_holds_no_values_that_a_delta_does_not_need() -> None:
-    wide = {"wide": from_numpy(np.arange(4096, dtype=np.float32))}
-    store, first = MemoryStore(), HashedTensors(first_weights() | wide)
-    put(store, 0, first)
-    base = first.base()
-    assert set(base) == set(NAMES) and base.entries == first.entries
-    second = small_step(first_weights(), 1) | {"wide": from_numpy(np.arange(1, 4097, dtype=np.float32))}
-    for tensors in (HashedTensors(second), HashedTensors(dict(second) | wide)):
-        fresh = MemoryStore()
-        put(fresh, 0, first)
-        event = put(fresh, 1, tensors, base)
-        assert not event.stats["anchor"] or tensors["wide"] != wide["wide"]
-        assert dict(PolicyFetcher(fresh, "main").fetch(event).tensors) == dict(tensors)
 
 
 def publish_all(store: Store, version: int, shares: list[Share]) -> PolicyEvent:

@@ -1,7 +1,6 @@
 """Tensors as bytes, and their file format against the safetensors library."""
 
 import json
-import os
 import threading
 
 import numpy as np
@@ -225,26 +224,6 @@ def test_integers_are_finite() -> None:
     assert is_finite(Tensor("I32", (1,), b"\xff\xff\xff\x7f"))
 
 
-def test_results_come_in_the_order_of_the_items() -> None:
-    assert in_threads(lambda item: item * item, range(100)) == [item * item for item in range(100)]
-    assert in_threads(str, []) == []
-
-
-def test_the_largest_begin_and_results_keep_the_order_of_the_items() -> None:
-    begun: list[int] = []
-    lock = threading.Lock()
-
-    def work(item: int) -> int:
-        with lock:
-            begun.append(item)
-        return -item
-
-    items = [3, 900, 7, 50, 1, 0]
-    assert in_threads(work, items, size=abs) == [-one for one in items]
-    if len(os.sched_getaffinity(0)) > 1:
-        assert begun.index(900) < 2 and begun.index(0) >= 4
-
-
 def test_items_that_are_the_same_are_worked_on_once() -> None:
     worked: list[int] = []
 
@@ -254,22 +233,6 @@ def test_items_that_are_the_same_are_worked_on_once() -> None:
 
     assert in_threads(work, range(9), same=lambda item: item % 3) == [0, 1, 2] * 3
     assert len(worked) == 3
-
-
-def test_no_more_threads_than_most_are_at_work() -> None:
-    working, worst, lock = 0, 0, threading.Lock()
-
-    def work(item: int) -> int:
-        nonlocal working, worst
-        with lock:
-            working += 1
-            worst = max(worst, working)
-        with lock:
-            working -= 1
-        return item
-
-    in_threads(work, range(200), most=1)
-    assert worst == 1
 
 
 def test_what_the_first_item_that_failed_raised_is_raised() -> None:

@@ -1,6 +1,5 @@
 """A version's tensors in one file of this host's memory, shared by whoever holds them."""
 
-import fcntl
 import gc
 import logging
 import multiprocessing
@@ -257,25 +256,6 @@ def made(files: VersionFiles, number: int, *, num_values: int = 2**18) -> tuple[
     placed = files.place(f"{number:064}", tensor_entries(wanted), put_all, look)
     assert placed is not None
     return placed, wanted
-
-
-def names_in(folder: Path) -> set[str]:
-    """What lies in a place."""
-    return {path.name for path in left(folder)}
-
-
-def test_whoever_has_locked_a_file_by_its_name_may_read_it_after_all_others_let_go(tmp_path: Path) -> None:
-    files = files_in(tmp_path)
-    one, _ = made(files, 1)
-    with open(one.path, "rb") as reader:
-        fcntl.flock(reader, fcntl.LOCK_SH)
-        before = reader.read()
-        del one
-        two, _ = made(files, 2)
-        reader.seek(0)
-        assert reader.read() == before
-    three, _ = made(files, 3)
-    assert names_in(tmp_path) == {two.path.name, three.path.name}, "what nobody holds any more has gone"
 
 
 def test_a_place_that_fills_up_while_a_file_is_written_is_passed_over_and_nothing_is_left_in_it(tmp_path: Path) -> None:
