@@ -2,10 +2,9 @@
 
 from schemas.errors import BadFrame, UnknownMajor
 from schemas.experience import Experience, make_experience
-from schemas.fields import Edit, End, Join, Kind, Lane, Meta, Score, Span, Stretch
+from schemas.fields import Edit, Join, Lane, Score, Span, Stretch
 from schemas.journal import Batch, BatchItem, Fence, Rollback, Saved, Skip
 from schemas.records import (
-    MAJOR,
     Answered,
     Client,
     Closure,
@@ -29,10 +28,9 @@ from schemas.records import (
     Tick,
 )
 from schemas.wire.block import Block
-from schemas.wire.frame import decode, encode, kafka_headers, kind_of
+from schemas.wire.frame import decode, encode, kafka_headers
 
 __all__ = [
-    "MAJOR",
     "Answered",
     "BadFrame",
     "Batch",
@@ -46,7 +44,6 @@ __all__ = [
     "Drawn",
     "DropMarker",
     "Edit",
-    "End",
     "EvalResult",
     "Experience",
     "Feedback",
@@ -55,11 +52,9 @@ __all__ = [
     "Image",
     "Issued",
     "Join",
-    "Kind",
     "Lane",
     "MasterState",
     "Message",
-    "Meta",
     "PolicyEvent",
     "Progress",
     "Rating",
@@ -76,6 +71,5 @@ __all__ = [
     "decode",
     "encode",
     "kafka_headers",
-    "kind_of",
     "make_experience",
 ]

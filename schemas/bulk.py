@@ -51,11 +51,8 @@ class Column(msgspec.Struct, array_like=True, frozen=True):
 class Seal(Protocol):
     """A key that section bodies are sealed under, or what is left of one (see `infra.store.seal`).
 
-    key_id: its name, in the header of all it seals. fault: why it opens nothing, "" if it does.
+    fault: why it opens nothing, "" if it does.
     """
-
-    @property
-    def key_id(self) -> str: ...
 
     @property
     def fault(self) -> str: ...
@@ -166,16 +163,12 @@ class Sections:
 
 
 MAX_MESSAGES = 16_384
-MANY = 1024  # logprobs in a list; fewer are packed one by one
-_TAGGED = np.dtype([("tag", "u1"), ("value", ">f8")])  # a float as msgpack has it
-_FLOAT = 0xCB
 
 Tokens = npt.NDArray[np.uint32]
 Logprobs = npt.NDArray[np.float32]
 TokenValues = Sequence[int] | npt.NDArray[np.integer[Any]]
 LogprobValues = Sequence[float] | npt.NDArray[np.floating[Any]]
 
-_encoder = msgspec.msgpack.Encoder()
 _messages_decoder = msgspec.msgpack.Decoder(Annotated[tuple[Message, ...], Meta(max_length=MAX_MESSAGES)])
 
 
@@ -309,17 +302,6 @@ class Bulk:
     def __repr__(self) -> str:
         return f"<bulk of {self.owner}>"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_restore, (self.tokens, self.logprobs, self.messages, self.owner, dict(self.extra_sections())))
-
-
-def _restore(
-    tokens: Tokens, logprobs: Logprobs, messages: tuple[Message, ...], owner: str, extras: dict[str, tuple[int, bytes]]
-) -> Bulk:
-    bulk = Bulk.made(tokens, logprobs, messages, owner)
-    bulk.extras = extras
-    return bulk
-
 
 def logprobs_fault(logprobs: Logprobs) -> str | None:
     """Fault of logprobs, which must be finite and at most 0, or None."""
@@ -349,29 +331,9 @@ def logprob_array(logprobs: LogprobValues) -> Logprobs:
     """A copy as float32."""
     if not isinstance(logprobs, np.ndarray):
         try:
-            found = _as_floats(logprobs) if len(logprobs) >= MANY and isinstance(logprobs, list) else None
-            return np.frombuffer(struct.pack(f"{len(logprobs)}f", *logprobs), np.float32) if found is None else found
+            return np.frombuffer(struct.pack(f"{len(logprobs)}f", *logprobs), np.float32)
         except (struct.error, OverflowError) as error:
             raise ValueError(f"logprobs: {error}") from error
     if logprobs.ndim != 1 or logprobs.dtype.kind != "f":
         raise ValueError(f"logprobs: got {logprobs.dtype} {logprobs.shape}, expected floats of one dimension")
     return logprobs.astype(np.float32)
-
-
-def _as_floats(values: list[float]) -> Logprobs | None:
-    """A list as float32 by way of msgpack, for thousands of values in half the time; None where not all are floats.
-
-    >>> _as_floats([-0.5, -1.0])
-    array([-0.5, -1. ], dtype=float32)
-    >>> _as_floats([-0.5, -1]) is None
-    True
-    """
-    try:
-        raw = _encoder.encode(values)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    tagged = np.frombuffer(raw[len(raw) % _TAGGED.itemsize :], _TAGGED)
-    if len(tagged) != len(values) or (tagged["tag"] != _FLOAT).any():
-        return None
-    with np.errstate(over="ignore"):  # a number outside float32 becomes infinite, and is refused as such
-        return tagged["value"].astype(np.float32)

@@ -71,8 +71,6 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
     version: -1 where no policy of ours sampled them (demonstrations). ratio: the recorded logprobs are the policy's own
     at that temperature, so an importance ratio exists. kv: where the engine kept keys and values over reloads, the version of
     the oldest that they may have been sampled with; -1 where all are those of `version`.
-
-    Example: Span(start=6, stop=11, version=12)
     """
 
     start: Count
@@ -87,8 +85,6 @@ class Score(msgspec.Struct, array_like=True, frozen=True):
     """One named verdict. name: of the [[score]] or the feedback source. value: mostly 0 to 1. at: index of the token it
     judges, None for the whole. version: of what judged, with the model behind "+" where there was one. input: hash of what
     was judged, with that of the code behind ":", "" where it is not kept. cost_usd: None where nothing is charged.
-
-    Example: Score(name="exact", value=1.0)
     """
 
     name: Annotated[str, Bounds(min_length=1, max_length=256)]

@@ -148,8 +148,6 @@ class Image(Struct, frozen=True):
     """An image by the hash of its bytes, which lie in the object store under `blobs/<sha256>`; never the pixels.
 
     sha256: of the bytes, hexadecimal. media_type: image/png, image/jpeg or image/webp. size: in bytes.
-
-    Example: Image(sha256="9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08", size=312)
     """
 
     sha256: Annotated[str, Bounds(pattern="^[0-9a-f]{64}$")]
@@ -160,8 +158,6 @@ class Image(Struct, frozen=True):
 class Message(Struct, frozen=True):
     """One message of a conversation. role: "system", "user", "assistant" or "tool". content: its text. images: shown before
     the text, in this order.
-
-    Example: Message(role="user", content="37+45=")
     """
 
     role: str
@@ -199,8 +195,6 @@ class Task(Struct, frozen=True, tag_field="kind", tag="task"):
     how it is run, in [explore.workflows]. difficulty: 0 (easy) to 1. split: "train", or the name of the eval suite it is
     kept for. parent: the task it is a variation of. priority: how often the curriculum draws it, relative to the others; 0
     is never.
-
-    Example: Task(id="add-3745", messages=(Message(role="user", content="37+45="),), answer="280")
     """
 
     id: Id
@@ -244,8 +238,6 @@ class Feedback(Struct, frozen=True, tag_field="kind", tag="feedback"):
     ref: experience id or answer id. id: unique at its source. value: 0 to 1, None where only text was given.
     source: the configured feedback name, which becomes `scores.<source>`. type: see FeedbackKind. text: a label or
     correction. rater: a pseudonym of the person who gave it, "" where none is named.
-
-    Example: Feedback(ref="hr-a1b2.0-3-0", id="ticket-81", value=0.8, source="csat")
     """
 
     ref: Id

@@ -23,8 +23,8 @@ from actors.engines.trace import Rows
 from actors.rollout.continuation import MARK, SampledTurn, following_tokens
 from actors.rollout.parts import Conversation, Found, GrowingPart, Parts
 from infra.store.images import ImageReader, Pixels, images_of
-from schemas import End, Experience, Message, Score, make_experience
-from schemas.fields import Meta
+from schemas import Experience, Message, Score, make_experience
+from schemas.fields import End, Meta
 from schemas.ids import experience_id
 
 LONG_CHARS = 16_384

@@ -77,11 +77,10 @@ DEFAULT_TIMEOUT_S = 10.0
 
 
 class Step(msgspec.Struct, kw_only=True):
-    """A bound function of a chain. name: in stamps and metrics. version: as its mark declares. kind: see the module. function:
-    with its options bound. timeout_s: of one call. inline: called in the event loop. asynchronous: a coroutine. memory:
-    entries per partition, 0 for none. fills: keyword parameters that the chain passes. reuse: a score already recorded under
-    this name and version is not asked again. question: hash of a score's options, "" for one whose answers are not kept for
-    reuse. trouble: what hangs, and which errors were logged.
+    """A bound function of a chain. memory: entries per partition. fills: keyword parameters that the chain passes.
+
+    reuse: a score already recorded under this name and version is not asked again. question: hash of a score's options,
+    "" for a score whose answers are not kept for reuse.
     """
 
     name: str
@@ -130,8 +129,7 @@ class Dropped(msgspec.Struct, frozen=True):
 class ChainResult(msgspec.Struct, frozen=True):
     """Every experience that went in or was made: members of the group first, then what was made, in other groups.
 
-    kept: what passed. dropped: the rest. absent: verdicts that were not given though asked for, by (score, reason).
-    cost_usd: of each score that charged.
+    absent: verdicts that were not given though asked for, by (score, reason). cost_usd: of each score that charged.
     """
 
     kept: tuple[Experience, ...]

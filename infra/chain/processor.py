@@ -49,11 +49,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """Declaration of a decorator. memory: entries remembered per partition, 0 for none. inline, of: see
-    `processor`.
-
-    kind: which decorator. version: of what it decides.
-    """
+    """Declaration of a decorator. memory: entries remembered per partition, 0 for none. inline, of: see `processor`."""
 
     kind: Kind
     version: int
@@ -63,11 +59,7 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class MemoryChanges(NamedTuple):
-    """Changes of a memory since it was last saved.
-
-    gone: keys that were forgotten since; one that is in `entries` as well was remembered anew, so it is young.
-    entries: what was set since, the new ones in the order of their age.
-    """
+    """Changes of a memory since it was last saved. gone: keys forgotten since; one also in `entries` was remembered anew."""
 
     gone: tuple[str, ...]
     entries: dict[str, Value]

@@ -24,10 +24,9 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=repr, order="deterministic")
 
 
 class Question(msgspec.Struct, frozen=True):
-    """One experience put before one score. input: hash of all the score could see, and of its options; ":" and the hash of
-    the score's code.
+    """One experience put before one score.
 
-    id: of the experience. name, version: of the score.
+    input: hash of all the score could see, and of its options; ":" and the code's hash.
     """
 
     id: str

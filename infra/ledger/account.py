@@ -89,15 +89,13 @@ SELECT DISTINCT id FROM effective WHERE buffer_offset >= ? AND id NOT IN (SELECT
 
 
 class Account(msgspec.Struct, frozen=True):
-    """The fates of all published experiences.
+    """Fates of all published experiences: trained at least once, dropped by reason, or pending.
 
-    published: experiences. trained: of these, at least once. dropped: by reason. pending, pending_ids: neither.
     uses: lane → times trained → experiences. trained_twice: ids whose (revision, use) the journal lists more than once, empty
     unless a promise is broken. unknown: trained ids that were neither published nor are in the buffer, where processors put
-    synthetic experiences. waiting: lane → pending experiences in the buffer that are drawn without order (demonstrations),
-    which a drain does not use up. repeated: second deliveries, not in `published`. masked: sampled tokens of trained
-    experiences that were too old to be targets. cancelled: reason → stopped episodes, of which nothing was published. Lists
-    of ids end after MAX_IDS.
+    synthetic experiences. waiting: lane → pending ones in the buffer that are drawn without order (demonstrations),
+    which a drain does not use up. repeated: second deliveries. masked: sampled tokens of trained experiences that were
+    too old to be targets. cancelled: reason → stopped episodes, of which nothing was published. Lists of ids end after MAX_IDS.
     """
 
     published: int

@@ -38,10 +38,7 @@ Tell = Callable[[str], None]
 
 
 class StoredRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One record of the log as it lies in a part.
-
-    offset: in its partition. timestamp_ms: by the broker's clock. key, value, headers: as stored.
-    """
+    """One record of the log as it lies in a part. timestamp_ms: by the broker's clock."""
 
     offset: int
     timestamp_ms: int
@@ -67,11 +64,10 @@ class PartitionRange(msgspec.Struct, frozen=True):
 
 
 class Bundle(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of a bundle.
+    """Contents of a bundle. taken_ms: when it was begun, by that machine's clock. committed: group → topic → partition →
+    offset.
 
-    format: version of the layout. app: its app. taken_ms: when it was begun, by that machine's clock. topics: partitions in
-    order. committed: group → topic → partition → offset. lists: sha256 of each. num_objects, num_bytes: of all objects.
-    settings: tables of the TOML, of an export.
+    lists: sha256 of each. num_objects, num_bytes: of all objects. settings: tables of the TOML, of an export.
     """
 
     format: int = FORMAT

@@ -24,15 +24,12 @@ from schemas.ids import forgotten_mark, keyed_subject
 
 
 class ForgetReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of forgetting a user. keys: destroyed now or earlier. groups: sealed under them, those made from others included.
+    """Result of forgetting a user. keys: destroyed now or earlier. groups: sealed under them, derived ones included.
 
-    steps: journaled on it and not taken back; replay cannot compute these again, nor anything after the first of them that
-    begins before it. first_version: the first published policy that learned from it, None for none; every one up to
-    newest_version descends from it. replay_from: the step after the last of them, where a checkpoint can be replayed from.
-    texts: sessions where what was written under the session's own key (feedback, turns that named no user) cannot be read any
-    more.
-
-    about: the user, as a keyed hash. newest_version: of the policy, when this was reported.
+    about: the user, as a keyed hash. steps: journaled on it and not taken back; replay cannot compute these again.
+    first_version: the first published policy that learned from it; every one up to newest_version descends from it.
+    replay_from: where a checkpoint can be replayed from. texts: sessions whose feedback and unnamed turns cannot be read
+    any more.
     """
 
     about: str

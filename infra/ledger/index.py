@@ -70,9 +70,7 @@ logger = logging.getLogger(__name__)
 
 
 class IndexPlace(msgspec.Struct, frozen=True, order=True):
-    """Position of one record. topic: without the app. partition: index. offset: in the partition. time_ms: when the broker
-    stored it.
-    """
+    """Position of one record. topic: without the app. time_ms: when the broker stored it."""
 
     topic: str
     partition: int
@@ -81,9 +79,7 @@ class IndexPlace(msgspec.Struct, frozen=True, order=True):
 
 
 class TrainedStep(msgspec.Struct, frozen=True):
-    """A journaled step. step: of the optimizer. offset: of its record in `batches`. time_ms: when the broker stored it.
-    undone: why it changed nothing in the end, "" if it did.
-    """
+    """A journaled step. offset: in `batches`. undone: why it changed nothing in the end, "" if it did."""
 
     step: int
     offset: int

@@ -20,10 +20,9 @@ from schemas.topics import by_name
 
 
 class TrainedUse(msgspec.Struct, frozen=True):
-    """One optimizer step that trained on an answer.
+    """One optimizer step that trained on an answer. version: before the step.
 
-    step: of the optimizer. time_ms: when it was journaled. version: policy version before the step. lane, revision, use,
-    advantage, weight: as in a BatchItem. undone: why the step changed nothing in the end, "" if it did.
+    undone: why the step changed nothing in the end.
     """
 
     step: int
@@ -38,13 +37,11 @@ class TrainedUse(msgspec.Struct, frozen=True):
 
 
 class AnswerTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the log says about one answer.
+    """Everything the log says about one answer, with times in ms of the broker's clock.
 
-    id: of the experience. published, published_ms: as its explorer or gateway wrote it, and when. judged: as it left verify.
-    dropped: why, "" where it was not. feedback, closures: each with its time in ms. buffered: as collect sent it on, by
-    revision. arrived: all of its group as it lies in `verified`, in the order of the log. uses: steps that trained on it.
-    given_up: why the trainer will never train the newest copy, "" where it may. first_version: the first published version that
-    learned from it, None for none. newest_version: of all.
+    published: as its explorer or gateway wrote it. judged: as it left verify. buffered: as collect sent it on, by revision.
+    arrived: all of its group as it lies in `verified`. given_up: why the trainer will never train the newest copy, ""
+    where it may.
     """
 
     id: str
@@ -65,10 +62,7 @@ class AnswerTrace(msgspec.Struct, frozen=True, kw_only=True):
 class PolicyTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Origin of a policy: the steps since its parent, and the experiences trained in them.
 
-    lanes, versions: lane or behaviour version → experiences. without tenants: the journal does not hold them.
-
-    version: of the policy. parent: version it was trained from. events: each with its time in ms. steps: of the optimizer.
-    ids: of the experiences.
+    lanes, versions: lane or behaviour version → experiences, without tenants: the journal does not hold them.
     """
 
     version: int

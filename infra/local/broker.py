@@ -47,10 +47,7 @@ PORTS = range(20_000, 32_000)
 
 
 class BrokerPorts(msgspec.Struct, frozen=True):
-    """Ports of one embedded broker.
-
-    port: for clients. controller_port: of the controller.
-    """
+    """Ports of one embedded broker."""
 
     port: int
     controller_port: int

@@ -28,10 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Jar(msgspec.Struct, frozen=True):
-    """One line of the lock file.
-
-    group, artifact, version: as Maven names it. sha256: of the file, hexadecimal.
-    """
+    """One line of the lock file, as Maven names it."""
 
     group: str
     artifact: str

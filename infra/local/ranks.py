@@ -37,9 +37,8 @@ POLL_S = 0.2
 
 class RankGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Command of a group of ranks. log: folder, one file per rank. final_codes: 0, and those no restart can mend.
-    max_failures: deaths in a row, each within HEALTHY_S of its start. stop_s: from SIGTERM to SIGKILL.
 
-    argv: the command. num_ranks: how many processes. env: added to this process's.
+    max_failures: deaths in a row, each within HEALTHY_S of its start. stop_s: from SIGTERM to SIGKILL.
     """
 
     argv: tuple[str, ...]

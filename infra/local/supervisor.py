@@ -35,14 +35,11 @@ EventKind = Literal["started", "exited", "restarting", "failing", "gave_up", "st
 
 
 class Child(msgspec.Struct, frozen=True, kw_only=True):
-    """One process to keep running.
+    """One process to keep running. env: added to this process's. final_codes: exit codes after which it stays down.
 
-    name: unique. argv: its command. log: file to which its output is appended. env: added to this process's
-    environment. cwd: None for this process's folder. final_codes: exit codes after which it stays down. mistakes: exit
-    codes of a cause that a restart may not mend: at the first start the child is given up, later it is tried again for
-    ever, since the cause came after the start and may go. max_failures: failed starts in a row before it is given up,
-    None for never. max_backoff_s: longest wait before a restart. tier: the highest is stopped first, members of a tier
-    together. stop_s: from SIGTERM to SIGKILL.
+    mistakes: exit codes of a cause that a restart may not mend: at the first start the child is given up, later it is
+    tried again for ever. max_failures: failed starts in a row before it is given up. tier: the highest is stopped first,
+    members of a tier together. stop_s: from SIGTERM to SIGKILL.
     """
 
     name: str
@@ -59,10 +56,9 @@ class Child(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChildEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """A change of a child's state.
+    """A change of a child's state. kind: failing comes once, after ALARM_AFTER failed starts in a row.
 
-    name, pid: of the child. kind: failing comes once, after ALARM_AFTER failed starts in a row. exit_code: None while
-    it runs, -n for signal n. restarts: so far.
+    exit_code: -n for signal n.
     """
 
     name: str
@@ -73,11 +69,9 @@ class ChildEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChildState(msgspec.Struct, kw_only=True):
-    """State of a child now.
+    """State of a child now. pid: leader of its process group, None while it does not run. failures: failed starts in a row.
 
-    name: of the child. pid: leader of its process group, None while it does not run. restarts: so far. exit_code: of
-    its last end. failures: failed starts in a row. given_up: it is not started again. rss_bytes, peak_rss_bytes:
-    resident bytes of its process tree, now and at most.
+    rss_bytes, peak_rss_bytes: resident bytes of its process tree, now and at most.
     """
 
     name: str

@@ -24,10 +24,7 @@ _KEY = re.compile(r"blobs/(\d{6})-([0-9a-f]{64})")
 
 
 class Claim(msgspec.Struct, array_like=True, frozen=True):
-    """Key and hash of a frame in the store.
-
-    key: in the object store. sha256: of the frame, hexadecimal. size: of the frame, in bytes.
-    """
+    """Key and hash of a frame in the store. size: in bytes."""
 
     key: str
     sha256: str

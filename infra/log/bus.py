@@ -27,20 +27,14 @@ class CommitRefused(HeadraceError):
 
 
 class Partition(msgspec.Struct, frozen=True, order=True):
-    """One partition of one topic (full topic name).
-
-    topic: full name. index: from 0.
-    """
+    """One partition of one topic (full topic name)."""
 
     topic: str
     index: int
 
 
 class RecordPosition(msgspec.Struct, frozen=True):
-    """Position of a stored record.
-
-    topic: full name. partition: index. offset: in the partition. timestamp_ms: by the broker's clock.
-    """
+    """Position of a stored record. topic: full name. timestamp_ms: by the broker's clock."""
 
     topic: str
     partition: int
@@ -49,11 +43,7 @@ class RecordPosition(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One stored record, as bytes.
-
-    topic: full name. partition: index. offset: in the partition. timestamp_ms: by the broker's clock, when it was stored.
-    key: that placed it. value: the frame. headers: name and value of each.
-    """
+    """One stored record, as bytes. topic: full name. timestamp_ms: by the broker's clock. key: that placed it."""
 
     topic: str
     partition: int

@@ -9,95 +9,19 @@ passed to it under secret names, and the ids are put back behind it.
     ids <── the template's put back <── copy <── mask taken off <── what is left of names is the template's
 
 Guarantees: the control tokens of a conversation are exactly the template's, also where two fields make up a name together;
-without them the ids say the very text; innocent text has the ids of the plain tokenizer; no text raises UnicodeError. Of a
-growing conversation only new pieces between control tokens are tokenized, where the tokenizer cuts its texts there.
+without them the ids say the very text; innocent text has the ids of the plain tokenizer; no text raises UnicodeError.
 
 Limits: a template that marks turns by plain words, without tokens of their own, looks the same as a message that says the
 same; a name that a template itself puts together around a field (`<|` role `|>`) is the template's. Added tokens that are
 not special (`<think>`, `<tool_call>` of many models) are words like any other, so that a model's own answers can be read back.
 """
 
-import hashlib
 import re
 import secrets
-from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from threading import Lock
 from typing import Any
-
-from infra.newest import Newest
-
-MAX_TOKENS = 8 * 1024 * 1024  # remembered: 4 bytes each
-MAX_PIECES = 65_536
-ASKED = 8  # control tokens that are asked about, of many that are alike
-_SIDES = ("a", " a", "a ", "\n", "A b\n\n", "1", "é ")
-
-Encode = Callable[[Sequence[str]], list[list[int]]]
-
-
-class Pieces:
-    """Cache of texts that one tokenizer has encoded. ids: control tokens. encode: ids of several texts. Safe in threads."""
-
-    def __init__(self, ids: Mapping[str, int], names: "re.Pattern[str]", encode: Encode) -> None:
-        self._ids = ids
-        self._split = re.compile(f"({names.pattern})")
-        self._encode = encode
-        self._known = Newest[bytes, "array[int]"](MAX_PIECES, max_size=MAX_TOKENS, size=len)
-        self._lock = Lock()
-        self.num_tokenized = 0  # characters, so far
-
-    def ids_of(self, text: str) -> list[int]:
-        parts = self._split.split(text)  # a piece, a name, a piece and so on
-        keys = [hashlib.blake2b(part.encode(), digest_size=16).digest() for part in parts[::2]]
-        found = self._recalled(keys)
-        unknown = {key: part for key, part in zip(keys, parts[::2], strict=True) if key not in found}
-        if unknown:
-            made = dict(zip(unknown, self._encode(list(unknown.values())), strict=True))
-            found |= self._remembered(made, sum(map(len, unknown.values())))
-        ids: list[int] = []
-        for at, key in enumerate(keys):
-            ids.extend(found[key])
-            if 2 * at + 1 < len(parts):
-                ids.append(self._ids[parts[2 * at + 1]])
-        return ids
-
-    def _recalled(self, keys: Sequence[bytes]) -> "dict[bytes, array[int]]":
-        with self._lock:
-            return {key: ids for key in keys if (ids := self._known.get(key)) is not None}
-
-    def _remembered(self, made: Mapping[bytes, Sequence[int]], num_chars: int) -> "dict[bytes, array[int]]":
-        packed = {key: array("I", ids) for key, ids in made.items()}
-        with self._lock:
-            self.num_tokenized += num_chars
-            for key, ids in packed.items():
-                self._known.put(key, ids)
-        return packed
-
-
-def cuts(backend: Any, flags: Mapping[str, Any], ids: Mapping[str, int]) -> bool:
-    """True if a tokenizer's control tokens separate the text before them from the text after."""
-    if not flags or any(token.lstrip or token.rstrip or token.single_word for token in flags.values()):
-        return False
-    if backend.normalizer is not None and any(token.normalized for token in flags.values()):
-        return False
-    others = [token.content for token in backend.get_added_tokens_decoder().values() if token.content not in flags]
-    if any(name in other or other in name for other in others for name in flags):
-        return False
-
-    def encoded(text: str) -> list[int]:
-        found: list[int] = backend.encode(text, add_special_tokens=False).ids
-        return found
-
-    alone = {side: encoded(side) for side in _SIDES}
-    names = [*flags][: ASKED // 2] + [*flags][-ASKED // 2 :]
-    return all(
-        encoded(left + name + right) == [*alone[left], ids[name], *alone[right]]
-        for name in names
-        for left in _SIDES
-        for right in _SIDES
-    )
-
 
 FREE_CHARS = 4096  # longer texts leave the interpreter to other threads while they are tokenized
 _PRIVATE = range(0xE000, 0xF8FF)  # characters without a meaning; the last of them marks secret names
@@ -131,7 +55,6 @@ class Controls:
         self._firsts, self._lasts = {name[0] for name in self.ids}, {name[-1] for name in self.ids}
         self._longest = max(map(len, self.ids), default=0)
         self._lock = Lock()
-        self._num_short = 0
 
     def encode(self, text: str) -> list[int]:
         if not self._stands_in(text):
@@ -149,7 +72,7 @@ class Controls:
         strings = _strings(given)
         known = self._harmless
         if not any([text not in known and self._may_name(text) for text in strings]):
-            return self._innocent(render(given))
+            return _ids(self._backend, render(given))
         mask = self._mask(strings)
         rendered = render(self._masked(given, mask))
         for hidden in mask.values():
@@ -159,17 +82,6 @@ class Controls:
         for character, hidden in mask.items():
             text = text.replace(hidden, character)
         return self._obeyed(text, places)
-
-    @property
-    def num_tokenized(self) -> int:
-        """Characters of conversations that were tokenized so far: what was known is not tokenized again."""
-        return self._num_short + (0 if self._pieces is None else self._pieces.num_tokenized)
-
-    def _innocent(self, rendered: str) -> list[int]:
-        if len(rendered) <= FREE_CHARS or self._pieces is None:
-            self._num_short += len(rendered)
-            return _ids(self._backend, rendered)
-        return self._pieces.ids_of(_writable(rendered))
 
     def _obeyed(self, text: str, places: list[int]) -> list[int]:
         """Ids where only secret names are control tokens. places: in `text`, of characters of names that are not."""
@@ -253,13 +165,6 @@ class Controls:
     def _whole_names(self) -> re.Pattern[str]:
         """Names as the tokenizer finds them: the leftmost, of these the longest."""
         return re.compile(_alternatives(self.ids))
-
-    @cached_property
-    def _pieces(self) -> Pieces | None:
-        """None where control tokens do not separate the texts around them."""
-        if not cuts(self._backend, self._flags, self.ids):
-            return None
-        return Pieces(self.ids, self._whole_names, lambda texts: _all_ids(self._backend, texts))
 
     @cached_property
     def _normalizes(self) -> bool:

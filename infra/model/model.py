@@ -78,11 +78,6 @@ class Tokenizer:
         """Tokenizer of transformers, for a library that needs it."""
         return self._tokenizer
 
-    @property
-    def num_tokenized(self) -> int:
-        """Characters of conversations that were tokenized so far: what was known is not tokenized again."""
-        return self._controls.num_tokenized
-
     def prepare(self) -> None:
         """Be ready for strange text from the first on (see `infra.model.controls`): it takes as long as loading did."""
         self._controls.prepare()

@@ -14,12 +14,10 @@ from infra.policies.policy import Adapter
 
 
 class ModelSize(msgspec.Struct, frozen=True):
-    """Numbers of elements, if not said otherwise.
+    """Numbers of elements. trained: every parameter once, or the adapter's. published: every tensor, tied ones under each name.
 
-    trained: every parameter once, of a model with an adapter the adapter's. frozen: those that are only computed with.
-    published: every tensor of a version; tied ones count under each of their names. largest:
-    of the parameters. layer: of the largest layer's. vocabulary, hidden: of the output matrix. kv: keys and values of one
-    token in all layers. kept: what a forward keeps of one token for the backward, one layer (rough). layers, tensors: counts.
+    layer: of the largest layer. kv: keys and values of one token in all layers. kept: what a forward keeps of one token for the
+    backward, one layer (rough). layers, tensors: counts.
     """
 
     trained: int

@@ -44,10 +44,7 @@ def exposed(name: str) -> Exposed:
 
 
 class Measure(NamedTuple):
-    """One metric. roles: who has it. labels: its own.
-
-    name: without the prefix `headrace_`. kind: of Prometheus. meaning: a line for people.
-    """
+    """One metric. name: without the prefix `headrace_`. roles: who has it. labels: its own."""
 
     name: str
     kind: Kind
@@ -79,14 +76,10 @@ MEASURES = (
     _counter("closures_read", "master", "groups that ended, by the closures that were read", "outcome", "reason"),
     _counter("groups_drawn", "master", "outstanding groups that the trainer drew"),
     _counter("eval_results", "master", "results of evals published", "suite"),
-    _counter(
-        "gate_decisions", "master", "moves of a channel by the gate, a trial (canary) or a watch", "owner", "event"
-    ),
+    _counter("gate_decisions", "master", "moves of a channel by the gate, a trial or a watch", "owner", "event"),
     _counter("frames_pruned", "master", "large frames removed from the store"),
     _counter("prunings_failed", "master", "times that removing large frames failed; it is tried again"),
-    _counter(
-        "master_snapshots", "master", "stored states of the master: written, failed, or not used at a start", "result"
-    ),
+    _counter("master_snapshots", "master", "stored states of the master, by result", "result"),
     _gauge("master_snapshot_bytes", "master", "size of its newest stored state"),
     _gauge("accuracy", "master", "share of right answers of the newest eval", "suite"),
     _gauge("outstanding_groups", "master", "groups issued, and neither drawn nor dropped"),
@@ -177,9 +170,7 @@ MEASURES = (
     _gauge("feedback_topic_missing", "process", "1 while a source waits for its topic to be made", "source", "topic"),
     _counter("feedback_polls_failed", "process", "times that another system could not be asked", "source", "reason"),
     _counter("feedback_position_not_saved", "process", "times that the place in a source was not saved", "source"),
-    _gauge(
-        "feedback_read_to_timestamp_s", "process", "up to when another system was read, seconds of the epoch", "source"
-    ),
+    _gauge("feedback_read_to_timestamp_s", "process", "time up to which another system was read", "source"),
     # training
     _counter("steps", "train", "optimizer steps"),
     _counter("steps_skipped", "train", "steps that changed nothing: loss or gradient was not sound"),
@@ -193,34 +184,20 @@ MEASURES = (
     _counter("alarms", "train", "values of a step outside their healthy range", "alarm"),
     _counter("step_seconds", "train", "time in optimizer steps"),
     _counter("learner_seconds", "train", "time in the learner"),
-    _counter(
-        "phase_seconds", "train", "time in parts of the learner's steps: gradients (forward, backward), update", "phase"
-    ),
+    _counter("phase_seconds", "train", "time in parts of the learner's steps", "phase"),
     _counter("idle_seconds", "train", "time without enough to train on"),
     _counter("journal_seconds", "train", "time in writing the journal"),
     _counter("publish_seconds", "train", "time in publishing versions, beside the steps"),
     _counter("publish_wait_seconds", "train", "time that a version waited for the one before to be out"),
     _counter("snapshot_seconds", "train", "time in copying the state for a checkpoint"),
-    _counter(
-        "publication_waits",
-        "train",
-        "waits for room on the disk of a folder store, each of up to 30 s",
-    ),
-    _gauge(
-        "run_stored_bytes",
-        "train",
-        "bytes of the run's versions and checkpoints in a folder store, at the newest checkpoint",
-    ),
+    _counter("publication_waits", "train", "waits of up to 30 s for room in a folder store"),
+    _gauge("run_stored_bytes", "train", "bytes of the run's versions and checkpoints in a folder store"),
     _counter("checkpoint_seconds", "train", "time in storing checkpoints, beside the steps"),
     _counter("checkpoints", "train", "checkpoints stored"),
     _counter("policy_versions", "train", "versions published"),
     _gauge("last_version_timestamp_s", "train", "when this trainer published its newest version, seconds of the epoch"),
-    _counter(
-        "flops", "train", "floating-point operations that the model needed for what was trained, forward and backward"
-    ),
-    _gauge(
-        "mfu", "train", "those of the newest step a second, over what its cards could do; where their peak is known"
-    ),
+    _counter("flops", "train", "floating-point operations of what was trained, forward and backward"),
+    _gauge("mfu", "train", "share of the cards' peak that the newest step used, where it is known"),
     _gauge("gpu_memory_bytes", "train", "in use on the card of the first rank, by every process"),
     _gauge("gpu_memory_capacity_bytes", "train", "of that card"),
     _counter("experiences_trained", "train", "experiences in steps"),
@@ -270,9 +247,7 @@ MEASURES = (
     # serving
     _counter("requests", "serve", "requests by route and status", "route", "status"),
     Measure("request_s", "histogram", "serve", "from a request's arrival to the end of its response", ("route",)),
-    Measure(
-        "first_token_s", "histogram", "serve", "from its arrival to its first token, of a streamed answer", ("route",)
-    ),
+    Measure("first_token_s", "histogram", "serve", "from arrival to the first token of a streamed answer", ("route",)),
     _counter("refused", "serve", "requests refused", "route", "reason"),
     _counter("answers", "serve", "answers given, whole or broken off", "end"),
     _counter("recorded", "serve", "answers recorded"),
@@ -287,11 +262,7 @@ MEASURES = (
     _counter("keys_read", "serve", "times that the keys were read from the store"),
     _counter("keys_not_read", "serve", "times that they could not be"),
     _counter("feedback_received", "serve", "words about answers", "path", "outcome"),
-    _counter(
-        "feedback_unread",
-        "serve",
-        "feedback not recorded since no [[feedback]] source listens to /v1/feedback",
-    ),
+    _counter("feedback_unread", "serve", "feedback not recorded: no source listens to /v1/feedback"),
     _counter("feedback_not_known_here", "serve", "words about answers that this gateway did not give"),
     _counter("feedback_unsealed", "serve", "words that could not be sealed", "path"),
     _counter("written", "serve", "records confirmed by the broker", "topic"),

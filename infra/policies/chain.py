@@ -26,9 +26,7 @@ MAX_STEPS = 1000  # of a chain of deltas; a longer one cannot be genuine
 
 
 class Whole(msgspec.Struct, frozen=True):
-    """Version that stored tensors whole. version: that stored them. shards: they are in. newer: names of which newer ones are
-    read elsewhere. num_steps: how many of the newest steps follow.
-    """
+    """Version that stored tensors whole. newer: names read elsewhere. num_steps: how many of the newest steps follow."""
 
     version: int
     shards: tuple[Shard, ...]

@@ -39,9 +39,7 @@ LOADED_AT_ONCE = 4  # objects of whole tensors, each of which is held until thes
 
 
 class HeldWeights(msgspec.Struct, frozen=True):
-    """The shadow copy. version: that it is of. tensors: by name, in host memory. entries: their hashes. adapter: what
-    they are an adapter of, None for the whole model.
-    """
+    """The shadow copy. tensors: in host memory. adapter: what they are an adapter of, None for the whole model."""
 
     version: int
     tensors: Mapping[str, Tensor]

@@ -32,9 +32,7 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class DeltaPart(msgspec.Struct, frozen=True):
-    """Position of a changed tensor's encoded difference. tensor: its name. encoder: that wrote it. shard: index among
-    those of the source. offset: of its first byte in the shard. num_bytes: from there on.
-    """
+    """Position of a changed tensor's encoded difference. shard: index among those of the source. offset: in the shard."""
 
     tensor: str
     encoder: str
@@ -44,11 +42,9 @@ class DeltaPart(msgspec.Struct, frozen=True):
 
 
 class WeightSource(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to obtain the version.
+    """One way to obtain the version: full tensors (anchor), or what changed since `base` (delta).
 
-    kind: full tensors (anchor), or what changed since `base` (delta). shards: to be read. base: the version it applies
-    to, -1 for an anchor. base_manifest, base_sha256: of that version. parts: of a delta; a tensor without one is
-    unchanged. num_changed: values that differ from the base.
+    parts: of a delta; a tensor without one is unchanged. num_changed: values that differ from the base.
     """
 
     kind: Literal["anchor", "delta"]
@@ -65,9 +61,7 @@ class WeightSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slice(msgspec.Struct, frozen=True, kw_only=True):
-    """Some tensors of the version, whole. index: which slice, from 0. count: so many versions in a row have all tensors
-    in their slices. names: of the tensors. shards: they are in.
-    """
+    """Some tensors of the version, whole. index: from 0. count: so many versions in a row have all tensors in their slices."""
 
     index: int
     count: int
@@ -76,9 +70,7 @@ class Slice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """A tensor of the version. name: as the model calls it. dtype: a safetensors name. shape: of the whole tensor.
-    xxh3: xxh3-128 of its data, hexadecimal.
-    """
+    """A tensor of the version. dtype: a safetensors name. shape: of the whole tensor. xxh3: xxh3-128 of its data, hex."""
 
     name: str
     dtype: str
@@ -87,12 +79,10 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A version.
+    """A version. anchor: the newest version with one. chain_bytes: of the deltas since then. tensors: all of them.
 
-    policy: its name. token: of the trainer's lease. version: from 1. parent: the version it was trained from, -1 for
-    none. step: the last one it contains. anchor: the newest version with one. chain_bytes: of the deltas since then,
-    one by one. tensors: all of them. sources: ways to obtain them. probe: what an engine checks itself by. format: of the
-    file. adapter: what the tensors are an adapter of; None where they are the whole model. slice: None with an anchor.
+    sources: ways to obtain them. probe: what an engine checks itself by. adapter: what the tensors are an adapter of;
+    None where they are the whole model. slice: None with an anchor.
     """
 
     policy: str

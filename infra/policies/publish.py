@@ -52,10 +52,9 @@ CHANGED_SHARE = 1 / 8  # of the values or the bytes: a chain of larger deltas wo
 
 
 class NewVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """A version to publish.
+    """A version to publish. token: of the trainer's lease. version: higher than any before. parent: -1 for none.
 
-    policy: its name. token: of the trainer's lease. version: higher than any before. parent: the version it was trained
-    from, -1 for none. step: the last one it contains. adapter: of which the tensors are, None for the whole model.
+    step: the last one it contains. adapter: of which the tensors are, None for the whole model.
     """
 
     policy: str

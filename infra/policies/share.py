@@ -121,9 +121,7 @@ class EncodedShare(msgspec.Struct, frozen=True):
 
 
 class WantedObjects(msgspec.Struct, frozen=True, kw_only=True):
-    """Objects to put. folder: see `infra.policies.manifest`. version: that is published. parent: the delta's base.
-    delta, anchor: put one. slice: names, of all tensors.
-    """
+    """Objects to put. parent: the delta's base. delta, anchor: put one. slice: names, of all tensors."""
 
     folder: str
     version: int
@@ -134,9 +132,7 @@ class WantedObjects(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredShare(msgspec.Struct, frozen=True, kw_only=True):
-    """Objects that were put. delta: shards of differences. parts: of the delta; their shards are counted from the first of
-    `delta`. anchor: shards of whole tensors. slice: likewise, of some.
-    """
+    """Objects that were put. parts: of the delta; their shards are counted from the first of `delta`."""
 
     delta: tuple[Shard, ...] = ()
     parts: tuple[DeltaPart, ...] = ()

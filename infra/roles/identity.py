@@ -47,9 +47,7 @@ class Begun(msgspec.Struct, frozen=True):
 class Fit(msgspec.Struct, frozen=True):
     """Result of the check. here: the log, None where it is empty. named: what the store says. missing: an object of the store.
 
-    new: both are empty. unclaimed: the store names no log, and nothing speaks against this one.
-
-    verdict: the result; "fits" where log and store belong together.
+    verdict: "new" where both are empty, "unclaimed" where the store names no log and nothing speaks against this one.
     """
 
     verdict: Verdict

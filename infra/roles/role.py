@@ -14,11 +14,7 @@ from infra.store.store import Store
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Inputs of a role. floor: the settings that all roles share. stop: set when it is to end. instance: the name that
-    its reports and leases bear.
-
-    log: of the app. store: of objects. metrics: of this process.
-    """
+    """Inputs of a role. stop: set when it is to end. instance: the name that its reports and leases bear."""
 
     floor: Floor
     log: Log

@@ -27,11 +27,7 @@ PROBE = "import os; print(os.getuid(), os.path.exists('/proc/1'))"
 
 
 class SandboxResult(msgspec.Struct, frozen=True):
-    """End of a run. code: its exit code (128 + n for signal n), None where `fault` says why it was stopped.
-
-    fault: why it was stopped, "" where it ended by itself. stdout, stderr: what it wrote, up to the limit. wall_s: seconds it
-    took.
-    """
+    """End of a run. code: 128 + n for signal n, None where `fault` says why it was stopped. stdout, stderr: up to the limit."""
 
     code: int | None
     fault: Fault

@@ -44,11 +44,7 @@ class SnapshotPart(msgspec.Struct, frozen=True):
 
 
 class SnapshotManifest(msgspec.Struct, frozen=True):
-    """Manifest of a snapshot.
-
-    series: whose snapshots these are. position: of the log, everything below is in it. parts: by name. about: whatever
-    else its role says of it, in msgpack's types. format: of the manifest. key: of the manifest itself.
-    """
+    """Manifest of a snapshot. position: of the log, everything below is in it. about: what else its role says of it."""
 
     series: str
     position: int

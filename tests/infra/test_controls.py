@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from actors.tasksets.loader import expert, pair_block
 from actors.tasksets.taskset import Demonstration, Preference
-from infra.model.controls import Pieces, cuts
 from infra.model.model import Tokenizer, load_tokenizer
 from infra.model.spelling import TokenizerFile
 from schemas import Message
@@ -279,20 +278,6 @@ def test_the_ids_of_a_conversation_that_grows_are_those_of_the_whole(
         assert tokenizer.encode_request(grown) == whole(tokenizer, grown)
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_of_a_conversation_that_grows_only_what_is_new_is_tokenized(
-    tokenizers: dict[str, Tokenizer], style: str
-) -> None:
-    tokenizer = tokenizers[style]
-    said = [f"{number} {LONG}" for number in range(25)]
-    tokenizer.encode_request(conversation(*said))
-    before = tokenizer.num_tokenized
-    new = ["the answer", f"and then? {LONG}"]
-    tokenizer.encode_request(conversation(*said, *new))
-    added = tokenizer.num_tokenized - before
-    assert sum(map(len, new)) <= added < sum(map(len, new)) + 200, "of 25 turns before it nothing"
-
-
 class Fake:
     """A tokenizer whose control tokens eat the blanks around them."""
 
@@ -319,19 +304,3 @@ class Fake:
             ids += [0] if at else []
             ids += [ord(one) + (10_000 if not ids else 0) for one in piece]
         return type("Encoding", (), {"ids": ids})()
-
-
-def test_where_control_tokens_do_not_part_what_stands_around_them_the_whole_is_tokenized() -> None:
-    for one in (Fake(), Fake(lstrip=True), Fake(rstrip=True), Fake(single_word=True)):
-        assert not cuts(one, {"<c>": one.flags()}, {"<c>": 0})
-
-
-def test_what_is_remembered_is_bounded() -> None:
-    import re
-
-    from infra.model import pieces
-
-    made = Pieces({"<c>": 0}, re.compile("<c>"), lambda texts: [[1] * len(text) for text in texts])
-    for number in range(20):
-        assert made.ids_of(f"{number:06d}" * 100_000 + "<c>") == [1] * 600_000 + [0]
-    assert 0 < made._known.total_size <= pieces.MAX_TOKENS

@@ -6,7 +6,6 @@ Images are not built and nothing is started here. Where `helm` and `promtool` ar
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import tomllib
@@ -20,10 +19,8 @@ from packaging.utils import canonicalize_name
 
 from infra.cli import docs
 from infra.cli.commands.init import EXAMPLES
-from infra.cli.run.up import METRICS_ORDER
 from infra.cli.settings import load_settings
 from infra.observe.measures import MEASURES
-from infra.observe.metrics import LISTEN_VARIABLE
 from infra.roles import rights
 from schemas import topics
 from tests.own_sources import ROOT
@@ -156,19 +153,6 @@ def test_an_explorer_reads_no_key_only_the_trainer_writes_weights_and_no_engine_
     assert writers == {"train", "operator"}
 
 
-def test_every_file_and_volume_that_the_containers_mount_is_there() -> None:
-    found = compose()
-    for name, one in found["services"].items():
-        for mount in one.get("volumes", ()):
-            source = mount.rsplit(":", 2)[0] if mount.endswith(":ro") else mount.rpartition(":")[0]
-            if source.startswith("./"):
-                assert (DEPLOY / source).exists(), f"{name}: {source}"
-            elif not source.startswith("${"):
-                assert source in found["volumes"], f"{name}: {source}"
-        for other in one.get("depends_on", {}):
-            assert other in found["services"]
-
-
 def test_no_container_holds_a_password_and_only_this_machine_reaches_a_port() -> None:
     text = (DEPLOY / "compose.yml").read_text(encoding="utf-8")
     assert re.findall(r"(?:PASSWORD|SECRET_ACCESS_KEY): (?!\$\{\w+:\?)(.*)", text) == []
@@ -188,29 +172,6 @@ def test_the_settings_of_the_containers_load_and_name_the_containers(tmp_path: P
     )
 
 
-def test_prometheus_scrapes_every_role_and_reads_the_rules_under_the_name_that_they_use() -> None:
-    found = yaml.safe_load((DEPLOY / "compose" / "prometheus.yml").read_text(encoding="utf-8"))
-    (job,) = found["scrape_configs"]
-    assert "headrace" in job["job_name"] and 'job=~".*headrace.*"' in (DEPLOY / "alerts.yml").read_text(
-        encoding="utf-8"
-    )
-    targets = [target.partition(":")[0] for one in job["static_configs"] for target in one["targets"]]
-    assert set(targets) == ROLES <= set(METRICS_ORDER)
-    assert found["rule_files"] == ["alerts.yml"]
-
-
-def test_the_image_takes_one_processor_or_the_other_from_files_that_are_there() -> None:
-    text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
-    locks = re.findall(r"(\w+)\) lock=([\w-]+)", text)
-    assert locks == [("cpu", "image"), ("cuda", "image-cuda")]
-    assert all((ROOT / "infra" / "requirements" / f"{lock}.lock").is_file() for _, lock in locks)
-    for line in text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
-        if words[:1] == ["COPY"] and not words[1].startswith("--from"):
-            assert all((ROOT / source).exists() for source in words[1:-1]), line
-    assert text.index("USER headrace") < text.index("ENTRYPOINT") and LISTEN_VARIABLE in text
-
-
 def test_every_metric_that_a_dashboard_shows_is_one_that_a_role_has_with_those_labels() -> None:
     labels = {one.shown: {*one.shown_labels, "instance"} for one in MEASURES}
     for query, title in QUERIES:
@@ -218,17 +179,6 @@ def test_every_metric_that_a_dashboard_shows_is_one_that_a_role_has_with_those_l
         assert names and set(names) <= KNOWN, title
         for by in re.findall(r"by \((\w+)\)", query):
             assert all(by in labels[name] for name in names if name in labels) or by == "role", f"{title}: {by}"
-
-
-def test_the_chart_has_every_value_that_its_templates_read_and_knows_every_role() -> None:
-    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
-    assert set(values["roles"]) == ROLES
-    for path in (CHART / "templates").iterdir():
-        for name in re.findall(r"\.Values\.([\w.]+)|\$values\.([\w.]+)", path.read_text(encoding="utf-8")):
-            at: Any = values
-            for part in (name[0] or name[1]).split("."):
-                assert part in at, f"{path.name}: .Values.{name[0] or name[1]}"
-                at = at[part]
 
 
 def rendered(

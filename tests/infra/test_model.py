@@ -41,11 +41,6 @@ def test_the_context_is_that_of_the_configuration_and_a_folder_without_one_is_na
         context_tokens(tmp_path)
 
 
-def test_special_and_unknown_ids_decode_to_nothing(folder: Path) -> None:
-    assert load_tokenizer(folder).decode([1, 22, 2, 0, 127, 5000, -1, 23]) == "34"
-    assert load_tokenizer(folder).decode(np.array([21, 22], np.uint32).tolist()) == "23"
-
-
 def test_a_model_computes_with_exactly_the_tensors_of_its_folder(folder: Path) -> None:
     model = load_model(folder)
     assert model_tensors(model) == folder_tensors(folder)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from infra.model.model import folder_tensors, load_into, load_model, model_tensors
-from infra.model.names import published
 from tests.infra.tiny_families import build_family
 from tests.tiny_models import FAMILIES, build_tiny_model
 
@@ -36,12 +35,3 @@ def test_tensors_of_experts_one_by_one_are_loaded_into_the_parameter_that_holds_
     assert model_tensors(model) == wanted
     ids = torch.arange(9)[None]
     assert torch.equal(model(input_ids=ids).logits, load_model(tmp_path / "wanted")(input_ids=ids).logits)
-
-
-def test_a_part_of_a_model_has_the_names_it_has_in_the_whole(tmp_path: Path) -> None:
-    model = load_model(build_family(tmp_path / "model", "qwen3_moe"))
-    state, whole = model.state_dict(), published(model, model.state_dict())
-    parts = [published(model, {name: value}) for name, value in state.items()]
-    assert [name for part in parts for name in part] == list(whole)
-    fused = "model.layers.0.mlp.experts.down_proj"
-    assert len(published(model, {fused: state[fused]})) == 4

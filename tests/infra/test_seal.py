@@ -10,7 +10,7 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
-from infra.store.seal import FRESH_S, NO_KEY, Keys, key_place, sealed
+from infra.store.seal import FRESH_S, Keys, key_place, sealed
 from schemas import BadFrame, Block, Experience, Message, Span, decode, encode, make_experience, topics
 from schemas.errors import Sealed, StoreError
 from schemas.ids import experience_id
@@ -169,13 +169,6 @@ def test_another_process_learns_of_a_forgotten_user_in_time() -> None:
     Keys(store).destroy(ANN)
     clock.now_s += FRESH_S
     assert opened(frame, reader).experiences[0].lost == "forgotten"
-
-
-def test_a_key_that_never_was_here_is_not_called_forgotten() -> None:
-    member = opened(encode(of_ann(Keys(MemoryStore()))), Keys(MemoryStore())).experiences[0]
-    assert member.lost == NO_KEY
-    with pytest.raises(Sealed, match=r"not in this store \(keys/"):
-        member.check_bulk()
 
 
 def test_while_the_store_is_away_known_keys_hold() -> None:

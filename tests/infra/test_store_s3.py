@@ -252,24 +252,6 @@ def test_parts_of_an_upload_that_a_killed_process_left_are_removed_when_they_are
     assert Left.ended == ["/bucket/app/killed?uploadId=killed", "completed", "completed"]
 
 
-def test_a_clock_that_is_hours_off_is_said_and_the_call_is_tried_again_once_it_is_right() -> None:
-    class Skewed(Uploads):
-        broken, tries, parts, ended = 0, Counter(), {}, []
-
-        def do_GET(self) -> None:
-            body = "<Error><Code>RequestTimeTooSkewed</Code><Message>The difference is too large.</Message></Error>"
-            self.send_response(403)
-            self.send_header("Content-Type", "application/xml")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-    with serving(Skewed) as store, pytest.raises(StoreError) as caught:
-        store.get("k")
-    assert "get 'k'" in str(caught.value) and caught.value.retriable
-    assert "RequestTimeTooSkewed: The difference is too large.: this machine's clock is off" in str(caught.value)
-
-
 def test_parts_of_an_object_that_was_replaced_meanwhile_are_never_joined() -> None:
     class Replaced(Unreliable):
         def do_GET(self) -> None:

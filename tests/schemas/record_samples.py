@@ -23,7 +23,6 @@ from schemas import (
     Feedback,
     Fence,
     Join,
-    Kind,
     Message,
     PolicyEvent,
     Progress,
@@ -38,6 +37,7 @@ from schemas import (
     Tick,
     make_experience,
 )
+from schemas.fields import Kind
 
 CONTROL_KINDS: tuple[type[Any], ...] = get_args(Control)
 

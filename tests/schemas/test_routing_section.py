@@ -59,17 +59,6 @@ def expected_of_golden(seed: int) -> np.ndarray:
     return rows
 
 
-def test_the_routing_of_a_shared_prompt_is_stored_once() -> None:
-    prompt = routed(0, 500)
-    members = [
-        with_routing(one, np.concatenate([prompt, routed(at, 4)]))
-        for at, one in enumerate(group_block(16, num_prompt=500, num_response=5).experiences, start=1)
-    ]
-    (_, held) = (None, decode(encode(Block(tuple(members)))).experiences[0].held())
-    items = {column.name: column.items for column in held.sections.columns}
-    assert items[PROMPT_SECTION] == 4 + 63 + 500 * 4 and items[SECTION] == 16 * (4 + 1 + 4 * 4)
-
-
 def test_the_routing_goes_where_the_tokens_change_and_stays_where_the_text_does() -> None:
     one = with_routing(group_block(1).experiences[0], routed(0, 10))
     assert wire.routing(one.with_bulk(messages=(Message("user", "[redacted]"),))) is not None

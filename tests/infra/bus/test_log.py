@@ -32,7 +32,7 @@ from schemas import (
     make_experience,
 )
 from schemas import Message as Line
-from schemas.errors import BadFrame, ConfigError, NotInStore, RecordTooLarge, StoreError, UnknownMajor
+from schemas.errors import BadFrame, ConfigError, RecordTooLarge, StoreError, UnknownMajor
 from schemas.records import MAX_LETTER_BYTES
 from schemas.topics import (
     ALL,
@@ -305,21 +305,6 @@ def test_no_role_starts_where_topics_that_are_joined_differ_in_their_partitions(
             await log.require_topics()
 
     asyncio.run(check())
-
-
-def test_a_missing_blob_is_not_asked_for_again(store_dir: Path) -> None:
-    store = DirectoryStore(store_dir)
-
-    async def check(log: Log) -> None:
-        await log.publish(EXPERIENCES, block(num_tokens=300_000))
-        for key in list(store.keys("blobs/")):
-            store.delete(key)
-        with pytest.raises(NotInStore):
-            store.get("blobs/none")
-        (message,) = await all_of(log, EXPERIENCES)
-        assert "is not in the store" in str(message.error)
-
-    run(check, store)
 
 
 async def progress_log() -> Log:

@@ -145,16 +145,6 @@ def test_a_part_that_does_not_hold_is_refused_with_its_name(plain: bytes, words:
         list(recorded(place, parted(place, plain)))
 
 
-def test_a_record_that_is_missing_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    with writing(path) as archive:
-        part = archive.keep(zstandard.compress(packed(3) + packed(5)))
-        archive.finish(Bundle(app="t", topics={"buffer": (PartitionRange(3, 6, (part,)),)}))
-    bundle = unpack(path, tmp_path / "out")
-    with pytest.raises(BadFrame, match="got offset 5, expected 4"):
-        restore_log(tmp_path / "out", bundle, "t", MemoryStore())
-
-
 def foreign(path: Path, *objects: bytes, manifest: Bundle | None = None, behind: bytes = b"") -> Path:
     """An archive that somebody else made."""
     plain = b"".join(len(data).to_bytes(8, "little") + data for data in objects)

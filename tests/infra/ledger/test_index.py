@@ -18,7 +18,7 @@ from infra.ledger.index import (
     sizes,
     trim,
 )
-from infra.ledger.index_fold import TIME_BITS, Folder
+from infra.ledger.index_fold import Folder
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
@@ -244,26 +244,6 @@ def test_rows_beyond_their_bound_are_removed_the_oldest_first(tmp_path: Path) ->
     trim(index.database, MAX_TASKS)
     assert sizes(index.database)["tasks"] == BEYOND, "and what is older than the log keeps"
     index.close()
-
-
-def test_an_answer_that_is_older_than_the_log_keeps_leaves_with_its_texts_and_scores(tmp_path: Path) -> None:
-    index = folded(tmp_path, nothing)
-    with index.database:
-        members = [
-            (9_000_000, live(0, "new, read first", "a")),
-            (1_000, live(1, "old", "b")),
-            (9_000_000, live(2, "new", "c")),
-        ]
-        for member in members:
-            Folder(index.database, run="t", policy="main", pages=True).add([member])
-    trim(index.database, 5_000_000)
-    assert index.database.execute("SELECT rowid FROM words WHERE words MATCH 'old'").fetchall() == []
-    assert len(index.database.execute("SELECT rowid FROM words WHERE words MATCH 'new'").fetchall()) == 2
-    assert rows(index, "SELECT asked, n >> 21 FROM texts ORDER BY n") == [
-        ("new, read first", 9_000_000),
-        ("new", 9_000_000),
-    ]
-    assert TIME_BITS == 21
 
 
 def test_who_keeps_the_index_up_keeps_it_bounded(tmp_path: Path) -> None:

@@ -123,17 +123,6 @@ def test_steps_that_were_skipped_or_rolled_back_taught_nothing(tmp_path: Path) -
     with_index(tmp_path, body)
 
 
-def test_what_a_fenced_trainer_journaled_does_not_count(tmp_path: Path) -> None:
-    async def body(index: LogIndex) -> None:
-        log = await log_of_a_run()
-        await log.publish(topics.BATCHES, Fence(run=RUN, token=9))
-        await log.publish(topics.BATCHES, batch(7, NAME, use=3, token=1))
-        found = await traced(log, index, NAME)
-        assert [use.step for use in found.uses] == [1]
-
-    with_index(tmp_path, body)
-
-
 def test_a_policy_lists_the_steps_and_answers_it_was_made_of(tmp_path: Path) -> None:
     async def body(index: LogIndex) -> None:
         log = await log_of_a_run()
@@ -143,21 +132,6 @@ def test_a_policy_lists_the_steps_and_answers_it_was_made_of(tmp_path: Path) -> 
         assert made.lanes == {"usual": 1}
         with pytest.raises(NotInLog, match="the newest is 3"):
             await trace_policy(log, index, 8)
-
-    with_index(tmp_path, body)
-
-
-def test_a_second_refresh_reads_only_what_has_come_since(tmp_path: Path) -> None:
-    async def body(index: LogIndex) -> None:
-        log = await log_of_a_run()
-        first: list[str] = []
-        again: list[str] = []
-        await index.refresh(log, lambda topic, left: first.append(topic))
-        await index.refresh(log, lambda topic, left: again.append(topic))
-        await log.publish(topics.EXPERIENCES, block("late.0"))
-        await index.refresh(log, lambda topic, left: again.append(topic))
-        assert set(first) >= {"experiences", "verified", "batches"} and again == ["experiences"]
-        assert (await trace_answer(log, index, "late.0.0-0-0")).published is not None
 
     with_index(tmp_path, body)
 

@@ -96,19 +96,6 @@ def test_a_mistake_of_a_child_that_has_run_is_tried_again_for_ever(tmp_path: Pat
     assert [event.exit_code for event in events if event.kind == "exited"] == [7, 2, 0]
 
 
-def test_a_killed_child_comes_back_under_another_pid(tmp_path: Path) -> None:
-    async def run() -> None:
-        child = script("role", tmp_path, "import time; print('up', flush=True); time.sleep(60)")
-        async with Supervisor([child]) as supervisor:
-            state = supervisor.states["role"]
-            await until(lambda: child.log.exists() and "up" in child.log.read_text())
-            first = state.pid
-            assert supervisor.kill("role")
-            await until(lambda: state.restarts == 1 and state.pid not in (None, first))
-
-    asyncio.run(run())
-
-
 def test_tiers_stop_from_the_highest_and_a_deaf_child_is_killed(tmp_path: Path) -> None:
     events: list[ChildEvent] = []
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"

@@ -77,19 +77,6 @@ def test_a_held_copy_of_another_lineage_is_rebuilt_from_the_anchor() -> None:
     assert dict(follower.fetch(events[2]).tensors) == weights[2]
 
 
-def test_a_lease_changes_under_a_follower() -> None:
-    store = MemoryStore()
-    events, weights = put_run(store, 3)
-    follower = PolicyFetcher(store, "main")
-    follower.fetch(events[2])
-    nxt = small_step(weights[2], 50)
-    event = put(store, 3, nxt, weights[2], token=99)
-    assert dict(follower.fetch(event).tensors) == nxt
-    after = small_step(nxt, 51)
-    event = put(store, 4, after, nxt, token=99)
-    assert dict(follower.fetch(event).tensors) == after
-
-
 def test_an_unreachable_store_is_retriable_and_changes_nothing() -> None:
     store = Counting()
     events, weights = put_run(store, 2)

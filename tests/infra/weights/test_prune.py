@@ -2,13 +2,11 @@
 
 import threading
 
-import msgspec
 import pytest
 
 from infra.policies.chain import NUM_SLICES
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.prune import prune
-from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, save_tensors
 from infra.store.memory import MemoryStore
 from schemas.errors import PolicyRefused
@@ -126,33 +124,6 @@ def test_weights_of_another_hash_are_not_adopted_and_the_anchor_is_read() -> Non
     assert "anchors" in {key.split("/")[3] for key in store.read}
 
 
-def test_nothing_is_adopted_for_an_event_whose_manifest_is_gone_or_another() -> None:
-    store = MemoryStore()
-    events, _ = put_run(store, 1)
-    assert not PolicyFetcher(store, "main").adopt(
-        msgspec.structs.replace(events[0], manifest_sha256="0" * 64), first_weights()
-    )
-    store.delete(events[0].manifest)
-    assert not PolicyFetcher(store, "main").adopt(events[0], first_weights())
-
-
-def test_the_policy_of_a_reward_model_or_a_draft_lies_beside_another() -> None:
-    store = MemoryStore()
-    found = {}
-    for seed, name in enumerate(("main", "reward", "draft")):
-        weights = [{f"{name}.w": bf16(seed), "shared": bf16(7)}]
-        weights.append(small_step(weights[0], seed, ("shared",)))
-        for version, tensors in enumerate(weights):
-            new = NewVersion(policy=name, token=17, version=version, parent=version - 1, step=version)
-            event = publish(store, new, tensors, previous=weights[0] if version else None, probe=None)
-            found[name, version] = event, tensors
-    for name in ("main", "reward", "draft"):
-        follower = PolicyFetcher(store, name)
-        for version in (0, 1):
-            event, tensors = found[name, version]
-            assert dict(follower.fetch(event).tensors) == tensors
-
-
 @pytest.mark.parametrize("dense", [False, True])
 def test_a_late_joiner_holds_what_a_step_by_step_follower_holds(dense: bool) -> None:
     store = MemoryStore()
@@ -185,14 +156,6 @@ def test_what_a_late_joiner_reads_has_a_bound_however_old_the_anchor_is() -> Non
         assert kinds.count("deltas") < NUM_SLICES
         assert kinds.count("manifests") <= NUM_SLICES
     assert max(read) < 1.5 * sum(tensor.num_bytes for tensor in weights[0].values())
-
-
-def test_a_young_run_is_joined_by_its_anchor() -> None:
-    store = Counting()
-    events, weights = put_run(store, 4)
-    store.read.clear()
-    assert dict(PolicyFetcher(store, "main").fetch(events[3]).tensors) == weights[3]
-    assert sum("/anchors/" in key for key in store.read) == 1
 
 
 @pytest.mark.parametrize(("behind", "begins_anew"), [(1, False), (4, False), (16, False), (17, True), (30, True)])
