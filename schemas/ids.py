@@ -74,7 +74,6 @@ def task_of(group: str) -> str:
 
 
 def answer_id(experience: str) -> str:
-    """The id a client sees for `experience`."""
     return ANSWER_PREFIX + experience
 
 
@@ -122,7 +121,6 @@ def partition_key(group: str) -> str:
 
 
 def spelled(hexadecimal: str) -> str:
-    """Hexadecimal digits as letters that redaction leaves alone."""
     return hexadecimal.translate(_LETTERS)
 
 
