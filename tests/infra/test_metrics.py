@@ -5,6 +5,7 @@ import logging
 import re
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -91,7 +92,10 @@ def test_half_requests_hold_a_bounded_number_of_threads_and_keep_nobody_out(capl
         assert [connection for connection in silent[:-MAX_CONNECTIONS] if connection.recv(1)] == [], (
             "the oldest were ended"
         )
-        assert threading.active_count() - before <= MAX_CONNECTIONS + 1
+        while (
+            threading.active_count() - before > MAX_CONNECTIONS + 1
+        ):  # threads whose connection was ended leave by and by
+            time.sleep(0.01)
         for connection in silent:
             connection.close()
         assert not caplog.records
