@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.tasksets.loader import expert, pair_block
+from actors.tasksets.loader import example_block
 from actors.tasksets.taskset import Demonstration, Preference
 from infra.model.model import Tokenizer, load_tokenizer
 from infra.model.spelling import TokenizerFile
