@@ -144,14 +144,9 @@ def keys_of(environment: Mapping[str, str], *, is_amazon: bool) -> S3Keys:
 def _keys_in_file(path: Path, profile: str) -> S3Keys:
     from minio.credentials import AWSConfigProvider
 
-    provider = AWSConfigProvider(str(path), profile)
-    held: list[tuple[int, Credentials]] = []
-
     def read() -> "Credentials":
-        changed_ns = path.stat().st_mtime_ns
-        if not held or held[0][0] != changed_ns:
-            held[:] = [(changed_ns, provider.retrieve())]
-        return held[0][1]
+        path.stat()  # one that is not there would be an empty one
+        return AWSConfigProvider(str(path), profile).retrieve()
 
     return S3Keys(read, f"AWS_SHARED_CREDENTIALS_FILE {path}, profile {profile}")
 
