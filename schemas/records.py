@@ -32,10 +32,8 @@ from schemas.journal import Batch, Fence, Rollback, Saved, Skip
 
 
 class Client(Struct, frozen=True):
-    """Sessions of one tenant that one gateway answered with one version since it started.
-
-    client: the tenant, as ids name it. sessions: or users, or requests that named neither. failed, refused: sessions in which
-    an answer did or was; see Answered.
+    """Sessions of one tenant that one gateway answered with one version since it started. client: the tenant, as ids name it.
+    sessions: or users, or requests that named neither. failed, refused: sessions in which an answer did or was; see Answered.
     """
 
     client: str
@@ -59,10 +57,8 @@ class Answered(Struct, frozen=True):
 
 
 class MasterState(Struct, frozen=True):
-    """Progress of the master, for roles that wait for it.
-
-    state: see `MasterPhase`. outstanding: groups that were issued and neither drawn nor given up. drained_to: offset in
-    `policies` of the newest drain, pause or continue it has read, -1 for none.
+    """Progress of the master, for roles that wait for it. state: see `MasterPhase`. outstanding: groups that were issued and
+    neither drawn nor given up. drained_to: offset in `policies` of the newest drain, pause or continue it read, -1 for none.
     """
 
     state: MasterPhase
@@ -81,9 +77,8 @@ class MasterState(Struct, frozen=True):
 
 
 class FeedbackWait(Struct, frozen=True):
-    """Answers that wait for feedback at a stream worker.
-
-    answers: how many. first_ms: when the window of the one that has waited longest passes, by the log's clock; 0 for none.
+    """Answers that wait for feedback at a stream worker. answers: how many. first_ms: when the window of the one that has
+    waited longest passes, by the log's clock; 0 for none.
     """
 
     answers: Count = 0
