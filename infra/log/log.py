@@ -42,7 +42,10 @@ logger = logging.getLogger(__name__)
 
 
 class LogMessage(msgspec.Struct, frozen=True):
-    """A stored record with what it holds: exactly one of `value` and `error` is set."""
+    """A stored record with what it holds: exactly one of `value` and `error` is set.
+
+    record: as it is stored. value: decoded. error: why it cannot be decoded.
+    """
 
     record: Record
     value: Control | Block | None = None

@@ -52,7 +52,7 @@ CHANGED_SHARE = 1 / 8  # of the values or the bytes: a chain of larger deltas wo
 
 
 class NewVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """A version to publish. token: of the trainer's lease. version: higher than any before. parent: -1 for none.
+    """A version to publish. policy: its name. token: of the lease. version: higher than any before. parent: -1 for none.
 
     step: the last one it contains. adapter: of which the tensors are, None for the whole model.
     """
