@@ -155,16 +155,6 @@ def test_every_metric_of_a_rule_is_one_that_a_role_has() -> None:
         assert set(re.findall(r"headrace_\w+", one.rule)) <= known, one.name
 
 
-def test_status_names_the_section_of_each_alarm_once(capsys: pytest.CaptureFixture[str]) -> None:
-    from infra.cli.look.status import show
-    from infra.cli.terminal import Screen
-
-    events = [(second, progress("train", steps_skipped=float(second), rollbacks=1.0)) for second in range(3)]
-    show(Screen(width=200), state_of(*events, now_s=3))
-    out = capsys.readouterr().out
-    assert out.count(f"{RUNBOOK}#steps-change-nothing") == 1 and "the-trainer-went-back" not in out
-
-
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not on PATH: apt-get install prometheus")
 @pytest.mark.parametrize("command", [("check", "rules", "alerts.yml"), ("test", "rules", "alerts_test.yml")])
 def test_promtool_takes_the_rules_and_they_fire_when_they_should(command: tuple[str, ...], tmp_path: Path) -> None:
