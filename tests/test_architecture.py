@@ -73,7 +73,7 @@ MAX_FUNCTION_LINES = 60
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
     "schemas": 2_700, "infra": 17_560, "infra/cli": 8_020, "infra/cli/console": 2_720, "infra/cli/demo": 1_730,
-    "streams": 9_910,
+    "streams": 9_915,
     "actors": 18_320, "actors/master/gate": 1_000, "trainer": 12_810, "tests": 74_500, "tests/bench": 4_000,
 }  # fmt: skip
 MAX_PRODUCT_FILES, MAX_TEST_FILES = 410, 380

@@ -213,6 +213,7 @@ class WindowDriver:
         self._window: Window[Delivery] = Window(limit)
         self._room = asyncio.Event()
         self._generation = -1
+        self._given_up = -1
         self._last_of_key: dict[tuple[int, bytes], asyncio.Task[None]] = {}
         self._turns: dict[int, ChainTurn] = {}  # of the newest record of each partition
         self._recalls: dict[int, asyncio.Task[None]] = {}
@@ -222,7 +223,7 @@ class WindowDriver:
         record = delivery.record
         if delivery.generation > self._generation:
             self._generation = delivery.generation
-            self.abandon()
+            self._let_go()
             self._last_of_key.clear()
             self._turns.clear()
             self._recalls.clear()
@@ -230,7 +231,11 @@ class WindowDriver:
         while self._window.is_full(record.partition, delivery.generation):
             self._room.clear()
             await self._room.wait()
-        ticket = self._window.take(record.partition, record.offset, delivery.generation, delivery)
+        # What an abandoned generation still delivers comes again: Faust may commit past what was given up before it.
+        is_given_up = delivery.generation <= self._given_up
+        ticket = (
+            None if is_given_up else self._window.take(record.partition, record.offset, delivery.generation, delivery)
+        )
         if ticket is None:
             delivery.abandon()
             return
@@ -244,7 +249,11 @@ class WindowDriver:
         task.add_done_callback(lambda done: self._forget(key, done))
 
     def abandon(self) -> None:
-        """Wait for nothing in flight any more: a rebalance must not hang on a slow record, or on a long memory."""
+        """Wait for nothing of this generation any more: a rebalance must not hang on a slow record, or on a long memory."""
+        self._given_up = self._generation
+        self._let_go()
+
+    def _let_go(self) -> None:
         for recalling in self._recalls.values():
             recalling.cancel()
         for delivery in self._window.forget():

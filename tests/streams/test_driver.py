@@ -138,6 +138,26 @@ async def test_what_was_in_flight_before_a_rebalance_is_not_acknowledged_after_i
         assert stage.num_forgets == 2
 
 
+async def test_a_generation_that_was_given_up_acknowledges_nothing_more() -> None:
+    """Faust commits past a gap at the beginning of a partition, so a later record would skip those that were given up."""
+    async with asyncio.timeout(10), memory_log() as log, asyncio.TaskGroup() as tasks:
+        stage = GatedStage()
+        driver = WindowDriver("gated", stage, log, Metrics("process"), tasks, limit=1)
+        records = await fed(log, 3)
+        first, waiting, late = (KeptDelivery(record, generation=1) for record in records)
+        await driver.accept(first)
+        accepting = tasks.create_task(driver.accept(waiting))
+        await asyncio.sleep(0)
+        driver.abandon()
+        await accepting
+        await driver.accept(late)
+        assert all(delivery.is_abandoned for delivery in (first, waiting, late))
+        again = KeptDelivery(records[0], generation=2)
+        await driver.accept(again)
+        stage.open(0)
+        await until(lambda: again.is_acknowledged)
+
+
 async def test_outputs_of_one_key_keep_the_order_of_the_records() -> None:
     async with memory_log() as log, asyncio.TaskGroup() as tasks:
         stage = GatedStage()
