@@ -7,13 +7,12 @@ is what `streams.scores.instructions` checks: a JSON list of [kind, argument].
     held-out      other topics, words, keys and phrases than training's; the last prompts by id ("unseen-…", a share of
                   UNSEEN_SHARE) combine a pair of kinds that training never combines
 
-Demonstrations follow one or two instructions: what a small model hardly ever does by chance, it cannot learn from a score
-alone. Three instructions in one prompt, and more reliable answers, come from the score. The same seed gives the same rows.
+Demonstrations show the kinds SHOWN, one at a time: what a small model hardly ever does by chance, it cannot learn from a score
+alone. That instructions go together is learned from the score. The same seed gives the same rows.
 """
 
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 from random import Random
@@ -27,9 +26,9 @@ from schemas import Message, Task
 TRAIN, DEV, HELD_OUT, VALIDATION = "train", "dev", "held-out", "validation"
 UNSEEN_SHARE = 0.4
 SIZES = (0.25, 0.45, 0.30)  # shares of prompts with one, two and three instructions
-SHOWN_SIZES = (0.5, 0.5, 0.0)  # of demonstrations
 
 KINDS = ("word", "max_words", "sentences", "lower_case", "no_commas", "ending", "start", "bullets", "quotes", "json")
+SHOWN = ("sentences", "lower_case", "ending", "bullets", "quotes", "json")
 CONFLICTS = frozenset(
     frozenset(pair)
     for pair in (
@@ -109,45 +108,11 @@ HELD_OUT_ENDINGS = (
 )
 
 
-FACTS = (
-    "Fresh bread smells wonderful", "Good cheese takes time", "Strong coffee wakes the town", "Honey never spoils",
-    "A lemon brightens any dish", "Hot soup warms cold hands", "Rice feeds half the world", "Butter melts in a warm pan",
-    "Fresh pasta cooks in minutes", "Sugar dissolves in hot water", "Pepper makes people sneeze",
-    "An onion makes cooks cry", "A ripe tomato tastes sweet", "The potato grows underground", "A banana has a yellow peel",
-    "Garlic keeps for months", "Mint grows almost anywhere", "The olive needs dry hills", "Salt comes from the sea",
-    "Dark chocolate tastes bitter", "Green tea calms the mind", "Cold milk tastes best", "Water runs downhill",
-    "Rain fills the river", "Snow covers the quiet field", "The wind bends tall grass", "A storm came in the night",
-    "A dark cloud brings rain", "Thunder follows the flash", "Fog hides the harbour", "Ice floats on water",
-    "The river finds the sea", "The lake froze last winter", "The ocean hides deep valleys", "An island has no neighbours",
-    "The beach is empty at dawn", "The mountain wears snow", "The desert is cold at night", "A garden needs patience",
-    "A flower opens at sunrise", "The tulip comes in spring", "Every tree began as a seed", "An oak grows for centuries",
-    "A leaf falls without a sound", "Moss likes the shade", "A cactus stores its water", "A bee visits many flowers",
-    "The ant carries heavy loads", "A spider waits in its web", "The butterfly has painted wings",
-    "The snail takes its time", "A frog sings after rain", "The turtle carries its home", "A snake sheds its skin",
-    "A fish breathes in water", "A whale sings for miles", "The dolphin loves to play", "The octopus has three hearts",
-    "An eagle sees from afar", "The owl hunts at night", "A crow remembers faces", "A duck never gets wet",
-    "The penguin cannot fly", "A horse sleeps on its feet", "The goat climbs steep rocks", "A dog waits at the door",
-    "The cat sleeps all day", "A rabbit hears everything", "The fox has a clever face", "A bear sleeps all winter",
-    "The elephant never forgets", "A camel crosses dry land", "The door creaks at night", "A window lets in the light",
-    "The kitchen smells of bread", "An old chair tells stories", "The clock ticks on", "A mirror shows both sides",
-    "A hammer drives the nail", "A sharp knife cuts clean", "The spoon stirs the pot", "The bus is late again",
-    "The train left at noon", "A bicycle needs no fuel", "The boat drifts at sea", "The bridge joins two towns",
-    "A road leads home", "The village has one shop", "The market opens at dawn", "A library lends its books",
-    "The castle has thick walls", "The bank closes at four", "Music needs no words", "The piano has many keys",
-    "A drum sets the pace", "A good film feels short", "A poem says much with little", "The letter came too late",
-    "The radio plays all night", "A camera keeps the moment", "Football fills the stadium", "Chess rewards patience",
-    "Sleep heals the tired", "A picnic needs the sun", "Winter makes the days short", "Summer brings long evenings",
-    "Autumn paints the hills", "The morning begins in silence", "The sun warms the stone", "The moon pulls the tide",
-    "A star looks small", "A comet has a bright tail", "Fire needs air", "Gold does not rust", "Glass is made of sand",
-    "Paper burns fast", "Wool keeps you warm", "A shoe must fit", "The scarf is too long", "A needle pulls the thread",
-    "Money comes and goes", "A doctor listens first", "A good teacher asks questions", "The baker rises early",
-    "The farmer watches the sky",
+SAID = (
+    "Many people like {}.", "I often think about {}.", "There is a lot to say about {}.", "My day begins with {}.",
+    "Nothing is quite like {}.", "We talked about {} for an hour.", "A story about {} never gets old.",
+    "You can learn a lot from {}.", "Some songs are about {}.", "My sister knows everything about {}.",
 )  # fmt: skip
-REMARKS = (
-    "People like {}", "Some songs praise {}", "Nothing is like {}", "Children ask about {}", "Everybody knows {}",
-    "We talk about {}", "Old stories mention {}", "There is always more {}",
-)  # fmt: skip
-WORD_ENDS = ("and brings {} to mind", "and feels {}", "and reminds me of {}", "or so says {}")
 
 
 def instructions(*, seed: int = 0, num_train: int = 3000, num_dev: int = 64, num_held_out: int = 200) -> Iterator[Task]:
@@ -173,7 +138,7 @@ def draw(random: Random, id: str, split: str, *, unseen: bool) -> Task:
     """A task. unseen: its kinds include a pair of UNSEEN_PAIRS; else none."""
     fresh = split == HELD_OUT
     topic = random.choice((HELD_OUT_TOPICS if fresh else TOPICS).split())
-    kinds = _kinds(random, unseen=unseen, sizes=SIZES)
+    kinds = _kinds(random, unseen)
     rules: list[tuple[str, object]] = [("word", topic)]
     sentences = [f"Write briefly about {topic}."]
     for kind in kinds:
@@ -189,10 +154,10 @@ def draw(random: Random, id: str, split: str, *, unseen: bool) -> Task:
     )
 
 
-def _kinds(random: Random, *, unseen: bool, sizes: Sequence[float]) -> Sequence[str]:
+def _kinds(random: Random, unseen: bool) -> Sequence[str]:
     """One to three kinds that go together, in any order."""
     while True:
-        size = random.choices((1, 2, 3), sizes)[0]
+        size = random.choices((1, 2, 3), SIZES)[0]
         kinds = random.sample(KINDS, size)
         pairs = {frozenset(pair) for pair in combinations(kinds, 2)}
         if not pairs & CONFLICTS and bool(pairs & UNSEEN_PAIRS) == unseen:
@@ -238,50 +203,36 @@ def instruction(kind: str, random: Random, *, fresh: bool, taken: str) -> tuple[
             return keys, f"Answer with a JSON object with the {'keys' if len(keys) > 1 else 'key'} {named}."
 
 
-def demonstrations(*, seed: int = 0, num_train: int = 240, num_validation: int = 24) -> Iterator[Demonstration]:
-    """Answers to prompts of one or two instructions, about topics of training."""
+def demonstrations(*, seed: int = 0, num_train: int = 360, num_validation: int = 36) -> Iterator[Demonstration]:
+    """Answers to prompts of one instruction each, about topics of training."""
     random = Random(f"instructions/shown/{seed}")
-    topics = TOPICS.split()
-    number = 0
-    while number < num_train + num_validation:
-        fact = random.choice(FACTS)
-        topic = next(word for word in fact.lower().split() if word in topics)
-        rules: dict[str, Any] = {}
-        sentences = [f"Write briefly about {topic}."]
-        for kind in _kinds(random, unseen=False, sizes=SHOWN_SIZES):
-            rules[kind], sentence = instruction(kind, random, fresh=False, taken=topic)
-            sentences.append(sentence)
-        answer = _shown(rules, fact, topic, random)
-        if len(answer.split()) > rules.get("max_words", math.inf):
-            continue
+    for number in range(num_train + num_validation):
+        kind, topic = SHOWN[number % len(SHOWN)], random.choice(TOPICS.split())
+        argument, asked = instruction(kind, random, fresh=False, taken=topic)
         yield Demonstration(
             id=f"shown-{number:04d}",
-            messages=(Message(role="user", content=" ".join(sentences)),),
-            response=answer,
-            answer=msgspec.json.encode([("word", topic), *rules.items()]).decode(),
+            messages=(Message(role="user", content=f"Write briefly about {topic}. {asked}"),),
+            response=_shown(kind, argument, topic, random),
+            answer=msgspec.json.encode([("word", topic), (kind, argument)]).decode(),
             split=VALIDATION if number >= num_train else TRAIN,
         )
-        number += 1
 
 
-def _shown(rules: Mapping[str, Any], fact: str, topic: str, random: Random) -> str:
-    """An answer that follows one or two instructions, by kind, that go together."""
-    more = " " + random.choice(WORD_ENDS).format(rules["word"]) if "word" in rules else ""
-    if "json" in rules:
-        said = (fact, *random.sample(REMARKS, 1))
-        return json.dumps({key: f"{text.format(topic)}{more}" for key, text in zip(rules["json"], said, strict=False)})
-    texts = [f"{text.format(topic)}{more}." for text in (fact, *random.sample(REMARKS, 2))]
-    if "start" in rules:
-        texts[0] = f"{rules['start'].capitalize()} {texts[0][0].lower()}{texts[0][1:]}"
-    if "bullets" in rules:
-        text = "\n".join(f"- {text}" for text in texts[: rules["bullets"]])
-    else:
-        text = " ".join(texts[: rules.get("sentences", 1)])
-    if "ending" in rules:
-        text += f" {rules['ending'].capitalize()}."
-    if "lower_case" in rules:
-        text = text.lower()
-    return f'"{text}"' if "quotes" in rules else text
+def _shown(kind: str, argument: Any, topic: str, random: Random) -> str:
+    said = [sentence.format(topic) for sentence in random.sample(SAID, 3)]
+    match kind:
+        case "sentences":
+            return " ".join(said[:argument])
+        case "lower_case":
+            return said[0].lower()
+        case "ending":
+            return f"{said[0].rstrip('.')}, {argument}."
+        case "bullets":
+            return "\n".join(f"- {sentence}" for sentence in said[:argument])
+        case "quotes":
+            return f'"{said[0]}"'
+        case _:
+            return json.dumps({key: f"the {key} of {topic}" for key in argument})
 
 
 def write_instructions(folder: Path, *, seed: int = 0) -> tuple[Path, Path]:

@@ -1,6 +1,6 @@
 """The tasks of `headrace demo`: data, vocabulary, settings, and what counts as success.
 
-instructions   a chat model follows instructions that can be checked: some are shown, the rest is learned from the score
+instructions   a chat model follows instructions that can be checked: each kind shown alone, then learned from the score
 
 Toys, which the tests use, with a character model of at most 0.9 M parameters:
 
@@ -139,32 +139,32 @@ INSTRUCTIONS = DemoTask(
         max_tokens=40,
         evals="""\
     {{ suite = "held-out", every = 1000, tasks = 200, score = "instructions" }},   # before, after the warm-up, at the end
-    {{ suite = "dev", every = 5, tasks = 64, score = "instructions" }},""",
+    {{ suite = "dev", every = 10, tasks = 64, score = "instructions" }},""",
         score="instructions",
         tables=scored("instructions", "streams.scores.instructions:instructions"),
-        learning_rate="5e-5",
+        learning_rate="3e-5",
         trainer="""\
 dtype = "{dtype}"
-max_tokens_per_microbatch = 512
+max_tokens_per_microbatch = 2048
 """,
         lanes="the demonstrations are for the warm-up alone",
         warmup="""\
-[trainer.warmup]                 # shows some prompts with one or two instructions
+[trainer.warmup]                 # shows six kinds of instruction, each alone
 lane = "expert"
 stop_at = 1.0
-min_steps = 30
-max_steps = 30
-min_experiences = 230
-learning_rate = 2e-4
-batch = 8
+min_steps = 12
+max_steps = 12
+min_experiences = 350
+learning_rate = 1e-4
+batch = 24
 """,
     ),
     suite="held-out",
     measure="held-out prompts with every instruction followed",
-    stop_at=0.98,
+    stop_at=0.95,
     lanes={"none": (1.0, 0.0), "shuffled": (1.0, 0.0)},
     max_model_len=256,
-    minutes=8.0,
+    minutes=10.0,
 )
 
 ADD_WARMUP = """\
