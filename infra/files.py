@@ -5,10 +5,10 @@ import hashlib
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from schemas.errors import ConfigError
 
@@ -63,20 +63,26 @@ def locked(file: Path, wait_s: float) -> Iterator[None]:
     Raises OSError, and TimeoutError where another process held it for `wait_s`.
     """
     with open(file, "ab") as lock:
-        deadline = time.monotonic() + wait_s
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise TimeoutError(f"another process has held {file} for {wait_s:g} s") from None
-            time.sleep(POLL_S)
+        if not _taken(lock, wait_s):
+            raise TimeoutError(f"another process has held {file} for {wait_s:g} s")
         yield
 
 
 POLL_S = 0.02
 WAIT_S = 15.0  # for what a process that has just died still holds
+
+
+def _taken(lock: IO[Any], wait_s: float, is_vain: Callable[[], bool] = lambda: False) -> bool:
+    """True if the lock of an open file was had within `wait_s`. is_vain: asked before each wait; True ends them."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if is_vain() or time.monotonic() >= deadline:
+                return False
+        time.sleep(POLL_S)
 
 
 def lock_folder(file: Path, what: str) -> IO[str]:
@@ -86,20 +92,15 @@ def lock_folder(file: Path, what: str) -> IO[str]:
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = file.open("a+")
-    deadline = time.monotonic() + WAIT_S
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            lock.seek(0)
-            owner = lock.read().strip()
-            if _is_alive(owner) or time.monotonic() > deadline:
-                lock.close()
-                raise ConfigError(
-                    f"{what} is in use by process {owner or '(unknown)'}: stop it, or choose another folder"
-                ) from None
-            time.sleep(0.05)
+
+    def owner() -> str:
+        lock.seek(0)
+        return lock.read().strip()
+
+    if not _taken(lock, WAIT_S, lambda: _is_alive(owner())):
+        holder = owner() or "(unknown)"
+        lock.close()
+        raise ConfigError(f"{what} is in use by process {holder}: stop it, or choose another folder")
     lock.truncate(0)
     lock.write(str(os.getpid()))
     lock.flush()

@@ -99,9 +99,6 @@ def companions(steps: Sequence[Step]) -> list[Companion]:
     return [function for function in functions if isinstance(function, Companion)]
 
 
-logger = logging.getLogger(__name__)
-
-
 async def run_worker(
     role: Role,
     config: StreamsConfig,

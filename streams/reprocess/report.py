@@ -144,7 +144,6 @@ def _hash(data: bytes) -> str:
 
 
 EXAMPLES = 3
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Outcome)
 
 

@@ -130,9 +130,6 @@ def test_a_call_that_begins_elsewhere_connects_anew_and_does_not_wait_behind_a_f
     asyncio.run(check())
 
 
-PARTS = 2
-
-
 async def looked(log: Log) -> None:
     """Looks and rests in turn; each look finds what came since the one before."""
     follower = Follower(log, (topics.EXPERIENCES,))
