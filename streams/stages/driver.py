@@ -34,6 +34,9 @@ from schemas.errors import OffsetOutOfRange, RecordTooLarge
 from schemas.topics import by_name
 from streams.stages.stage import Delivery, Handled, Waiting, count, end_for, publish_all, read
 
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 120.0
 CHUNK_RECORDS = 512
 FETCH_BYTES = 512 * 1024  # a chunk is about so much: more would be sent, and held, of what lies behind it
 YIELD_EVERY = 32  # records between two looks at everything else: heartbeats must not wait
@@ -126,16 +129,19 @@ class Window(Generic[Handle]):
             raise ValueError(f"limit: got {limit}, expected 1 or more")
         self.limit = limit
         self._lanes: dict[int, _Lane[Handle]] = {}
+        self._given_up = -1  # the newest generation of what was forgotten
 
     def is_full(self, partition: int, generation: int) -> bool:
         lane = self._lanes.get(partition)
         return lane is not None and lane.generation == generation and len(lane.flying) >= self.limit
 
     def take(self, partition: int, offset: int, generation: int, handle: Handle) -> Ticket | None:
-        """Put a record in flight; None for one that this generation has seen or that an older one delivered.
+        """Put a record in flight; None for one that this generation has seen or that an older or forgotten one delivered.
 
         A newer generation forgets what the older had in flight: those records are delivered again.
         """
+        if generation <= self._given_up:
+            return None
         lane = self._lanes.get(partition)
         if lane is None or generation > lane.generation:
             lane = self._lanes[partition] = _Lane(generation)
@@ -158,7 +164,11 @@ class Window(Generic[Handle]):
         return ready
 
     def forget(self) -> list[Handle]:
-        """Give up everything in flight; returns the handles, none of which may be acknowledged."""
+        """Give up everything in flight; returns the handles, none of which may be acknowledged.
+
+        Later records of its generation are refused: Faust may commit past the gap, and what lies in it would be skipped.
+        """
+        self._given_up = max([self._given_up, *(lane.generation for lane in self._lanes.values())])
         given_up = [handle for lane in self._lanes.values() for handle in lane.flying.values()]
         for lane in self._lanes.values():
             lane.flying.clear()
@@ -167,11 +177,6 @@ class Window(Generic[Handle]):
 
     def num_in_flight(self) -> int:
         return sum(len(lane.flying) for lane in self._lanes.values())
-
-
-logger = logging.getLogger(__name__)
-
-TIMEOUT_S = 120.0
 
 
 class Stage(Remembers, Protocol):
@@ -213,7 +218,6 @@ class WindowDriver:
         self._window: Window[Delivery] = Window(limit)
         self._room = asyncio.Event()
         self._generation = -1
-        self._given_up = -1
         self._last_of_key: dict[tuple[int, bytes], asyncio.Task[None]] = {}
         self._turns: dict[int, ChainTurn] = {}  # of the newest record of each partition
         self._recalls: dict[int, asyncio.Task[None]] = {}
@@ -223,7 +227,7 @@ class WindowDriver:
         record = delivery.record
         if delivery.generation > self._generation:
             self._generation = delivery.generation
-            self._let_go()
+            self.abandon()
             self._last_of_key.clear()
             self._turns.clear()
             self._recalls.clear()
@@ -231,11 +235,7 @@ class WindowDriver:
         while self._window.is_full(record.partition, delivery.generation):
             self._room.clear()
             await self._room.wait()
-        # What an abandoned generation still delivers comes again: Faust may commit past what was given up before it.
-        is_given_up = delivery.generation <= self._given_up
-        ticket = (
-            None if is_given_up else self._window.take(record.partition, record.offset, delivery.generation, delivery)
-        )
+        ticket = self._window.take(record.partition, record.offset, delivery.generation, delivery)
         if ticket is None:
             delivery.abandon()
             return
@@ -250,10 +250,6 @@ class WindowDriver:
 
     def abandon(self) -> None:
         """Wait for nothing of this generation any more: a rebalance must not hang on a slow record, or on a long memory."""
-        self._given_up = self._generation
-        self._let_go()
-
-    def _let_go(self) -> None:
         for recalling in self._recalls.values():
             recalling.cancel()
         for delivery in self._window.forget():
