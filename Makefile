@@ -69,7 +69,7 @@ test: missing-tools check agents ## what every change passes: linters, types, un
 
 test-all: missing-tools check agents ## the same with kills, soaks, a thousand seeds, containers and other projects' clients (an hour)
 	@$(BIN)/python -m pytest -q $(FAST) -m "not slow and not full and not gpu" $(ARGS)
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "slow or full" --durations=20 $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "slow or full" --timeout=3600 --durations=20 $(ARGS)
 
 test-fast: missing-tools install ## the unit tests alone (five minutes)
 	@$(BIN)/python -m pytest -q $(FAST) -m "not slow and not full and not gpu" $(ARGS)

@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -45,6 +46,12 @@ def file_sha256(path: Path) -> str:
     """SHA-256 of a file's bytes, in hex. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def free_and_usable(folder: Path) -> tuple[int, int]:
+    """Free and usable bytes of the disk of a folder. As in `df`, blocks that only root may take are not usable."""
+    found = shutil.disk_usage(folder)
+    return found.free, found.used + found.free
 
 
 def sync_folder(folder: Path) -> None:

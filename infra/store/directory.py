@@ -6,7 +6,6 @@ opened an hour later.
 """
 
 import os
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 from blake3 import blake3
 
-from infra.files import PRIVATE_MODE, PUBLIC_MODE, replacing, sync_folder
+from infra.files import PRIVATE_MODE, PUBLIC_MODE, free_and_usable, replacing, sync_folder
 from infra.observe.failpoint import reach
 from infra.observe.failpoint import write as write_all
 from infra.store.store import PRIVATE, READ_BYTES, Hashed, Pieces, Store, check_key, check_prefix, finished
@@ -27,16 +26,10 @@ STALE_AFTER_S = 3600.0
 T = TypeVar("T")
 
 
-def free_and_total(folder: Path) -> tuple[int, int]:
-    """Free and total bytes of the disk of a folder."""
-    found = shutil.disk_usage(folder)
-    return found.free, found.total
-
-
 class DirectoryStore(Store):
     """Objects as files below one folder, made where it is absent. Any number of processes may share it."""
 
-    def __init__(self, folder: Path, usage: Callable[[Path], tuple[int, int]] = free_and_total) -> None:
+    def __init__(self, folder: Path, usage: Callable[[Path], tuple[int, int]] = free_and_usable) -> None:
         self._usage = usage
         self._root = folder.absolute()
         self._incoming = self._root / INCOMING

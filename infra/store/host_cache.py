@@ -17,13 +17,12 @@ another digest then.
 import logging
 import os
 import re
-import shutil
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from infra.files import locked
+from infra.files import free_and_usable, locked
 from infra.observe.metrics import Metrics
 from infra.store.directory import read_hashed
 from infra.store.store import DIGEST_LETTERS, Hashed, Store, WrappedStore, check_key, name_of
@@ -122,9 +121,10 @@ class HostCache:
     def _make_room(self, num_bytes: int) -> None:
         """Remove the longest unused objects. Raises OSError where the bounds allow no object of this size."""
         self._remove_unfinished()
-        held, disk = sorted(self._held()), shutil.disk_usage(self._objects)
+        held = sorted(self._held())
+        free, usable = free_and_usable(self._objects)
         total = sum(size for _, size, _ in held)
-        most = min(self._max_bytes, int(total + disk.free - self._left_free * disk.total))
+        most = min(self._max_bytes, int(total + free - self._left_free * usable))
         if num_bytes > most:
             raise OSError(f"an object has {num_bytes:,} bytes, and store.cache_gb and the disk allow {most:,} in all")
         for gone, (_, size, path) in enumerate(held):

@@ -65,7 +65,7 @@ class Store(ABC):
         return data, digest_of((data,))
 
     def disk_usage(self) -> tuple[int, int] | None:
-        """Free and total bytes of the disk that holds the objects; None where no disk of this machine bounds the store."""
+        """Free and usable bytes of the disk that holds the objects; None where no disk of this machine bounds the store."""
         return None
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from infra.files import free_and_usable
 from infra.policies.tensors import LEAST_BYTES, Rooms, from_torch_all
 from infra.store.directory import STALE_AFTER_S, DirectoryStore
 from infra.store.open import open_store
@@ -41,6 +42,13 @@ def test_an_unfinished_put_is_never_an_object_and_is_swept_later(tmp_path: Path)
     DirectoryStore(tmp_path)
     assert not left_behind.exists()
     assert store.get("k") == b"whole"
+
+
+def test_the_free_share_of_a_disk_leaves_out_what_only_root_may_take(tmp_path: Path) -> None:
+    disk = os.statvfs(tmp_path)
+    free, usable = free_and_usable(tmp_path)
+    taken = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+    assert usable - free == pytest.approx(taken, rel=0.01)
 
 
 WRITER = """
