@@ -31,7 +31,7 @@ from infra.roles.memory import search_seldom
 from infra.roles.role import Role, instance_name
 from infra.settings.config import Floor
 from infra.store.directory import DirectoryStore
-from schemas import Block, DropMarker, Feedback, Message, Score, Span, decode, encode, make_experience
+from schemas import Block, DropMarker, Experience, Feedback, Message, Score, Span, decode, encode, make_experience
 from schemas.ids import answer_id, experience_id, request_group
 from schemas.topics import BUFFER, EXPERIENCES, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
@@ -78,21 +78,6 @@ class PlainAnswer(msgspec.Struct):
     advantage: float | None = None
     priority: float = 1.0
     reason: str = ""
-
-
-class Outcome(NamedTuple):
-    """What became of an answer, in whatever form it was sent. content: None for a dropped one."""
-
-    reason: str
-    numbers: tuple[float | None, ...]
-    content: tuple[bytes, bytes, tuple[tuple[str, str], ...]] | None
-
-
-class Group(NamedTuple):
-    """Answers to one prompt, and what each is compared with."""
-
-    answers: Sequence[RawAnswer]
-    references: Sequence[str]
 
 
 class Worker(NamedTuple):
@@ -173,155 +158,122 @@ async def open_worker(bus: KafkaBus, name: str, bootstrap: str, stage: str, fold
     return Worker(name, child, said, source, await bus.assigned(await bus.end_offsets(sink)))
 
 
-async def passed(bus: KafkaBus, worker: Worker, stage: str, given: Sequence[Group], number: int) -> dict[str, Outcome]:
+async def passed(
+    bus: KafkaBus, worker: Worker, stage: str, given: Sequence[list[RawAnswer]], number: int
+) -> dict[str, object]:
     """Send a round to a worker and read what it makes of it."""
-    inputs = list((blocks if worker.name == "headrace" else records)(stage, given, number))
-    count = sum(len(group.answers) for group in given)
-    sending = asyncio.gather(*(bus.send(worker.source, value, key=key) for key, value in inputs))
-    found: dict[str, Outcome] = {}
+    is_plain, made = worker.name != "headrace", list(blocks(stage, given, number))
+    answers = [each for block in made for each in block.experiences]
+    pack = msgspec.msgpack.encode
+    inputs = [(each.group, pack(plain(each))) for each in answers]
+    if not is_plain:
+        inputs = [(block.experiences[0].group, encode(block)) for block in made]
+    sending = asyncio.gather(*(bus.send(worker.source, value, key=group.encode()) for group, value in inputs))
+    found: dict[str, object] = {}
     heard = time.perf_counter()
-    while len(found) < count:
+    while len(found) < len(answers):
         for record in await worker.reader.get_many(timeout_s=0.2):
-            found |= outcomes(record.value) if worker.name == "headrace" else plain_outcomes(record.value)
+            found |= outcomes(record.value, is_plain)
             heard = time.perf_counter()
         if worker.child.process.poll() is not None or time.perf_counter() - heard > ANSWER_S:
-            raise RuntimeError(f"hop: {worker.name}: {len(found)} of {count} answers; {last_words(worker.log)}")
+            raise RuntimeError(f"hop: {worker.name}: {len(found)} of {len(answers)} answers; {last_words(worker.log)}")
     await sending
     return found
 
 
-def made_groups(count: int, shape: tuple[int, int, int]) -> list[Group]:
-    """Every other answer is right; of every fourth group the last one repeats itself, where it is long enough to tell."""
+def made_groups(count: int, shape: tuple[int, int, int]) -> list[list[RawAnswer]]:
+    """Answers to each prompt; of every fourth group the last one repeats itself, where it is long enough to tell."""
     found = []
     for number in range(max(1, count)):
         answers = samples(*shape, seed=number)
         if number % 4 == 0 and shape[2] >= MIN_LOOP_TOKENS:
             last = answers[-1]
             answers[-1] = msgspec.structs.replace(last, response=(last.response[:4] * shape[2])[: shape[2]])
-        references = [each.messages[-1].content if at % 2 == 0 else "no" for at, each in enumerate(answers)]
-        found.append(Group(answers, references))
+        found.append(answers)
     return found
 
 
-def blocks(stage: str, given: Sequence[Group], number: int) -> Iterator[tuple[bytes, bytes]]:
-    """The input of headrace's stage: a record a group."""
-    for at, group in enumerate(given):
-        name, judged = f"r{number}g{at}.0", stage == "collect"
-        members = [
-            make_experience(
-                id=experience_id(name, 0, episode),
-                group=name,
-                episode=episode,
-                group_size=len(group.answers),
-                tokens=each.prompt + each.response,
-                logprobs=each.logprobs,
-                messages=each.messages,
-                spans=(Span(len(each.prompt), len(each.prompt) + len(each.response), 7),),
-                answer=reference,
-                scores=(Score("exact", float(each.messages[-1].content == reference)),) if judged else (),
-                stamps=("validate@1", "dedupe@1", "filter@1", "exact@1") if judged else (),
-            )
-            for episode, (each, reference) in enumerate(zip(*group, strict=True))
-        ]
-        yield name.encode(), encode(Block(tuple(members)))
+def blocks(stage: str, given: Sequence[list[RawAnswer]], number: int) -> Iterator[Block]:
+    """The input of headrace's stage: a record a group, every other answer of which is right."""
+    for at, answers in enumerate(given):
+        name, judged, members = f"r{number}g{at}.0", stage == "collect", []
+        for episode, each in enumerate(answers):
+            is_right, start = episode % 2 == 0, len(each.prompt)
+            members.append(
+                make_experience(
+                    id=experience_id(name, 0, episode), group=name, episode=episode, group_size=len(answers),
+                    tokens=each.prompt + each.response, logprobs=each.logprobs, messages=each.messages,
+                    spans=(Span(start, start + len(each.response), 7),),
+                    answer=each.messages[-1].content if is_right else "no",
+                    scores=(Score("exact", float(is_right)),) if judged else (),
+                    stamps=("validate@1", "dedupe@1", "filter@1", "exact@1") if judged else (),
+                )
+            )  # fmt: skip
+        yield Block(tuple(members))
 
 
-def records(stage: str, given: Sequence[Group], number: int) -> Iterator[tuple[bytes, bytes]]:
-    """The same input for the loop: a record an answer."""
-    for at, group in enumerate(given):
-        name = f"r{number}g{at}.0"
-        for episode, (each, reference) in enumerate(zip(*group, strict=True)):
-            plain = PlainAnswer(
-                id=experience_id(name, 0, episode),
-                group=name,
-                episode=episode,
-                group_size=len(group.answers),
-                num_prompt=len(each.prompt),
-                tokens=each.prompt + each.response,
-                logprobs=each.logprobs,
-                messages=[(message.role, message.content) for message in each.messages],
-                answer=reference,
-                score=float(each.messages[-1].content == reference) if stage == "collect" else None,
-            )
-            yield name.encode(), msgspec.msgpack.encode(plain)
+def plain(each: Experience) -> PlainAnswer:
+    """The same answer for the loop, which has a record an answer."""
+    return PlainAnswer(
+        id=each.id, group=each.group, episode=each.episode, group_size=each.group_size, num_prompt=each.num_prompt,
+        tokens=each.tokens.tolist(), logprobs=each.logprobs.tolist(), answer=each.answer or "",
+        messages=[(message.role, message.content) for message in each.messages], score=each.score("exact"),
+        reward=each.reward, advantage=each.advantage, priority=each.priority,
+    )  # fmt: skip
 
 
-def outcomes(value: bytes) -> dict[str, Outcome]:
-    record = decode(value)
+def outcomes(value: bytes, is_plain: bool) -> dict[str, object]:
+    """What became of the answers of a record, in a form that is the same of both sides."""
+    record = PLAIN.decode(value) if is_plain else decode(value)
     if isinstance(record, DropMarker):
-        return {record.id: Outcome(record.reason, (), None)}
-    if not isinstance(record, Block):
-        return {}
+        return {record.id: record.reason}
+    made = [record] if is_plain else map(plain, record.experiences) if isinstance(record, Block) else []
     return {
-        each.id: Outcome(
-            "",
-            rounded(each.score("exact"), each.reward, each.advantage, each.priority),
-            (each.tokens.tobytes(), each.logprobs.tobytes(), tuple((m.role, m.content) for m in each.messages)),
-        )
-        for each in record.experiences
+        each.id: each.reason
+        or (each.tokens, each.logprobs, each.messages, rounded(each.score, each.reward, each.advantage, each.priority))
+        for each in made
     }
-
-
-def plain_outcomes(value: bytes) -> dict[str, Outcome]:
-    plain = PLAIN.decode(value)
-    if plain.reason:
-        return {plain.id: Outcome(plain.reason, (), None)}
-    arrays = np.array(plain.tokens, np.uint32).tobytes(), np.array(plain.logprobs, np.float32).tobytes()
-    numbers = rounded(plain.score, plain.reward, plain.advantage, plain.priority)
-    return {plain.id: Outcome("", numbers, (*arrays, tuple(plain.messages)))}
 
 
 def rounded(*numbers: float | None) -> tuple[float | None, ...]:
     return tuple(None if number is None else round(number, 6) for number in numbers)
 
 
-class PlainVerify:
+def verified(plain: PlainAnswer, seen: dict[str, Any]) -> list[PlainAnswer]:
     """Validate, dedupe, filter, score."""
-
-    def __init__(self) -> None:
-        self._seen: set[str] = set()
-
-    def take(self, plain: PlainAnswer) -> list[PlainAnswer]:
-        if plain.id in self._seen:
-            return []
-        self._seen.add(plain.id)
-        sampled = np.array(plain.tokens[plain.num_prompt :], np.uint32)
-        if len(plain.logprobs) != len(sampled) or not -math.inf < min(plain.logprobs) <= max(plain.logprobs) <= 0:
-            plain.reason = "bad frame"
-        elif len(sampled) >= MIN_LOOP_TOKENS and repetition(sampled) > MAX_REPETITION:
-            plain.reason = "repetition"
-        else:
-            plain.score = float(plain.messages[-1][1].strip() == plain.answer.strip())
-        return [plain]
+    if plain.id in seen:
+        return []
+    seen[plain.id] = True
+    sampled = np.array(plain.tokens[plain.num_prompt :], np.uint32)
+    if len(plain.logprobs) != len(sampled) or not -math.inf < min(plain.logprobs) <= max(plain.logprobs) <= 0:
+        plain.reason = "bad frame"
+    elif len(sampled) >= MIN_LOOP_TOKENS and repetition(sampled) > MAX_REPETITION:
+        plain.reason = "repetition"
+    else:
+        plain.score = float(plain.messages[-1][1].strip() == plain.answer.strip())
+    return [plain]
 
 
-class PlainCollect:
+def collected(plain: PlainAnswer, groups: dict[str, Any]) -> list[PlainAnswer]:
     """Reward, advantage and priority once a group is complete."""
-
-    def __init__(self) -> None:
-        self._groups: dict[str, dict[int, PlainAnswer]] = {}
-
-    def take(self, plain: PlainAnswer) -> list[PlainAnswer]:
-        group = self._groups.setdefault(plain.group, {})
-        group[plain.episode] = plain
-        if len(group) < plain.group_size:
-            return []
-        members = [group[episode] for episode in sorted(self._groups.pop(plain.group))]
-        rewards = [member.score or 0.0 for member in members]
-        mean, std = statistics.fmean(rewards), statistics.pstdev(rewards)
-        if not std:
-            return []
-        for member, reward in zip(members, rewards, strict=True):
-            member.reward, member.advantage = reward, (reward - mean) / (std + EPSILON)
-            member.priority = min(1.0, max(MIN_PRIORITY, 2 * std))
-        return members
+    group = groups.setdefault(plain.group, {})
+    group[plain.episode] = plain
+    if len(group) < plain.group_size:
+        return []
+    members = [group[episode] for episode in sorted(groups.pop(plain.group))]
+    rewards = [member.score or 0.0 for member in members]
+    mean, std = statistics.fmean(rewards), statistics.pstdev(rewards)
+    for member, reward in zip(members, rewards, strict=True):
+        member.reward, member.advantage = reward, (reward - mean) / (std + EPSILON)
+        member.priority = min(1.0, max(MIN_PRIORITY, 2 * std))
+    return members if std else []
 
 
 async def loop(bootstrap: str, stage: str, source: str, sink: str) -> None:
     """The peer: getmany, the work, everything sent, one commit."""
     from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
-    work: Any = PlainVerify() if stage == "verify" else PlainCollect()
+    work, held = verified if stage == "verify" else collected, dict[str, Any]()
     consumer = AIOKafkaConsumer(
         source, bootstrap_servers=bootstrap, group_id=f"{source}.group", auto_offset_reset="earliest",
         enable_auto_commit=False,
@@ -331,7 +283,7 @@ async def loop(bootstrap: str, stage: str, source: str, sink: str) -> None:
     await consumer.start()
     while True:
         found = await consumer.getmany(timeout_ms=1000, max_records=500)
-        made = [out for each in found.values() for record in each for out in work.take(PLAIN.decode(record.value))]
+        made = [out for each in found.values() for record in each for out in work(PLAIN.decode(record.value), held)]
         await asyncio.gather(
             *[await producer.send(sink, msgspec.msgpack.encode(out), key=out.group.encode()) for out in made]
         )

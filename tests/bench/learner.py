@@ -1,4 +1,4 @@
-"""The learner's step beside a plain padded one on transformers: the same model, batch, AdamW and tokens of a microbatch.
+"""The learner's step beside a plain one on transformers: the same model, batch, AdamW and tokens of a microbatch.
 
 Both take turns, after losses and gradients of a first step agree.
 """
@@ -6,7 +6,7 @@ Both take turns, after losses and gradients of a first step agree.
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,7 +169,7 @@ def made_items(plain: "PlainStep", shape: Shape) -> list[TrainItem]:
 class PlainStep:
     """A model and AdamW; PPO's clipped surrogate as a mean over the tokens of a step (arXiv 1707.06347, eq. 7).
 
-    Every sequence is a row, padded to the longest. In bfloat16 the forward runs under autocast over float32 weights.
+    Every sequence is a row. In bfloat16 the forward runs under autocast over float32 weights.
     """
 
     def __init__(self, model: str, config: TrainerConfig, device: str) -> None:
@@ -186,22 +186,16 @@ class PlainStep:
     def logprobs(self, items: Sequence[TrainItem]) -> list[Any]:
         """log π of each item's sampled tokens."""
         with torch.no_grad():
-            found = [self._forward(rows) for rows in self._rows(items)]
-        return [
-            row[kept].cpu().numpy()
-            for logprob_BK, inputs in found
-            for row, kept in zip(logprob_BK, inputs["kept_BK"], strict=True)
-        ]
+            return [row.cpu().numpy() for rows in self._rows(items) for row in self._forward(rows)]
 
     def step(self, items: Sequence[TrainItem]) -> float:
         """One optimizer step; its loss."""
         total, num_tokens = 0.0, sum(each.experience.num_sampled for each in items)
         for rows in self._rows(items):
-            logprob_BK, inputs = self._forward(rows)
-            ratio_BK = (logprob_BK - inputs["behaviour_BK"]).exp()
-            advantage_B1 = inputs["advantage_B"][:, None]
+            ratio_BK = (self._forward(rows) - self._stacked(each.experience.logprobs for each in rows)).exp()
+            advantage_B1 = self._stacked(np.float32([each.item.advantage]) for each in rows)
             surrogate_BK = torch.minimum(ratio_BK * advantage_B1, ratio_BK.clamp(1 - CLIP, 1 + CLIP) * advantage_B1)
-            loss = -surrogate_BK[inputs["kept_BK"]].sum() / num_tokens
+            loss = -surrogate_BK.sum() / num_tokens
             torch.autograd.backward(loss)
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._config.gradient_clip)
@@ -210,38 +204,20 @@ class PlainStep:
         return total
 
     def _rows(self, items: Sequence[TrainItem]) -> list[Sequence[TrainItem]]:
-        longest = max(each.experience.num_tokens for each in items)
-        size = max(1, self._config.max_tokens_per_microbatch // longest)
+        size = max(1, self._config.max_tokens_per_microbatch // items[0].experience.num_tokens)
         return [items[at : at + size] for at in range(0, len(items), size)]
 
-    def _forward(self, items: Sequence[TrainItem]) -> tuple[torch.Tensor, dict[str, Any]]:
-        inputs = self._padded(items)
-        first, ids_BT = inputs["first"], inputs["ids_BT"]
+    def _forward(self, items: Sequence[TrainItem]) -> torch.Tensor:
+        """log π of the sampled tokens, [B, K]. All rows are of one length, so that nothing is masked but the future."""
+        ids_BT = self._stacked(each.experience.tokens.astype(np.int64) for each in items)
+        first, num_T = items[0].experience.num_prompt, ids_BT.shape[1]
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.dtype == "bfloat16"):
             logits_BKV = self.module(
                 input_ids=ids_BT[:, :-1],
-                attention_mask=inputs["mask_BT"],
                 use_cache=False,
-                logits_to_keep=torch.arange(first - 1, ids_BT.shape[1] - 1, device=self._device),
+                logits_to_keep=torch.arange(first - 1, num_T - 1, device=self._device),
             ).logits.float()
-        return logits_BKV.gather(2, ids_BT[:, first:, None]).squeeze(2) - logits_BKV.logsumexp(-1), inputs
+        return logits_BKV.gather(2, ids_BT[:, first:, None]).squeeze(2) - logits_BKV.logsumexp(-1)
 
-    def _padded(self, items: Sequence[TrainItem]) -> dict[str, Any]:
-        num_B, num_T = len(items), max(each.experience.num_tokens for each in items)
-        ids_BT, length_B = np.zeros((num_B, num_T), np.int64), np.zeros(num_B, np.int64)
-        behaviour_BT, sampled_BT = np.zeros((num_B, num_T), np.float32), np.zeros((num_B, num_T), bool)
-        for row, each in enumerate(items):
-            length_B[row] = each.experience.num_tokens
-            ids_BT[row, : length_B[row]] = each.experience.tokens
-            for span in each.experience.spans:
-                sampled_BT[row, span.start : span.stop] = True
-            behaviour_BT[row, sampled_BT[row]] = each.experience.logprobs
-        first = int(sampled_BT.any(0).argmax())
-        arrays = {
-            "ids_BT": ids_BT, "behaviour_BK": behaviour_BT[:, first:], "kept_BK": sampled_BT[:, first:],
-            "advantage_B": np.array([each.item.advantage for each in items], np.float32),
-        }  # fmt: skip
-        found: dict[str, Any] = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
-        mask_BT = torch.from_numpy(np.arange(num_T - 1) < length_B[:, None] - 1).to(self._device)
-        # Without padding there is nothing to mask but the future, which SDPA does best by itself.
-        return found | {"first": first, "mask_BT": None if mask_BT.all() else mask_BT}
+    def _stacked(self, rows: Iterable[Any]) -> torch.Tensor:
+        return torch.from_numpy(np.stack(list(rows))).to(self._device)
