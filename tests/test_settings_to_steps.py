@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -20,6 +21,7 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.model.model import load_tokenizer
 from infra.observe.metrics import Metrics
+from infra.store.store import Store
 from schemas import Batch, Block, Experience, topics
 from schemas.errors import ConfigError
 from schemas.wire.teacher import teacher_logprobs
@@ -29,7 +31,7 @@ from tests.own_sources import ROOT
 from tests.whole_run import BASE, run_to_end, trained, written
 from trainer.config import LOSSES
 from trainer.journal.checkpoint import Position
-from trainer.learners.learner import open_learner
+from trainer.learners.learner import Learner, open_learner
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
 from trainer.replay.replay import find_start, replay
@@ -49,14 +51,14 @@ def settings(loss: str) -> str:
 
 
 @asynccontextmanager
-async def taught(folder: Path) -> AsyncIterator[Settings]:
-    """Settings of distill, whose teacher is a gateway in front of a larger model."""
+async def taught(folder: Path, *base: Any) -> AsyncIterator[Settings]:
+    """Settings of distill, whose teacher is a gateway in front of a larger model. base: as of `written`."""
     model = build_char_model(folder / "teacher", seed=9, size=Size(hidden=64, layers=2))
     async with serving(folder / "gateway", TorchEngine(model=str(model)), tokenizer=load_tokenizer(model)) as served:
         os.environ["HEADRACE_TEST_TEACHER"] = await served.new_key(scopes=("serve",), train="no")
         try:
             key = f'{served.url}/v1"\napi_key_env = "HEADRACE_TEST_TEACHER"'
-            yield written(folder, PAGE.replace('http://teacher:8001/v1"', key))
+            yield written(folder, PAGE.replace('http://teacher:8001/v1"', key), *base)
             assert not await served.experiences()
         finally:
             del os.environ["HEADRACE_TEST_TEACHER"]
@@ -108,15 +110,16 @@ window = "1s"
 """
 
 
-@pytest.mark.parametrize("place", ["webhook", "file", "topic"])
-async def test_rated_answers_of_each_kind_of_source_lead_to_steps(tmp_path: Path, place: str) -> None:
-    listens = {"webhook": "/v1/feedback", "file": "ratings.jsonl", "topic": "ratings"}[place]
-    found = written(tmp_path, f'{LIVE}from = {{ {place} = "{listens}" }}\n')
+WEBHOOK = f'{LIVE}from = {{ webhook = "/v1/feedback" }}\n'
+
+
+async def rated(found: Settings, folder: Path, place: str = "webhook", listens: str = "") -> tuple[Log, Store, Learner]:
+    """A finished run on eight answers of a gateway, each of which is rated at a webhook, in a file or in a topic."""
     tokenizer = load_tokenizer(found.model_path)
     store, bus = secret_store(), MemoryBus()
     await bus.create_topic("ratings", 1, {})
     engine = TorchEngine(model=found.model_path)
-    async with serving(tmp_path / "gateway", engine, bus=bus, store=store, tokenizer=tokenizer) as served:
+    async with serving(folder / "gateway", engine, bus=bus, store=store, tokenizer=tokenizer) as served:
         client = served.http(await served.new_key())
         log = served.log
         for number in range(8):
@@ -126,13 +129,20 @@ async def test_rated_answers_of_each_kind_of_source_lead_to_steps(tmp_path: Path
             if place == "webhook":
                 await client.post("/v1/feedback", json=rating)
             elif place == "file":
-                with (tmp_path / listens).open("a") as file:
+                with (folder / listens).open("a") as file:
                     file.write(json.dumps(rating) + "\n")
             else:
                 await bus.send(listens, json.dumps(rating).encode(), key=answer.encode())
         await served.recorded(8)
-        sources = run_sources(build_sources(found.feedback, tmp_path), log, Metrics("process"), tmp_path)
-        await run_to_end(found, log, store, roles=[sources])
+        sources = run_sources(build_sources(found.feedback, folder), log, Metrics("process"), folder)
+        return log, store, await run_to_end(found, log, store, roles=[sources])
+
+
+@pytest.mark.parametrize("place", ["webhook", "file", "topic"])
+async def test_rated_answers_of_each_kind_of_source_lead_to_steps(tmp_path: Path, place: str) -> None:
+    listens = {"webhook": "/v1/feedback", "file": "ratings.jsonl", "topic": "ratings"}[place]
+    found = written(tmp_path, f'{LIVE}from = {{ {place} = "{listens}" }}\n')
+    log, _, _ = await rated(found, tmp_path, place, listens)
     assert await steps(log) == [0, 1, 2]
 
 

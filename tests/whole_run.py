@@ -30,6 +30,7 @@ from trainer.batch.assemble import build_batch
 from trainer.learners.learner import Learner, open_learner
 from trainer.train import run_trainer
 
+SIZE = Size(hidden=32, layers=1)
 BASE = """
 app = "test"
 [policy]
@@ -63,9 +64,9 @@ def odd(experience: Experience) -> float:
     return float(experience.tokens.sum() % 7) / 6
 
 
-def written(folder: Path, toml: str, base: str = BASE) -> Settings:
+def written(folder: Path, toml: str, base: str = BASE, size: Size = SIZE) -> Settings:
     """The settings of a file in `folder`, beside a model of one layer. Tables of `toml` come after those of `base`."""
-    build_char_model(folder / "model", seed=3, size=Size(hidden=32, layers=1))
+    build_char_model(folder / "model", seed=3, size=size)
     (folder / "headrace.toml").write_text(base + toml)
     return load_settings(folder / "headrace.toml")
 
