@@ -84,7 +84,7 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
 class Score(msgspec.Struct, array_like=True, frozen=True):
     """One named verdict. name: of the [[score]] or the feedback source. value: mostly 0 to 1. at: index of the token it
     judges, None for the whole. version: of what judged, with the model behind "+" where there was one. input: hash of what
-    was judged, with that of the code behind ":", "" where it is not kept. cost_usd: None where nothing is charged.
+    was judged, "" where it is not kept.
     """
 
     name: Annotated[str, Bounds(min_length=1, max_length=256)]
@@ -92,7 +92,6 @@ class Score(msgspec.Struct, array_like=True, frozen=True):
     at: Count | None = None
     version: str = ""
     input: str = ""
-    cost_usd: Finite | None = None
 
 
 class Stretch(msgspec.Struct, array_like=True, frozen=True):

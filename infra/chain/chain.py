@@ -129,13 +129,12 @@ class Dropped(msgspec.Struct, frozen=True):
 class ChainResult(msgspec.Struct, frozen=True):
     """Every experience that went in or was made: members of the group first, then what was made, in other groups.
 
-    absent: verdicts that were not given though asked for, by (score, reason). cost_usd: of each score that charged.
+    absent: verdicts that were not given though asked for, by (score, reason).
     """
 
     kept: tuple[Experience, ...]
     dropped: tuple[Dropped, ...]
     absent: dict[tuple[str, str], int] = {}
-    cost_usd: dict[str, float] = {}
 
 
 def make_step(
@@ -214,7 +213,6 @@ class _Flow:
         self.made_at: dict[str, int] = {}
         self.inputs: dict[str, str] = {}  # of the score step at hand: what each member put before it
         self.absent: dict[tuple[str, str], int] = {}
-        self.cost_usd: dict[str, float] = {}
 
     def drop(self, experience: Experience, index: int, reason: str, detail: str) -> None:
         self.dropped.append((experience, index, reason, detail))
@@ -239,7 +237,6 @@ class _Flow:
                 for experience, index, reason, detail in self.dropped
             ),
             absent=self.absent,
-            cost_usd=self.cost_usd,
         )
 
 
@@ -344,8 +341,6 @@ def _settle_score(flow: _Flow, step: Step, index: int, member: Experience, resul
     if isinstance(verdict, str):
         flow.drop(member, index, "score returned nonsense", f"{step.stamp}: {verdict}")
         return []
-    if verdict.cost_usd:
-        flow.cost_usd[step.name] = flow.cost_usd.get(step.name, 0.0) + verdict.cost_usd
     if verdict.value is None:
         why = (step.name, str(verdict.reason)[:MAX_REASON_CHARS] or "no verdict")
         flow.absent[why] = flow.absent.get(why, 0) + 1
@@ -353,7 +348,7 @@ def _settle_score(flow: _Flow, step: Step, index: int, member: Experience, resul
     others = tuple(score for score in member.scores if score.name != step.name)
     version = f"{step.version}+{verdict.model}" if verdict.model else str(step.version)
     asked = flow.inputs.get(member.id, "")
-    given = Score(name=step.name, value=verdict.value, version=version, input=asked, cost_usd=verdict.cost_usd)
+    given = Score(name=step.name, value=verdict.value, version=version, input=asked)
     return [msgspec.structs.replace(member, scores=(*others, given))]
 
 

@@ -37,15 +37,14 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a score, in place of a plain number.
 
     value: None leaves the score absent. reason: why, a short constant phrase that becomes a metric label. model: what
-    answered. cost_usd: what it cost.
+    answered.
 
-    Example: Verdict(value=0.8, model="judge-1", cost_usd=0.0004)
+    Example: Verdict(value=0.8, model="judge-1")
     """
 
     value: float | None = None
     reason: str = ""
     model: str = ""
-    cost_usd: float | None = None
 
 
 class Mark(msgspec.Struct, frozen=True):

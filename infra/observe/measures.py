@@ -146,7 +146,6 @@ MEASURES = (
     _counter("closures", "process", "groups closed", "outcome"),
     _counter("step_failed", "process", "experiences on which a step of a chain failed", "stage", "step"),
     _counter("scores_absent", "process", "experiences that a score had nothing to say of", "score", "reason"),
-    _counter("scores_cost_usd", "process", "US dollars that scores said they cost", "score"),
     _counter("dead_letters", "explore, process", "records that could not be used", "reason"),
     _counter("bad_frames", "all", "records that could not be read, by topic", "topic"),
     _counter("sessions_closed_early", "process", "sessions closed to make room"),

@@ -202,8 +202,7 @@ class ReprocessReport(msgspec.Struct):
     repeated: experiences that came out before. compared: experiences that the log has a record of; unrecorded: the others.
     behind: records of the range that the workers have not committed yet, left out of a comparison. open_groups: groups that
     wait for records behind the range. reused_scores: verdicts taken from the log instead of being asked for again.
-    other_code: reused scores that were recorded under the same version by other code, by name. changes: differences from
-    the record, the most frequent first.
+    changes: differences from the record, the most frequent first.
     """
 
     stage: str
@@ -216,7 +215,6 @@ class ReprocessReport(msgspec.Struct):
     behind: int = 0
     open_groups: int = 0
     reused_scores: int = 0
-    other_code: dict[str, int] = {}
     changes: list[Change] = []
 
     @property

@@ -204,16 +204,11 @@ def _recorded_scores(table: OutcomeTable, report: ReprocessReport) -> Recorded:
 
     def recorded(question: Question) -> Verdict | Failure | None:
         known = table.get(question.id)
-        input, _, code = question.input.partition(":")
-        asked = (question.name, question.version, input)
         for score in () if known is None else known.scores:
             version, _, model = score.version.partition("+")
-            known_input, _, known_code = score.input.partition(":")
-            if (score.name, version, known_input) == asked:
+            if (score.name, version, score.input) == (question.name, question.version, question.input):
                 report.reused_scores += 1
-                if known_code and code and known_code != code:
-                    report.other_code[score.name] = report.other_code.get(score.name, 0) + 1
-                return Verdict(value=score.value, model=model, cost_usd=score.cost_usd)
+                return Verdict(value=score.value, model=model)
         failed = table.get(_failed_key(question.id, f"{question.name}@{question.version}"))
         if failed is None:
             return None

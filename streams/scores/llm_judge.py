@@ -1,7 +1,7 @@
 """judge, rubric: a language model's grade of the answer, and the weighted share of criteria that it sees met.
 
 Guarantees: the conversation reaches the judge as one JSON value, which text inside it cannot end; only a reply that is
-one JSON object with a number in range counts, nothing is searched for in prose. A judge that is down, over budget or not
+one JSON object with a number in range counts, nothing is searched for in prose. A judge that is down or not
 understood leaves the score absent and counted, never 0. What a persuasive answer does to the judge's mind no parser can
 prevent: blend it with scores that cannot be talked to.
 """
@@ -80,10 +80,7 @@ class Rubric:
         if met is not None:
             weights = [criterion.weight for criterion in criteria]
             value = sum(weight for weight, is_met in zip(weights, met, strict=True) if is_met) / sum(weights)
-        return Verdict(
-            value=value, reason=asked.reason, model=self.endpoint.config.model,
-            cost_usd=asked.cost_usd,
-        )  # fmt: skip
+        return Verdict(value=value, reason=asked.reason, model=self.endpoint.config.model)
 
     def _own(self, experience: Experience) -> tuple[Criterion, ...]:
         written = experience.meta.get(self.key)
@@ -161,7 +158,6 @@ class Judge:
             value=None if grade is None else (grade - self.low) / (self.high - self.low),
             reason=asked.reason,
             model=self.endpoint.config.model,
-            cost_usd=asked.cost_usd,
         )
 
     def _grade(self, text: str) -> float | None:

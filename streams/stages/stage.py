@@ -58,7 +58,7 @@ class Handled(msgspec.Struct):
     """The result of one record in a stage without state.
 
     first, then: published in this order. dropped: reason to count. num_in, num_out: experiences or tasks. absent: (score,
-    reason) to verdicts that did not come. cost_usd: by score. failed: of the drops, those by a step's own fault, by its stamp.
+    reason) to verdicts that did not come. failed: of the drops, those by a step's own fault, by its stamp.
     """
 
     first: tuple[Output, ...] = ()
@@ -67,7 +67,6 @@ class Handled(msgspec.Struct):
     num_in: int = 0
     num_out: int = 0
     absent: dict[tuple[str, str], int] = {}
-    cost_usd: dict[str, float] = {}
     failed: dict[str, int] = {}
 
 
@@ -189,8 +188,6 @@ def count(metrics: Metrics, stage: str, handled: Handled) -> None:
     count_failed(metrics, stage, handled.failed)
     for (score, reason), number in handled.absent.items():
         metrics.counter("scores_absent", score=score, reason=reason).inc(number)
-    for score, cost_usd in handled.cost_usd.items():
-        metrics.counter("scores_cost_usd", score=score).inc(cost_usd)
 
 
 def count_faults(gone: Iterable[tuple[str, str]]) -> dict[str, int]:

@@ -106,7 +106,6 @@ def handled_from(experiences: Sequence[Experience], outcome: ChainResult) -> Han
         num_in=len(experiences),
         num_out=len(kept) + len(evals),
         absent=outcome.absent,
-        cost_usd=outcome.cost_usd,
         failed=count_faults((drop.reason, drop.processor) for drop in outcome.dropped),
     )
 

@@ -1,7 +1,6 @@
 """The chain: everything comes out once, kept or dropped with a reason, whatever a step does."""
 
 import asyncio
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from msgspec.structs import replace
 
 from infra.chain.chain import ChainResult, Context, Step, make_step, new_memories, run_chain
 from infra.chain.processor import Drop, Memory, feedback, processor, score
-from infra.chain.verdict import code_hash, input_hash
+from infra.chain.verdict import input_hash
 from schemas import Experience, Message, Score, Span, encode, ids, make_experience
 from schemas.errors import ConfigError
 from schemas.wire.block import Block
@@ -398,36 +397,3 @@ def asked(**header: Any) -> Experience:
 def test_another_reference_or_another_meta_is_another_question(change: dict[str, Any]) -> None:
     one = asked(answer="280", task="t", meta={"level": "easy"})
     assert input_hash("options", replace(one, **change)) != input_hash("options", one)
-
-
-def right(experience: Experience, *, weight: float = 1.0) -> float:
-    """One docstring."""
-    return weight  # and a comment
-
-
-class ScoreWithOptions:
-    """A score with options as fields."""
-
-    def __call__(self, experience: Experience) -> float:
-        return 1.0
-
-
-def test_comments_docstrings_and_layout_do_not_change_the_hash_of_code() -> None:
-    first = code_hash(right)
-
-    def other() -> str:
-        def right(
-            experience: Experience,
-            *,
-            weight: float = 1.0,
-        ) -> float:
-            """Another docstring."""
-            return weight
-
-        return code_hash(right)
-
-    assert first == other() != ""
-    assert code_hash(functools.partial(right, weight=2.0)) == first
-    assert code_hash(ScoreWithOptions()) == code_hash(ScoreWithOptions) != first
-    assert code_hash(score(version=1)(right)) == first
-    assert code_hash(len) == "", "no source to read"

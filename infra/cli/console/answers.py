@@ -108,11 +108,10 @@ def beside(database: sqlite3.Connection, ref: str) -> list[Mapping[str, Any]]:
 
 
 def list_scores(trace: AnswerTrace) -> list[tuple[str, float, str, str]]:
-    """Every score: name, value, place, and version of the processor that gave it, with what it cost."""
+    """Every score: name, value, place, and version of the processor that gave it."""
     judged = trace.judged or (trace.buffered[-1][1] if trace.buffered else None)
     found = []
     for score in judged.scores if judged else ():
         where = "the whole answer" if score.at is None else f"token {score.at}"
-        cost = f", {score.cost_usd:g} USD" if score.cost_usd else ""
-        found.append((score.name, score.value, where, (f"version {score.version}" if score.version else "") + cost))
+        found.append((score.name, score.value, where, f"version {score.version}" if score.version else ""))
     return found

@@ -203,8 +203,6 @@ def report_totals(report: "ReprocessReport", order: "ReprocessOrder") -> list[tu
         ("groups still open at the end", report.open_groups),
         ("scores reused", report.reused_scores),
     ]
-    for name, count in sorted(report.other_code.items()):
-        rest.append((f"of them by other code of {name}: raise its version, or --rescore", count))
     return rows + [row for row in rest if row[1]]
 
 

@@ -37,7 +37,7 @@ async def judge(experience: Experience, *, strict: float = 0.5) -> Verdict:
     ASKED.append(experience.id)
     if experience.id.endswith("-3-0") and "t7" in experience.id:
         raise RuntimeError("the judge is away")
-    return Verdict(value=strict * (experience.episode % 3), model="judge-1", cost_usd=0.001)
+    return Verdict(value=strict * (experience.episode % 3), model="judge-1")
 
 
 @processor(version=1)

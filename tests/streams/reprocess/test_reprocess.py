@@ -7,9 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from infra.chain.processor import Verdict, score
 from infra.log.log import Log
-from schemas import Block, DeadLetter, DropMarker, Experience, encode
+from schemas import Block, DeadLetter, DropMarker, encode
 from schemas.errors import ConfigError
 from schemas.topics import ALL, BUFFER, DEAD_LETTERS, EXPERIENCES, VERIFIED
 from streams.config import CollectConfig, FilterConfig, ProcessorConfig, RewardConfig, ScoreConfig, Switch, VerifyConfig
@@ -73,25 +72,6 @@ def test_scores_are_asked_for_again_when_told_to_or_when_their_options_changed(t
         assert set(changes(found)) == {("re-scored", "judge")}
         example = found.changes[0].examples[0]
         assert float(example.new) == float(example.old) / 2 > 0
-
-    run_virtual(main())
-
-
-@score(version=1)
-async def judge_rewritten(experience: Experience, *, strict: float = 0.5) -> Verdict:
-    """Otherwise than `recorded_run.judge`, under the same version."""
-    return Verdict(value=1.0, model="judge-1")
-
-
-def test_a_score_whose_code_changed_under_the_same_version_is_reused_and_the_report_says_so(tmp_path: Path) -> None:
-    async def main() -> None:
-        log = await recorded_log(tmp_path)
-        assert (await run(log, "verify")).other_code == {}
-        rewritten = ScoreConfig(name="judge", use=f"{__name__}:judge_rewritten")
-        found = await run(log, "verify", msgspec.structs.replace(CONFIG, score=(rewritten,)))
-        assert found.other_code["judge"] > 20 and found.reused_scores >= found.other_code["judge"]
-        again = await run(log, "verify", msgspec.structs.replace(CONFIG, score=(rewritten,)), rescore=True)
-        assert again.other_code == {} and not again.is_same
 
     run_virtual(main())
 
