@@ -10,7 +10,6 @@ import torch
 from infra.cli.demo.char_model import Size, build_char_model
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from infra.observe.metrics import Metrics
 from infra.policies.tensors import Tensor
 from infra.settings.config import Floor, Pacing
 from infra.store.directory import DirectoryStore
@@ -21,12 +20,8 @@ from tests.role import role_of
 from tests.trainer.memory_run import KillingBus, KillingStore, block, ends, journal
 from trainer.config import CriticConfig, LaneConfig, TrainerConfig, WarmupConfig
 from trainer.journal import checkpoint
-from trainer.journal.checkpoint import Checkpoint, Position, state_part
+from trainer.journal.checkpoint import state_part
 from trainer.learners.torch import TorchLearner
-from trainer.loop.fit import restore_learner
-from trainer.loop.report import TrainerReport
-from trainer.loop.state import Learning
-from trainer.replay.replay import find_start, replay
 from trainer.state import whole_hash
 from trainer.train import run_trainer
 
@@ -189,64 +184,23 @@ def weights(state: dict[str, Tensor]) -> dict[str, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("warmup", [None, WARMUP], ids=["no warm-up", "warm-up"])
-def test_a_lane_that_needs_a_reference_joins_a_run_and_is_held_to_what_training_began_from(
+def test_a_lane_that_needs_a_reference_joins_a_run_and_is_held_to_the_policy_that_it_joins(
     model, warmup, caplog
 ) -> None:
     async def main() -> None:
         store = MemoryStore()
         log = await filled_added_lanes(store, steps=4)
         await train_added_lanes(log, store, model, settings(4, BEFORE, warmup=warmup))
-        started = checkpoint.load(
-            store, "t", min(p for p in checkpoint.places(store, "t") if p.step >= (1 if warmup else -1))
-        )
+        joined = checkpoint.load(store, "t", max(checkpoint.places(store, "t")))
         await prefer(log, 4)
         state = await train_added_lanes(log, store, model, settings(6, BEFORE | {"human": HUMAN}, warmup=warmup))
         assert await num_pairs(log) > 0
-        assert part(state, "reference") == weights(dict(started.learner)) != weights(state)
-        assert "has no reference, a lane wants one: it begins as the version that training began from" in caplog.text
+        assert part(state, "reference") == weights(dict(joined.learner)) != weights(state)
+        assert "has no reference, a lane wants one: it begins as the policy of the checkpoint" in caplog.text
         again = await train_added_lanes(log, store, model, settings(8, BEFORE | {"human": HUMAN}, warmup=warmup))
         assert part(again, "reference") == part(state, "reference")
         gone = await train_added_lanes(log, store, model, settings(10, BEFORE, warmup=warmup))
         assert not part(gone, "reference") and "no lane wants any more" in caplog.text
-
-    asyncio.run(main())
-
-
-@pytest.mark.slow
-def test_a_lane_joins_an_app_whose_trainer_has_not_stepped_yet(model: str) -> None:
-    async def main() -> None:
-        store = MemoryStore()
-        log = await filled_added_lanes(store, steps=0)
-        stop = asyncio.Event()
-        stop.set()
-        await train_added_lanes(log, store, model, settings(2, BEFORE), stop)
-        assert [place.step for place in checkpoint.places(store, "t")] == [-1]
-        await prefer(log, 0)
-        state = await train_added_lanes(log, store, model, settings(2, BEFORE | {"human": HUMAN}))
-        assert part(state, "reference") == weights(TorchLearner(model, settings(2, BEFORE), device="cpu").save())
-
-    asyncio.run(main())
-
-
-@pytest.mark.slow
-def test_a_replay_from_before_the_lane_gives_the_bits_that_the_run_has_after_it(model: str) -> None:
-    config = settings(2, BEFORE | {"human": HUMAN})
-
-    async def main() -> None:
-        store = MemoryStore()
-        log = await filled_added_lanes(store, steps=1)
-        await train_added_lanes(log, store, model, settings(1, BEFORE, checkpoint_every=1))
-        await prefer(log, 1)
-        await train_added_lanes(log, store, model, config)
-        assert await num_pairs(log) > 0
-        start = await find_start(log, store, "t", from_step=0, to_step=None)
-        assert not [name for name in start.state.learner if state_part(name)]
-        learner = TorchLearner(model, config, device="cpu")
-        run = Learning(
-            floor=FLOOR, config=config, learner=learner, report=TrainerReport(Metrics("r")), position=Position()
-        )
-        found = [compared async for compared in replay(run, "t", log, store, start)]
-        assert [each.equal for each in found][1:] == [True] * (len(found) - 1) and len(found) > 1
 
     asyncio.run(main())
 
@@ -277,22 +231,6 @@ def test_a_trainer_killed_around_the_lanes_first_steps_ends_with_the_bits_of_one
     asyncio.run(main())
 
 
-def test_a_rollback_to_before_the_lane_keeps_the_reference_as_it_is(model: str) -> None:
-    with_pairs = settings(2, BEFORE | {"human": HUMAN})
-    learner, plain = (TorchLearner(model, each, device="cpu") for each in (with_pairs, settings(2, BEFORE)))
-    learner.begin_phase("warmup")
-    moved = {name: Tensor(item.dtype, item.shape, bytes(len(item.data))) for name, item in learner.save().items()}
-    learner.restore(learner.save() | {name: item for name, item in moved.items() if state_part(name) == "reference"})
-    run = Learning(
-        floor=FLOOR, config=with_pairs, learner=learner, report=TrainerReport(Metrics("r")), position=Position()
-    )
-    state = Checkpoint(position=Position(step=1), learner=plain.save(), uses={}, references=())
-    asyncio.run(restore_learner(run, state))
-    found = learner.save()
-    assert part(found, "reference") == part(moved, "reference")
-    assert part(found, "") == part(plain.save(), "")
-
-
 @pytest.mark.slow
 def test_a_critic_joins_a_run_and_begins_as_the_models_folder(model: str) -> None:
     async def main() -> None:
@@ -303,36 +241,6 @@ def test_a_critic_joins_a_run_and_begins_as_the_models_folder(model: str) -> Non
         state = await train_added_lanes(log, store, model, settings(4, lanes, critic=CriticConfig()))
         assert not part(before, "critic") and "critic/head.weight" in state
         assert len(await journal(log)) > 4
-
-    asyncio.run(main())
-
-
-@pytest.mark.slow
-def test_without_a_warm_up_the_models_folder_holds_what_training_began_from_also_where_the_store_does_not(
-    model,
-) -> None:
-    async def main() -> None:
-        store = MemoryStore()
-        log = await filled_added_lanes(store)
-        await train_added_lanes(log, store, model, settings(2, BEFORE))
-        for key in list(store.keys("policies/")):
-            store.delete(key)
-        state = await train_added_lanes(log, store, model, settings(4, BEFORE | {"human": HUMAN}))
-        assert part(state, "reference") == weights(TorchLearner(model, settings(4, BEFORE), device="cpu").save())
-
-    asyncio.run(main())
-
-
-@pytest.mark.slow
-def test_what_training_began_from_is_gone_and_a_warm_up_made_it_so_the_refusal_says_what_helps(model: str) -> None:
-    async def main() -> None:
-        store = MemoryStore()
-        log = await filled_added_lanes(store)
-        await train_added_lanes(log, store, model, settings(4, BEFORE, warmup=WARMUP))
-        for key in [key for key in store.keys("policies/") if "/1/" in key or "/1." in key or "-1/" in key]:
-            store.delete(key)
-        with pytest.raises(ConfigError, match=r"has no reference.*another name in `run`"):
-            await train_added_lanes(log, store, model, settings(6, BEFORE | {"human": HUMAN}, warmup=WARMUP))
 
     asyncio.run(main())
 

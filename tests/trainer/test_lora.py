@@ -218,23 +218,6 @@ def test_versions_are_the_adapter_and_say_of_what(model: str) -> None:
     asyncio.run(main())
 
 
-def test_a_lane_that_wants_a_reference_later_gets_the_adapter_that_training_began_from(model: str) -> None:
-    async def main() -> None:
-        store = MemoryStore()
-        log = await filled_log(store)
-        config, _ = in_loop(model)
-        plain = msgspec.structs.replace(config, lanes=CONFIG.lanes, max_steps=2)
-        await run_loop(log, store, TorchLearner(model, plain, device="cpu"), plain)
-        begun = PolicyFetcher(store, "main").fetch((await published(log))[1])  # what the warm-up made
-        config, later = in_loop(model)
-        await run_loop(log, store, later, msgspec.structs.replace(config, max_steps=4))
-        state = later.save()
-        assert {name: state[f"reference/{name}"] for name in begun.tensors} == dict(begun.tensors)
-        assert later.tensors() != dict(begun.tensors)
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [

@@ -27,7 +27,7 @@ from trainer.buffer.buffer import Stored, stored
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Checkpoint, Manifest
 from trainer.journal.journal import Pending, is_quarantined, pending, read_records
-from trainer.loop.fit import first_weights, restore_learner
+from trainer.loop.fit import restore_learner
 from trainer.loop.state import Learning
 from trainer.loop.step import repeat
 from trainer.state import whole_hash
@@ -280,7 +280,7 @@ async def replay(
     on_step: Callable[[int], None] = lambda step: None,
 ) -> AsyncGenerator[Compared, None]:
     """Execute what the survey found, yielding at each checkpoint the run recorded. run: a fresh learner."""
-    await restore_learner(run, start.state, partial(first_weights, log, store, run.floor.policy.name))
+    await restore_learner(run, start.state)
     run.position = start.manifest.position
     journal = JournalTape(log, name, run.position.journal_next)
     buffer = BufferTape(log, start.survey.last_use)

@@ -28,7 +28,7 @@ from trainer.config import TrainerConfig
 from trainer.journal import checkpoint
 from trainer.journal.journal import Journal, Lease, Pending, is_quarantined, pending, read_journal
 from trainer.learners.learner import Learner, take_from
-from trainer.loop.fit import first_weights, restore_learner
+from trainer.loop.fit import restore_learner
 from trainer.loop.publication import WeightPublisher
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Run, Unread
@@ -77,7 +77,7 @@ async def resume(
         image_inputs=image_inputs,
     )
     if state is not None:
-        await restore_learner(run, state, partial(first_weights, log, store, floor.policy.name))
+        await restore_learner(run, state)
         await restore_buffer(run, state.references)
         run.saving.saved_step = position.step
     elif config.warmup is not None:

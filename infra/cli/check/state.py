@@ -17,7 +17,7 @@ from infra.store.store import Store
 from schemas.errors import BrokerUnavailable, ConfigError, StoreError
 
 MAX_HEADER_BYTES = 100_000_000
-BEGINS = {"reference": "the version that training began from", "critic": "policy.model"}
+BEGINS = {"reference": "the policy of that checkpoint", "critic": "policy.model"}
 
 
 def check_state(settings: Settings) -> list[str]:
@@ -47,32 +47,10 @@ def check_state(settings: Settings) -> list[str]:
     newest, held = manifests[-1], set(manifests[-1].parts)
     what = f"checkpoint of step {newest.position.step}"
     check_shapes(settings, newest.shapes, what)
-    faults = other_ranks(settings, newest.made_with, what)
     wanted = {"reference"} if any(objective.reference for objective in objectives.values()) else set()
     wanted |= {"critic"} if settings.trainer.critic is not None else set()
     lacking = [f"{what} has no {part}, a lane wants one: it begins as {BEGINS[part]}" for part in sorted(wanted - held)]
-    return (
-        faults + lacking + [f"{what} has a {part} that no lane wants: it is left out" for part in sorted(held - wanted)]
-    )
-
-
-def other_ranks(settings: Settings, made_with: dict[str, str], what: str) -> list[str]:
-    """Note about a checkpoint of another number of ranks or another ZeRO stage."""
-    config = settings.trainer
-    sharded = config.learner.use.endswith(":DeepSpeedLearner")
-    asked = (str(config.ranks), str(config.learner.options.get("stage", 2))) if sharded else ("", "")
-    before = made_with.get("ranks", ""), made_with.get("zero", "")
-    if not made_with or asked == before:
-        return []
-    return [
-        f"{what} was made by {_described(*before)}, the settings ask for {_described(*asked)}: weights, optimizer and "
-        "reference are kept, nothing starts from zero; gradients are summed in another order, so that later steps differ in "
-        "their last bits from what the earlier ones would have made"
-    ]
-
-
-def _described(ranks: str, stage: str) -> str:
-    return f"{ranks} rank(s) of ZeRO {stage}" if ranks else "one process"
+    return lacking + [f"{what} has a {part} that no lane wants: it is left out" for part in sorted(held - wanted)]
 
 
 def check_shapes(settings: Settings, shapes: dict[str, tuple[int, ...]], what: str) -> None:

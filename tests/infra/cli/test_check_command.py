@@ -1,11 +1,8 @@
 """`headrace check`: settings, plugins, chains, broker, store and the newest checkpoint."""
 
 import asyncio
-import os
 import shutil
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +10,8 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from infra.cli.check.connect import consumer_groups, object_fault, store_tried
+from infra.cli.check.connect import object_fault
 from infra.cli.main import app
-from infra.cli.settings import load_settings
 from infra.local.broker import HOST, BrokerPorts, choose_address
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
@@ -29,7 +25,6 @@ from schemas.errors import StoreError
 from schemas.topics import POLICIES
 from tests.infra.chat_models import STYLES, build_chat_model
 from tests.infra.tiny_families import build_family
-from tests.own_sources import ROOT
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Checkpoint, Position
 
@@ -160,35 +155,6 @@ def test_late_feedback_that_retrains_into_a_lane_of_pairs_is_refused(config: Pat
     assert all(word in line for word in ('feedback[0].late: got "retrain"', '"dpo" takes pairs', '"amend"')), line
 
 
-def test_experts_that_one_side_wants_and_the_other_does_not_record_are_told(config: Path) -> None:
-    wanted = ("--set", "trainer.routing=replay")
-    recorded = ("--set", "engine.options.routing=true", "--set", "engine.use=actors.engines.torch:TorchEngine")
-    notes = ["explorers of this file record no experts", "records experts that nothing reads"]
-    for arguments, expected in (
-        (wanted, [True, False]),
-        (recorded, [False, True]),
-        (wanted + recorded, [False, False]),
-    ):
-        told = check(config, *arguments)
-        assert told.exit_code == 0, told.output
-        assert [note in " ".join(told.output.split()) for note in notes] == expected
-
-
-@pytest.mark.parametrize(
-    ("style", "more", "shown"),
-    [
-        ("chatml", "", "tool calls as hermes, thoughts as think, by the chat template"),
-        ("mistral", "", "tool calls as mistral, thoughts as think, by the chat template"),
-        ("llama3", 'tool_parser = "none"', "tool calls as none, thoughts as think, by [policy]"),
-    ],
-)
-def test_how_the_model_writes_calls_and_thoughts_is_shown(config: Path, style: str, more: str, shown: str) -> None:
-    build_chat_model(config.parent / "model", STYLES[style])
-    config.write_text(config.read_text() + f'[policy]\nmodel = "model"\n{more}\n')
-    result = check(config)
-    assert result.exit_code == 0 and shown in " ".join(result.output.split()), result.output
-
-
 def test_an_option_that_vllm_does_not_have_is_refused_without_importing_vllm(config: Path) -> None:
     vllm = ("--set", "engine.use=actors.engines.vllm.engine:VllmEngine", "--set", "gateway={}")
     line = refused(config, *vllm, "--set", "engine.options.max_modl_len=4096")
@@ -208,17 +174,6 @@ def test_a_model_that_is_not_there_or_has_no_tokenizer_is_refused(config: Path) 
     assert check(config, *named).exit_code == 0
     (config.parent / "model" / "tokenizer.json").unlink()
     assert "tokenizer" in refused(config, *named)
-
-
-def test_a_model_in_the_working_directory_is_not_taken_for_one_beside_the_settings(config: Path) -> None:
-    build_chat_model(config.parent / "elsewhere" / "model", STYLES["chatml"])
-    command = [sys.executable, "-m", "infra.cli.main", "check", "-c", str(config), "--set", "policy.model=model"]
-    done = subprocess.run(
-        command, cwd=config.parent / "elsewhere", capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 2, done.stdout
-    assert "not beside the settings" in done.stderr and "elsewhere/model" in done.stderr
 
 
 class Denying(MemoryStore):
@@ -261,21 +216,6 @@ def test_each_right_that_a_bucket_lacks_is_named(denied: tuple[str, ...]) -> Non
     assert list(store.keys("")) == (["checks/check-1"] if "delete" in denied else [])
 
 
-def test_a_store_that_gives_back_other_bytes_is_named() -> None:
-    store = Denying()
-    store.get = lambda key: b"something else"  # type: ignore[method-assign]
-    assert object_fault(store, "checks/check-1") == "may not get: other bytes came back"
-
-
-def test_where_keys_lie_apart_both_places_are_tried(tmp_path: Path) -> None:
-    (tmp_path / "headrace.toml").write_text('app = "t"\n[store]\nurl = "weights"\nkeys = "secrets"\n')
-    tried = list(store_tried(load_settings(tmp_path / "headrace.toml")))
-    assert [attempt.what for attempt in tried] == ["store weights", "keys secrets"] and not any(
-        attempt.fault for attempt in tried
-    )
-    assert (tmp_path / "weights" / "checks").is_dir() and (tmp_path / "secrets" / "gateway").is_dir()
-
-
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -297,14 +237,6 @@ def test_a_store_or_a_broker_that_is_not_there_is_a_line_and_the_other_is_tried_
         env={"COLUMNS": "200", "TERM": "dumb", **without},
     )
     assert done.exit_code == 1 and all(words in done.stdout for words in said), done.stdout
-
-
-def test_every_group_that_a_role_reads_as_is_tried(tmp_path: Path) -> None:
-    topic = '[[feedback]]\nname = "csat"\nuse = "a:b"\nfrom = { topic = "zendesk.closed" }\n'
-    file = '[[feedback]]\nname = "review"\nuse = "a:b"\nfrom = { file = "r.jsonl" }\n'
-    (tmp_path / "headrace.toml").write_text(f'app = "t"\n{topic}{file}')
-    tried = consumer_groups(load_settings(tmp_path / "headrace.toml"))
-    assert tried == ["tasks", "explore", "verify", "collect", "feedback", "feedback.csat"]
 
 
 LEASE = PolicyEvent(event="lease", policy="main", owner="train/1")
@@ -453,7 +385,7 @@ HEAD = {"model/head": tensor(2, 3)}
 @pytest.mark.parametrize(
     ("learner", "more", "code", "told"),
     [
-        (HEAD, PAIRS, 0, "has no reference, a lane wants one: it begins as the version that training"),
+        (HEAD, PAIRS, 0, "has no reference, a lane wants one: it begins as the policy of that checkpoint"),
         (HEAD, "", 0, ""),
         (HEAD | {"reference/head": tensor(2, 3)}, "", 0, "has a reference that no lane wants: it is left out"),
         (HEAD | {"reference/head": tensor(2, 3)}, PAIRS, 0, ""),
@@ -474,36 +406,10 @@ def test_what_the_next_start_would_make_of_a_checkpoint_is_told_and_what_cannot_
     assert found == code and (told in said if told else "checkpoint" not in said), said
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stage", "told"),
-    [
-        (2, 3, ""),
-        (3, 3, "was made by 2 rank(s) of ZeRO 3, the settings ask for 3 rank(s) of ZeRO 3: weights, optimizer and"),
-        (
-            2,
-            2,
-            "the settings ask for 2 rank(s) of ZeRO 2: weights, optimizer and reference are kept, nothing starts from zero",
-        ),
-        (0, 0, "was made by 2 rank(s) of ZeRO 3, the settings ask for one process"),
-    ],
-)
-def test_other_ranks_or_another_stage_are_told_with_what_is_kept(started, ranks, stage, told):
-    write(started, 4, {"model/head": tensor(2, 3)}, {"ranks": "2", "zero": "3"})
-    use = "trainer.learners.deepspeed:DeepSpeedLearner"
-    learner = f'[trainer]\nranks = {ranks}\nlearner = {{ use = "{use}", options = {{ stage = {stage} }} }}'
-    code, said = check_state(started, learner if ranks else "")
-    assert code == 0 and (told in said if told else "was made by" not in said), said
-
-
 def test_a_target_that_the_model_does_not_have_is_refused_before_anything_starts(tmp_path):
     build_family(tmp_path / "model", "qwen3_moe")
     code, said = check_state(tmp_path, '\n[trainer.lora]\ntargets = ["q_proj", "up_proj"]')
     assert code == 2 and 'trainer.lora.targets: got "up_proj", which names no module' in said, said
-
-
-def test_looking_at_an_app_that_never_started_leaves_no_store_behind(tmp_path):
-    build_chat_model(tmp_path / "model", STYLES["chatml"])
-    assert check_state(tmp_path)[0] == 0 and not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize(("first_train_step", "code"), [(0, 2), (150, 0)])
