@@ -20,7 +20,7 @@ from infra.settings.config import (
     duration_s,
 )
 
-CurriculumKind = Literal["uniform", "easy_to_hard", "success", "variance"]
+CurriculumKind = Literal["uniform", "success", "variance"]
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0, description="a number from 0 to 1")]
 Chance = Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")]
 Temperature = Annotated[float, msgspec.Meta(ge=0.0, description="a temperature, 0 or above")]
@@ -196,8 +196,8 @@ class MasterConfig(Section, frozen=True):
     """
 
     curriculum: CurriculumKind = "uniform"
-    """Distribution of tasks. "uniform": all alike; "easy_to_hard": from the easiest on; "success": tasks that fail more often;
-    "variance": tasks that succeed half of the time."""
+    """Distribution of tasks. "uniform": all alike; "success": tasks that fail more often; "variance": tasks that succeed half
+    of the time."""
     seed: int = 0
     """Seed of the draws of tasks, and of the trainer's."""
     split: str = "train"
@@ -212,8 +212,6 @@ class MasterConfig(Section, frozen=True):
     """Sampling temperature of episodes."""
     first_version: NonNegative = 0
     """Policy version before which no group is issued: the end of a warm-up."""
-    ramp_groups: Positive = 10_000
-    """Groups after which "easy_to_hard" draws from all tasks."""
     floor: Share = 0.05
     """Least weight of a task under "success" and "variance", before its own priority."""
     cap: Share = 1.0

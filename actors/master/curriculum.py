@@ -1,7 +1,6 @@
 """Curriculum: which task the next group runs. Pure: the same seed, sequence and record of success choose the same task.
 
 uniform        every task alike: each once in a pass over all of them, in an order of the pass's own
-easy_to_hard   from the easiest tenth at first to all tasks after `ramp_groups`
 success        in proportion to 1 − success rate, at least `floor` and at most `cap`: what is solved comes back rarely,
                but does come back, and what is never solved does not take everything
 variance       in proportion to 4 p (1 - p) of the success rate p, within the same bounds: what is solved about half of the
@@ -21,7 +20,6 @@ from random import Random
 
 from actors.config import CurriculumKind
 
-FIRST_SHARE = 0.1
 SMOOTHING = 0.3
 _MAX_TRIES = 256
 
@@ -33,22 +31,19 @@ def choose(
     success: Callable[[int], float | None],
     seed: int,
     sequence: int,
-    ramp_groups: int,
     floor: float = 0.0,
     cap: float = 1.0,
 ) -> int | None:
     """Index of the task for the group of this `sequence`; None where every task has priority 0.
 
-    priorities: as `running_sum` gives them, of the tasks from easy to hard. success: success rate of the task at an
+    priorities: as `running_sum` gives them, of the tasks. success: success rate of the task at an
     index, None while it has none (see `weight` and `learnability`). Raises ValueError without tasks.
     """
     if not priorities:
         raise ValueError("priorities: got none, expected at least one task to choose from")
     random = Random(f"{seed}/{sequence}")
     num_tasks = len(priorities)
-    if kind == "easy_to_hard":
-        num_tasks = easy_pool(num_tasks, sequence=sequence, ramp_groups=ramp_groups)
-    total = priorities[num_tasks - 1] or priorities[-1]
+    total = priorities[-1]
     if not total:
         return None
     stretch = in_pass(num_tasks, seed=seed, sequence=sequence)
@@ -93,12 +88,6 @@ def learnability(success_rate: float | None, *, floor: float, cap: float) -> flo
     """Relative frequency of a task under `variance`, in `floor` to `cap`."""
     p = 0.5 if success_rate is None else success_rate
     return min(cap, max(floor, 4.0 * p * (1.0 - p)))
-
-
-def easy_pool(num_tasks: int, *, sequence: int, ramp_groups: int) -> int:
-    """Number of the easiest tasks that `easy_to_hard` draws from."""
-    share = FIRST_SHARE + (1.0 - FIRST_SHARE) * min(1.0, sequence / ramp_groups)
-    return min(num_tasks, max(1, math.ceil(num_tasks * share)))
 
 
 def smoothed(success_rate: float | None, mean_reward: float) -> float:

@@ -313,7 +313,7 @@ class Plan:
         return self.placing.place(issued.group, issued.num_episodes, self.clock_ms, counts=not issued.suite)
 
     def _rollouts(self) -> tuple[Task, ...]:
-        pool = self.book.pool(self.config.split, measured=self.config.curriculum == "easy_to_hard")
+        pool = self.book.pool(self.config.split)
         if self.stopped or not self._begun() or not pool[0]:
             return ()
         room = self.admission.room

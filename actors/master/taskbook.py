@@ -10,51 +10,35 @@ from schemas import Task
 from schemas.ids import task_of
 
 MIDDLE_DIFFICULTY = 0.5
-_RESORT = 64  # success rates between two orders by what was measured, at least
-
-
-TaskPool = tuple[
-    list[Task], list[float]
-]  # from easy to hard, and their priorities as `curriculum.choose` draws from them
+TaskPool = tuple[list[Task], list[float]]  # tasks, and their priorities as `curriculum.choose` draws from them
 
 
 class TaskBook:
     """Tasks by id and by split, with the next round and the success rate of each."""
 
-    KEPT: ClassVar[dict[str, Any]] = {"_rounds": dict[str, int], "_success": dict[str, float], "_num_rated": int}
+    KEPT: ClassVar[dict[str, Any]] = {"_rounds": dict[str, int], "_success": dict[str, float]}
 
     def __init__(self) -> None:
         self.tasks: dict[str, Task] = {}
         self._rounds: dict[str, int] = {}
         self._success: dict[str, float] = {}
-        self._ordered: dict[str, list[Task]] = {}
         self._pools: dict[str, TaskPool] = {}
-        self._num_rated = 0
-        self._num_ordered = 0  # rated when they were last put in order
 
     def add(self, task: Task) -> None:
         """A task was added to the taskset, or replaced there by a task of the same id."""
         known = self.tasks.get(task.id)
         self.tasks[task.id] = task
         for split in {task.split, task.split if known is None else known.split}:
-            self._ordered.pop(split, None)
             self._pools.pop(split, None)
 
     def in_split(self, split: str) -> list[Task]:
         """Tasks of a split from easy to hard (difficulty, then id), so that the order they came in does not matter."""
-        if split not in self._ordered:
-            tasks = [task for task in self.tasks.values() if task.split == split]
-            self._ordered[split] = sorted(tasks, key=lambda task: self._difficulty(task, measured=False))
-        return self._ordered[split]
+        return self.pool(split)[0]
 
-    def pool(self, split: str, *, measured: bool = False) -> TaskPool:
-        """Tasks for the curriculum to draw from. measured: tasks without a difficulty of their own are placed by their success
-        rates, put in order anew now and then."""
-        if measured and self._num_rated - self._num_ordered >= max(_RESORT, len(self.tasks) // 10):
-            self._num_ordered = self._num_rated
-            self._pools.pop(split, None)
+    def pool(self, split: str) -> TaskPool:
+        """Tasks of a split for the curriculum to draw from."""
         if split not in self._pools:
-            tasks = sorted(self.in_split(split), key=lambda task: self._difficulty(task, measured=measured))
+            tasks = sorted((task for task in self.tasks.values() if task.split == split), key=_difficulty)
             self._pools[split] = tasks, running_sum(task.priority for task in tasks)
         return self._pools[split]
 
@@ -63,7 +47,7 @@ class TaskBook:
         tasks, priorities = pool
         index = choose(
             config.curriculum, priorities=priorities, success=lambda index: self.success(tasks[index].id),
-            seed=config.seed, sequence=sequence, ramp_groups=config.ramp_groups, floor=config.floor, cap=config.cap,
+            seed=config.seed, sequence=sequence, floor=config.floor, cap=config.cap,
         )  # fmt: skip
         return None if index is None else tasks[index]
 
@@ -78,16 +62,14 @@ class TaskBook:
         task = task_of(group)
         if task in self._rounds:
             self._success[task] = smoothed(self._success.get(task), mean_reward)
-            self._num_rated += 1
 
     def success(self, task: str) -> float | None:
         """Success rate of a task, None before its first group ended."""
         return self._success.get(task)
 
-    def _difficulty(self, task: Task, *, measured: bool) -> tuple[float, str]:
-        rate = self._success.get(task.id) if measured else None
-        own = MIDDLE_DIFFICULTY if rate is None else 1.0 - rate
-        return (own if task.difficulty is None else task.difficulty, task.id)
+
+def _difficulty(task: Task) -> tuple[float, str]:
+    return MIDDLE_DIFFICULTY if task.difficulty is None else task.difficulty, task.id
 
 
 def task_digest(tasks: Sequence[Task]) -> str:

@@ -43,7 +43,7 @@ from tests.schemas.record_samples import group_block
 
 SUITES = ("dev", "production")
 CONFIG = MasterConfig(
-    curriculum="easy_to_hard",
+    curriculum="variance",
     num_episodes=2,
     evals=tuple(EvalSuite(suite=suite, every=2, tasks=2) for suite in SUITES),
     gate=GateConfig(

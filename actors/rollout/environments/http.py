@@ -5,8 +5,8 @@
     POST <url>/close  {"episode": "…"}  (where `closes` is set)                            0.5, "end": "terminal"}
 
 Every field of an answer may be left out. The episode's name is ours, so a reset may safely be sent twice: it is retried.
-A step is sent twice only where the connection was refused before anything was sent, or where the service says that it
-knows a turn again by its number (`step_twice`). Answers are bounded in size; redirects are not followed.
+A step is sent twice only where the connection was refused before anything was sent. Answers are bounded in size; redirects
+are not followed.
 """
 
 import uuid
@@ -38,8 +38,7 @@ class HttpEnvironment:
     """url: where the service listens. timeout_s: of one request. retries: of a request that may be sent twice.
 
     token_env: environment variable that holds a bearer token; it is sent, and never logged. token_file: a file that holds it,
-    instead; an absolute path. step_twice: the service answers a turn it has seen with what it answered then. closes: it wants
-    a call when an episode is over.
+    instead; an absolute path. closes: it wants a call when an episode is over.
 
     Example: HttpEnvironment(url="http://shop-simulator:8080", timeout_s=20)
     """
@@ -52,7 +51,6 @@ class HttpEnvironment:
         retries: int = 2,
         token_env: str = "",
         token_file: str = "",
-        step_twice: bool = False,
         closes: bool = False,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
@@ -60,7 +58,6 @@ class HttpEnvironment:
             raise ConfigError(f"url: got {url!r}, expected http://… or https://…")
         self._url = url.rstrip("/")
         self._retries = retries
-        self._step_twice = step_twice
         self._closes = closes
         self._timeout_s = timeout_s
         self._headers = bearer(token_env, token_file)
@@ -81,7 +78,7 @@ class HttpEnvironment:
     async def step(self, action: str) -> Outcome:
         body = {"episode": self._episode, "turn": self._turn, "action": action}
         self._turn += 1
-        return await self._ask("step", body, twice=self._step_twice)
+        return await self._ask("step", body, twice=False)
 
     async def close(self) -> None:
         """Call the service, where it wants that, and close the connection."""
