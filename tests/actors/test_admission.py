@@ -5,7 +5,7 @@ from collections import deque
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from actors.master.admission import MAX_EARLY, Admission, AdmissionLimits, OutstandingGroup
+from actors.master.admission import Admission, AdmissionLimits, OutstandingGroup
 from schemas import Closure, Drawn, Issued
 
 
@@ -74,16 +74,6 @@ def test_a_fenced_trainers_draws_count_for_nothing() -> None:
     assert len(state.outstanding) == 1
 
 
-def test_a_step_told_twice_counts_once() -> None:
-    state = admission(steps=2)
-    for sequence in range(6):
-        state.issued(issued(sequence), 0.0)
-    state.drawn(drawn(0, 0, 0, 1, token=5))
-    before = state.min_version(), state.steps_at_version
-    assert state.drawn(drawn(0, 0, 0, 1, token=6)) == 0
-    assert (state.min_version(), state.steps_at_version) == before
-
-
 def test_min_version_is_that_of_the_step_that_will_draw_less_the_bound() -> None:
     state = admission(groups=2, staleness=1, steps=1)
     for sequence in range(4):
@@ -104,14 +94,6 @@ def test_the_same_issue_read_twice_changes_nothing_and_a_newer_attempt_waits_ane
     assert state.outstanding["task.0"] == OutstandingGroup(0, 1, 1.0)
     state.issued(issued(0, attempt=2), 7.0)
     assert state.outstanding["task.0"] == OutstandingGroup(0, 2, 7.0)
-
-
-def test_waiting_counts_anew_from_when_it_is_told_to_and_is_overdue_at_the_limit() -> None:
-    state = admission()
-    state.issued(issued(0), 0.0)
-    assert state.overdue(5.0, 5.0) == ["task.0"] and state.overdue(4.9, 5.0) == []
-    state.wait_anew(3.0)
-    assert state.overdue(7.9, 5.0) == [] and state.overdue(8.0, 5.0) == ["task.0"]
 
 
 class World:
@@ -249,14 +231,3 @@ def test_a_group_whose_end_is_read_before_its_issue_is_not_outstanding_and_its_n
         early.issued(issued(sequence), 0.0)
     assert {name: item.buffered for name, item in early.outstanding.items()} == {"task.2": True, "task.3": False}
     assert early.next_sequence == 4
-
-
-def test_of_ends_without_an_issue_no_more_than_so_many_are_remembered_and_none_of_production() -> None:
-    one = admission()
-    one.closed(Closure(group="hr-1.0", outcome="dropped", lane="live"))
-    for sequence in range(MAX_EARLY + 3):
-        one.closed(closure(sequence, "dropped"))
-    one.issued(Issued(group="hr-1.0", attempt=0, num_episodes=1, max_tokens=1), 0.0)
-    for sequence in range(5):
-        one.issued(issued(sequence), 0.0)
-    assert sorted(one.outstanding) == ["hr-1.0", "task.0", "task.1", "task.2"]

@@ -4,8 +4,6 @@ import asyncio
 import importlib
 import inspect
 import json
-import math
-import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,7 +19,6 @@ from hypothesis import strategies as st
 from websockets.asyncio.server import ServerConnection, serve
 
 from actors.rollout.environment import EnvironmentFailed, GuardedEnvironment, Outcome
-from actors.rollout.environments.grid import MOVES, Grid, draw_map, reachable
 from actors.rollout.environments.guess import Guess
 from actors.rollout.environments.gymnasium import Gymnasium
 from actors.rollout.environments.http import HttpEnvironment
@@ -64,44 +61,6 @@ def test_bisection_finds_every_number_within_its_turns_and_no_fewer_suffice(turn
 
     assert all(found(secret, turns) for secret in range(1, high + 1))
     assert turns == 1 or not all(found(secret, turns - 1) for secret in range(1, high + 1))
-
-
-def test_a_shaped_guess_is_worth_what_it_rules_out_and_all_of_them_together_the_same() -> None:
-    """Of 15 numbers 8 leaves 7, then 12 leaves 3 (9 to 11), 12 again nothing more, 10 leaves one, and 11 is it."""
-    said = played(Guess(high=15, turns=9, shaped=0.5), ["8", "12", "12", "10", "11"], issued("11"))
-    rewards = [outcome.reward or 0.0 for outcome in said[1:]]
-    share = [math.log(15 / 7), math.log(7 / 3), 0.0, math.log(3), 0.0]
-    assert rewards == pytest.approx([0.5 * item / math.log(15) for item in share[:4]] + [1.0])
-    assert sum(rewards) == pytest.approx(1.5)
-    assert rewards[-1] >= 1.0, "a sure last guess is a whole hit, to the last bit"
-    assert sum(outcome.reward or 0.0 for outcome in played(Guess(high=15, shaped=0.5), ["11"], issued("11"))) == 1.5
-
-
-MAP = "S.#/..#/.G."
-
-
-def test_walls_and_edges_leave_you_where_you_are() -> None:
-    said = played(Grid(), ["up", "left", "right", "right", "hop"], issued(meta={"map": MAP}))
-    assert [outcome.observation.replace("\n", "/") for outcome in said] == [
-        "@.#/..#/.G.",
-        "@.#/..#/.G.",
-        "@.#/..#/.G.",
-        ".@#/..#/.G.",
-        ".@#/..#/.G.",
-        "expected one of up, down, left, right/.@#/..#/.G.",
-    ]
-
-
-@given(st.integers(1, 8), st.integers(2, 8), st.floats(0, 0.95), st.integers(0, 2**32))
-def test_the_goal_of_a_drawn_map_can_be_reached_and_the_seed_decides_it(
-    rows: int, columns: int, walls: float, seed: int
-) -> None:
-    cells = draw_map(rows, columns, walls, random.Random(seed))
-    assert cells == draw_map(rows, columns, walls, random.Random(seed))
-    place = {mark: (r, row.index(mark)) for r, row in enumerate(cells) for mark in "SG" if mark in row}
-    blocked = {(r, c) for r, row in enumerate(cells) for c, cell in enumerate(row) if cell == "#"}
-    assert len(place) == 2 and reachable(place["S"], place["G"], blocked, rows, columns)
-    assert set(MOVES) == {"up", "down", "left", "right"}
 
 
 def service(answers: Callable[[str, dict[str, Any], int], httpx.Response]) -> tuple[HttpEnvironment, list[str]]:
@@ -292,15 +251,6 @@ def test_whatever_the_agent_says_is_stepped_or_answered(said: str) -> None:
     pole = Gymnasium(id="CartPole-v1")
     pole.reset(issued(), seed=3)
     assert pole.step(said).observation
-
-
-def test_functions_of_ones_own_write_observations_and_read_actions() -> None:
-    world = Gymnasium(id="FrozenLake-v1", options={"is_slippery": False}, write=f"{HERE}:seen", read=f"{HERE}:moved")
-    assert world.reset(issued(), seed=3).observation == "you stand on 0, options None"
-    assert world.step("go right").observation == "you stand on 1, options None"
-    assert "not in list" in world.step("go home").observation
-    oven = Gymnasium(id="headrace/Oven-v0", write=f"{HERE}:seen")
-    assert oven.reset(issued(meta={"reset": {"hot": 1}}), seed=3).observation.endswith("options {'hot': 1}")
 
 
 def test_a_wrong_setting_is_named_before_the_first_episode_or_in_it() -> None:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from itertools import combinations
-from random import Random
 
 import pytest
 from hypothesis import given
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from actors.config import EvalSuite, MasterConfig
-from actors.master.evaluation import VERSION_PASSED, EvalBook, eval_group, interval, parse_eval_group, pass_at, verdict
+from actors.master.evaluation import VERSION_PASSED, EvalBook, eval_group, interval, pass_at, verdict
 from actors.master.placing import SILENT_MS, Placing
 from actors.master.plan import Plan
 from actors.rollout.scheduler import require_issued
@@ -28,7 +27,7 @@ from schemas import (
     Task,
     make_experience,
 )
-from schemas.ids import experience_id, group_of
+from schemas.ids import experience_id
 from schemas.topics import TASKS
 
 SUITES = (EvalSuite(suite="held-out", every=10, tasks=3),)
@@ -63,13 +62,6 @@ def answer(
         spans=(Span(start=1, stop=3, version=version if sampled_by is None else sampled_by),),
         scores=() if score is None else (Score(name="exact", value=score),),
     )
-
-
-@pytest.mark.parametrize("suite", ["held-out", "dev", "a-1"])
-def test_group_ids_of_evals_are_parsed_back(suite: str) -> None:
-    group = eval_group(suite, 40, 7)
-    assert parse_eval_group(group) == (suite, 40, 7)
-    assert group_of(experience_id(group, 1, 0)) == group
 
 
 def test_an_episode_whose_environment_gave_rewards_turn_by_turn_is_right_by_their_sum() -> None:
@@ -174,27 +166,6 @@ def test_answers_to_one_task_do_not_narrow_the_interval_as_independent_ones_woul
     assert interval([8, 0, 8, 0], 8) == pytest.approx(interval([1, 0, 1, 0], 1)), "worth one answer each"
     low, high = interval([4] * 100, 8)
     assert high - low < 0.08, "worth 800 answers where tasks are alike, but for the four that are counted too"
-
-
-@pytest.mark.parametrize(
-    ("tasks", "samples", "mean"), [(20, 4, 0.98), (20, 16, 0.98), (100, 8, 0.995), (100, 1, 0.995), (50, 4, 0.5)]
-)
-@pytest.mark.parametrize("alike", [0.0, 0.3, 1.0])
-def test_the_interval_covers_at_small_numbers_and_rates_near_one(
-    tasks: int, samples: int, mean: float, alike: float
-) -> None:
-    """alike: correlation of answers to one task. 600 suites: 1.8 points of chance at 95 %."""
-    random, covered = Random(0), 0
-    for _ in range(600):
-        chances = [mean] * tasks
-        if alike == 1.0:
-            chances = [float(random.random() < mean) for _ in range(tasks)]
-        elif alike:
-            spread = 1.0 / alike - 1.0
-            chances = [random.betavariate(mean * spread, (1.0 - mean) * spread) for _ in range(tasks)]
-        low, high = interval([sum(random.random() < chance for _ in range(samples)) for chance in chances], samples)
-        covered += low <= mean <= high
-    assert covered / 600 >= 0.93
 
 
 EXPLORERS, GROUPS = 64, 96

@@ -255,18 +255,6 @@ def test_a_complaint_is_below_the_threshold_of_its_source() -> None:
     assert heard(after(rated("ann", 5, 0.5, trial=7))) == {5: (1, 0)}, "at the threshold"
 
 
-def test_the_order_of_records_about_different_answers_changes_nothing() -> None:
-    told = [
-        rated(f"s{n % 7}", 5, n % 3 / 2, number=n, at_ms=n * 50_000, rater="r" * (n % 2), trial=7) for n in range(60)
-    ]
-    counted = set()
-    for seed in range(20):
-        Random(seed).shuffle(told)
-        rows = after(*told).comparison(7).rated[5]
-        counted.add(repr(sorted((place, row) for place, row in rows.items() if row[0])))
-    assert len(counted) == 1
-
-
 def test_every_person_of_a_comparison_counts_and_the_oldest_is_forgotten_past_the_bound() -> None:
     counts = after(*(rated(f"s{number}", 5, 1.0, trial=7, at_ms=number) for number in range(MAX_PEOPLE + 1)))
     assert heard(counts) == {5: (MAX_PEOPLE + 1, 0)} and len(counts.comparison(7).words) == MAX_PEOPLE

@@ -43,11 +43,6 @@ def test_each_kind_knows_what_follows_it(kind: str, argument: object, right: lis
     assert [text for text in wrong if follows(text, kind, argument)] == []  # type: ignore[arg-type]
 
 
-def test_an_unknown_instruction_is_refused() -> None:
-    with pytest.raises(ValueError, match="'rhyme'"):
-        follows("rain", "rhyme", True)
-
-
 def answered(spoken: tuple[Message, ...], answer: str) -> Experience:
     return make_experience(
         id="a.0-0-0", group="a.0", episode=0, group_size=1, tokens=[1, 2], logprobs=[-1.0], messages=spoken,

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from openai.types.chat import ChatCompletionMessage
 
 from actors.engines.engine import Completion, LoadReport, Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.rollout.parts import TOO_LARGE, with_recorded
-from actors.rollout.session import LONG_CHARS, CachedTokenizer, Session
+from actors.rollout.parts import with_recorded
+from actors.rollout.session import Session
 from infra.log.log import Log
 from infra.model.model import Tokenizer, load_tokenizer
 from infra.observe.metrics import Metrics
@@ -219,42 +218,6 @@ async def test_what_was_sampled_before_an_error_is_kept_as_a_failed_episode() ->
     assert len(session.experiences(group="t.0", attempt=0, episode=0)) == 1
 
 
-def test_a_group_renders_its_prompt_once() -> None:
-    tokenizer = Spelled()
-    room = sum(len(Spelled().encode_chat([user(text)])) for text in ("go", "a"))
-    cached = CachedTokenizer(tokenizer, max_tokens=room)
-    for _ in range(3):
-        assert cached.encode_chat([user("go")]) == Spelled().encode_chat([user("go")])
-    assert tokenizer.num_rendered == 1
-    for text in ("a", "b", "go"):  # the oldest is forgotten
-        cached.encode_chat([user(text)])
-    assert tokenizer.num_rendered == 4
-    assert cached.decode(spell("x")) == "x"
-
-
-class ThreadNotes(Spelled):
-    """Notes in which thread it rendered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.threads: list[bool] = []
-
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        self.threads.append(threading.current_thread() is threading.main_thread())
-        return super().encode_chat(messages)
-
-
-def test_a_long_conversation_is_tokenized_away_from_the_event_loop_and_once_for_a_group() -> None:
-    async def main(text: str) -> list[bool]:
-        watched = ThreadNotes()
-        cached = CachedTokenizer(watched)
-        await asyncio.gather(*(Session(Answers(answer(END)), cached, SAMPLING).reply([user(text)]) for _ in range(8)))
-        return watched.threads
-
-    assert asyncio.run(main("x" * (LONG_CHARS + 1))) == [False]
-    assert asyncio.run(main("x" * LONG_CHARS)) == [True]
-
-
 TURNS = 20
 
 
@@ -403,23 +366,6 @@ def test_a_token_keeps_the_experts_it_first_went_to_and_what_was_observed_has_th
     assert reason == "" and found[:, 0, 1].tolist() == [*range(experience.num_tokens - 1), ABSENT]
     read_first = experience.spans[0].stop - 1  # the last token of the first turn was read in the second
     assert found[:, 0, 0].tolist() == [1] * read_first + [2] * (experience.num_tokens - 1 - read_first) + [ABSENT]
-
-
-@pytest.mark.parametrize("given", [{"first": False}, {"second": False}, {"first": False, "second": False}])
-def test_an_episode_with_a_turn_that_was_not_recorded_has_no_routing(given) -> None:
-    session = two_turns(**given)
-    (experience,) = session.experiences(group="t.0", attempt=0, episode=0)
-    assert session.routing == (None,)
-    assert with_recorded(experience, session.routing[0], 1000) == (experience, "")
-
-
-def test_a_routing_above_its_bound_is_left_out_and_says_why() -> None:
-    session = two_turns()
-    (experience,) = session.experiences(group="t.0", attempt=0, episode=0)
-    (rows,) = session.routing
-    assert with_recorded(experience, rows, rows.nbytes)[1] == ""
-    made, reason = with_recorded(experience, rows, rows.nbytes - 1)
-    assert reason == TOO_LARGE and routing(made) is None
 
 
 def looks() -> Looking:

@@ -9,7 +9,6 @@ import pytest
 
 from actors.master.curriculum import smoothed
 from actors.tasksets import arrow
-from actors.tasksets.arithmetic import arithmetic
 from actors.tasksets.files import MAX_LINE_BYTES, Broken, count_rows, read_rows, tasks
 from actors.tasksets.loader import (
     FOLDER,
@@ -23,15 +22,12 @@ from actors.tasksets.loader import (
     with_images,
 )
 from actors.tasksets.shapes import (
-    DEV,
-    HELD_OUT,
-    TRAIN,
     write_shapes,
 )
 from actors.tasksets.taskset import Demonstration, Preference
 from infra.log.log import Log
 from infra.policies.tensors import MAX_RANK, load_tensors
-from infra.store.images import ImageReader, images_of
+from infra.store.images import images_of
 from infra.store.memory import MemoryStore
 from infra.store.store import BLOBS
 from schemas import Closure, DeadLetter, Message, Task
@@ -42,22 +38,6 @@ from streams.config import DifficultyConfig, StreamsConfig, TasksConfig
 from tests.actors.rig import EOS, CharTokenizer, TopicArrivals, memory_log
 from tests.actors.rig import task as plain_task
 from tests.streams.memory_worker import settled, working
-
-
-def operands(task: Task) -> frozenset[str]:
-    return frozenset(task.messages[0].content.rstrip("=").split("+"))
-
-
-def test_splits_share_no_pair_of_operands_in_either_order() -> None:
-    pairs: dict[str, set[frozenset[str]]] = {}
-    ids: list[str] = []
-    for task in arithmetic(seed=3):
-        pairs.setdefault(task.split, set()).add(operands(task))
-        ids.append(task.id)
-    assert {split: len(found) for split, found in pairs.items()} == {"held-out": 500, "dev": 250, "train": 4300}
-    assert not pairs["held-out"] & pairs["dev"]
-    assert not (pairs["held-out"] | pairs["dev"]) & pairs["train"]
-    assert len(set(ids)) == len(ids)
 
 
 def test_fields_are_renamed_and_a_prompt_is_one_user_message(tmp_path: Path) -> None:
@@ -180,21 +160,6 @@ def test_a_folder_saved_by_datasets_is_read_with_its_splits(tmp_path: Path) -> N
 
 def written(folder: Path) -> tuple[Path, Path]:
     return write_shapes(folder, num_train=12, num_held_out=4, num_dev=3, num_shown=10)
-
-
-def test_splits_share_no_picture_and_every_one_is_loaded_once(tmp_path: Path) -> None:
-    tasks_file, experts_file = written(tmp_path)
-    store, broken = MemoryStore(), list[Broken]()
-    tasks = list(with_images(read_rows(tasks_file, Task), tasks_file, store, broken.append))
-    shown = list(with_images(read_rows(experts_file, Demonstration), experts_file, store, broken.append))
-    assert not broken and len(tasks) == 19 and len(shown) == 10
-    assert {split: sum(task.split == split for task in tasks) for split in (TRAIN, DEV, HELD_OUT)} == {
-        TRAIN: 12, DEV: 3, HELD_OUT: 4,
-    }  # fmt: skip
-    images = [image for row in (*tasks, *shown) for image in images_of(row.messages)]
-    assert len(set(images)) == 29 == len(list(store.keys(BLOBS)))
-    assert all(pixels.shape == (32, 32, 3) for pixels in ImageReader(store).read_all(images))
-    assert max(len(msgspec.json.encode(task)) for task in tasks) < 400, "a task holds references alone"
 
 
 def test_a_row_whose_image_is_gone_or_none_is_named_and_the_others_are_loaded(tmp_path: Path) -> None:

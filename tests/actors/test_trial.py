@@ -12,16 +12,14 @@ from msgspec.structs import replace
 
 from actors.config import CanaryConfig, GateSuite
 from actors.master.gate.replies import mean_chance, sign_chance
-from actors.master.gate.suites import difference, drop, is_paired, total_drop
+from actors.master.gate.suites import total_drop
 from actors.master.gate.trial import (
-    BLOCK_SHARE,
     CLUMPED,
     Evidence,
     Strata,
     clumping,
     ending,
     not_worse_series,
-    strata,
     worse_series,
 )
 from schemas import EvalResult
@@ -86,26 +84,6 @@ def test_the_expected_evidence_is_one_at_most_on_the_margin_and_within_it() -> N
                 assert total <= 1.0 + 1e-9
 
 
-def test_one_block_gives_a_quarter_of_what_decides_and_one_of_two_tenants_half() -> None:
-    bad, good = [60.0, 60.0, 540.0, 0.0], [60.0, 6.0, 540.0, 54.0]
-    blocks = np.array([[bad] * 8, [good] * 8])
-    assert worse_series(CONFIG, Strata(blocks[:1, :3], np.ones(1))) == pytest.approx(
-        [BLOCK_SHARE * n for n in (1, 2, 3)]
-    )
-    both = Strata(blocks, np.array([0.5, 0.5]))
-    assert worse_series(CONFIG, both, 0.5).max() < 0.5 < 1.0 <= worse_series(CONFIG, both, 1.0).max()
-    assert worse_series(CONFIG, Strata(blocks, np.array([0.9, 0.1])), 0.5).max() >= 1.0, "nearly all of the people"
-
-
-def test_people_too_few_to_compare_are_counted_together_or_wait_for_the_next_block() -> None:
-    new = {("a", 0): (2, 1), ("b", 0): (1, 0), ("c", 0): (1, 1), ("b", 1): (1, 1)}
-    old = {("a", 0): (9, 0), ("b", 0): (5, 0), ("c", 0): (0, 0), ("b", 1): (3, 0), ("c", 1): (1, 1)}
-    found = strata(new, old)
-    assert found.counts[0, 0].tolist() == [2, 1, 9, 0] and found.parts[0] == pytest.approx(11 / 23)
-    assert found.counts[1].tolist() == [[0, 0, 0, 0], [3, 2, 9, 1]] and found.parts[1] == 1.0
-    assert strata({}, {}).counts.sum() == 0.0
-
-
 def test_any_measure_shows_that_a_version_is_worse_and_all_must_show_that_it_is_not() -> None:
     worse, good, open_ = Evidence(worse=1.0), Evidence(not_worse=1.0), Evidence()
     assert ending({"a": worse, "b": good}) == "worse"
@@ -146,15 +124,6 @@ def test_a_run_that_declined_can_come_back() -> None:
     passed = [result([1] * 450 + [0] * 50)] * 8 + [result([1] * 425 + [0] * 75)] * 8
     assert total_drop(SUITE, passed, result([1] * 425 + [0] * 75)) == pytest.approx(0.05)
     assert total_drop(SUITE, passed, result([1] * 442 + [0] * 58)) == 0.0
-
-
-def test_tasks_lost_count_against_tasks_won() -> None:
-    before = result([1] * 400 + [0] * 100)
-    assert drop(SUITE, result([1] * 370 + [0] * 130), before) == pytest.approx(0.06), "30 lost, none won"
-    assert drop(SUITE, result([1] * 325 + [0] * 75 + [1] * 60 + [0] * 40), before) == 0.0, "75 lost, 60 won"
-    other = result([1] * 385 + [0] * 115, tasks="a0")
-    assert not is_paired(other, before) and not is_paired(replace(before, right=()), before)
-    assert difference(other, before)[1] == pytest.approx(2 * 0.785 * 0.215 / 500) and drop(SUITE, other, before) == 0.0
 
 
 # ---- bounds

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -63,16 +62,6 @@ def role_pid(folder: Path, role: str) -> int | None:
             if wanted in words and "parent_watch" not in words:
                 return int(entry.name)
     return None
-
-
-def kill_role(folder: Path, role: str, deadline_s: float = 60.0) -> int:
-    """SIGKILL a role, waiting until there is one to kill; returns its process id."""
-    deadline = time.monotonic() + deadline_s
-    while (pid := role_pid(folder, role)) is None:
-        assert time.monotonic() < deadline, f"no {role} to kill within {deadline_s} s"
-        time.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
-    return pid
 
 
 def wait_for(condition: Callable[[], bool], what: str, deadline_s: float = 180.0) -> None:

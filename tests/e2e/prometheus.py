@@ -1,19 +1,14 @@
 """A real Prometheus for tests, from PATH; HEADRACE_REQUIRE_PROMETHEUS=1 turns its absence into a failure."""
 
-import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import yaml
-
-from infra.local.broker import HOST, choose_address
-from infra.local.process import start_watched
 
 STARTS_S = 60.0
 SCRAPE_S = 1
@@ -56,32 +51,6 @@ class Prometheus:
         return {(item["labels"]["alertname"], item["labels"].get("role", "")): item["state"] for item in found}
 
 
-@asynccontextmanager
-async def scraping(folder: Path, rules: Path, job: str, targets: Sequence[str]) -> AsyncIterator[Prometheus]:
-    """A Prometheus that scrapes these addresses every second; its files lie in the folder."""
-    binary = program()
-    _written(folder, rules, job, targets)
-    port = choose_address().port
-    watched = start_watched(
-        (
-            binary, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
-            f"--web.listen-address={HOST}:{port}",
-        ),
-        log=folder / "log",
-    )  # fmt: skip
-    try:
-        async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}", trust_env=False) as http:
-            async with asyncio.timeout(STARTS_S):
-                while not await _is_ready(http):
-                    assert watched.process.poll() is None, (folder / "log").read_text()[-3000:]
-                    await asyncio.sleep(0.2)
-            yield Prometheus(http)
-    finally:
-        watched.kill_group()
-        watched.process.wait()
-        watched.release()
-
-
 def _written(folder: Path, rules: Path, job: str, targets: Sequence[str]) -> None:
     folder.mkdir()
     shutil.copy(rules, folder)
@@ -91,10 +60,3 @@ def _written(folder: Path, rules: Path, job: str, targets: Sequence[str]) -> Non
         "scrape_configs": [{"job_name": job, "static_configs": [{"targets": list(targets)}]}],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
-
-
-async def _is_ready(http: httpx.AsyncClient) -> bool:
-    try:
-        return (await http.get("/-/ready")).status_code == 200
-    except httpx.TransportError:
-        return False

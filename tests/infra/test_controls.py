@@ -276,31 +276,3 @@ def test_the_ids_of_a_conversation_that_grows_are_those_of_the_whole(
     for number in range(1, len(said) + 1, 2):
         grown = conversation(*said[:number])
         assert tokenizer.encode_request(grown) == whole(tokenizer, grown)
-
-
-class Fake:
-    """A tokenizer whose control tokens eat the blanks around them."""
-
-    def __init__(self, **flags: Any) -> None:
-        self._flags = {
-            "lstrip": False,
-            "rstrip": False,
-            "single_word": False,
-            "normalized": False,
-            "content": "<c>",
-        } | flags
-        self.normalizer = None
-
-    def flags(self) -> Any:
-        return type("Added", (), self._flags)()
-
-    def get_added_tokens_decoder(self) -> dict[int, Any]:
-        return {0: self.flags()}
-
-    def encode(self, text: str, add_special_tokens: bool) -> Any:
-        """The first character of a text has an id of its own."""
-        ids: list[int] = []
-        for at, piece in enumerate(text.split("<c>")):
-            ids += [0] if at else []
-            ids += [ord(one) + (10_000 if not ids else 0) for one in piece]
-        return type("Encoding", (), {"ids": ids})()

@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from infra.newest import Newest
-from infra.roles.memory import MAX_HEAPS
 
 MEASURED = """
 import ctypes
@@ -41,32 +40,6 @@ def held_mib(*, giving: bool) -> int:
 def test_large_blocks_that_were_freed_are_given_back_though_later_ones_stay() -> None:
     assert held_mib(giving=False) > 200, "this allocator gives back by itself: the call is not needed"
     assert held_mib(giving=True) < 16
-
-
-AGAIN = """
-import ctypes, resource
-from infra.roles.memory import keep_freed_blocks
-if {keeping}:
-    assert keep_freed_blocks()
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-for _ in range(2):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    block = libc.malloc(400 * 2**20)
-    ctypes.memset(block, 1, 400 * 2**20)
-    libc.free(block)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@pytest.mark.parametrize(("keeping", "least", "most"), [(False, 200, 200_000), (True, 0, 100)])
-def test_a_block_that_was_freed_and_kept_costs_no_pages_when_it_comes_again(
-    keeping: bool, least: int, most: int
-) -> None:
-    code = AGAIN.format(keeping=keeping)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert least <= int(done.stdout) <= most
 
 
 THREADS = 8
@@ -105,12 +78,6 @@ def heaps(*, sharing: bool) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts heaps as glibc does")
-def test_threads_share_the_heaps() -> None:
-    assert heaps(sharing=False) > MAX_HEAPS, "this allocator shares by itself: the call is not needed"
-    assert heaps(sharing=True) <= MAX_HEAPS
-
-
 SEARCHED = """
 import gc
 from infra.roles.memory import NEW_OBJECTS, search_seldom
@@ -129,11 +96,6 @@ def searches(*, seldom: bool) -> int:
         [sys.executable, "-c", SEARCHED.format(seldom=seldom)], capture_output=True, text=True, check=True
     )
     return int(done.stdout)
-
-
-def test_many_objects_are_held_without_a_search_for_cycles() -> None:
-    assert searches(seldom=False) > 10, "Python searches seldom by itself: the call is not needed"
-    assert searches(seldom=True) == 0
 
 
 def test_the_entry_used_longest_ago_is_forgotten() -> None:

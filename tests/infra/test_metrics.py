@@ -8,12 +8,11 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
-from infra.observe.measures import HELP, MEASURES, Measure, exposed
+from infra.observe.measures import HELP, MEASURES, Measure
 from infra.observe.metrics import MAX_CONNECTIONS, Metrics
 from infra.observe.release import release
 from schemas.fields import CANARY_MISSING
@@ -28,14 +27,6 @@ def fetch(port: int, path: str) -> tuple[int, str]:
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read().decode()
-
-
-def test_two_roles_in_one_process_do_not_share_values() -> None:
-    one, other = Metrics("explore"), Metrics("explore")
-    one.counter("tokens").inc(3)
-    other.counter("tokens").inc(5)
-    assert one.counters() == {"tokens": 3.0}
-    assert other.counters() == {"tokens": 5.0}
 
 
 def test_metrics_and_health_are_served_until_closed() -> None:
@@ -147,15 +138,6 @@ def test_every_metric_of_the_code_is_in_the_table_and_no_other_is() -> None:
         code[kind, name, labels] = place
     assert {one: place for one, place in code.items() if one not in table} == {}
     assert table - code.keys() == set()
-
-
-def test_a_name_and_a_meaning_stand_once_in_the_table() -> None:
-    names = Counter((one.shown, one.shown_labels, exposed(one.name).labels.get("percentile")) for one in MEASURES)
-    assert [name for name, count in names.items() if count > 1] == []
-    families = Counter(exposed(one.name).name for one in MEASURES)
-    assert [name for name, count in families.items() if count > 1] == [], "two kinds under one name"
-    meanings = Counter((one.meaning, one.roles) for one in MEASURES if one.meaning not in ("of the newest step",))
-    assert [one for one, count in meanings.items() if count > 1 and one[0] != "their size"] == []
 
 
 @pytest.mark.parametrize("one", MEASURES, ids=lambda one: one.name)

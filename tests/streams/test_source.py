@@ -20,7 +20,6 @@ from infra.observe.metrics import Metrics
 from infra.settings.config import decode
 from infra.store.memory import MemoryStore
 from schemas import DeadLetter, Feedback, Received, encode, kafka_headers
-from schemas.errors import ConfigError
 from schemas.topics import DEAD_LETTERS, FEEDBACK, VERIFIED
 from streams.config import StreamsConfig
 from streams.sources.event import Event, EventSource, publish_events, read_events
@@ -28,7 +27,7 @@ from streams.sources.file import FilePosition, load_state, read_lines
 from streams.sources.file import take_once as take_from_file
 from streams.sources.received import GROUP, rating
 from streams.sources.received import take_once as received_once
-from streams.sources.source import build_sources, run_sources
+from streams.sources.source import run_sources
 from streams.sources.topic import take_once
 from streams.stages.verify import REDELIVERED
 from tests.actors.gateway.test_gateway_clock_and_disk import full_disk
@@ -250,16 +249,6 @@ def test_a_line_without_end_is_invalid_instead_of_blocking_the_file(tmp_path: Pa
 
 def settings(**table: Any) -> StreamsConfig:
     return decode({"feedback": [{"name": "csat", "from": {"file": "e.jsonl"}, **table}]}, StreamsConfig, "bot.toml")
-
-
-def test_a_function_that_is_no_feedback_source_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"feedback\[0\]: .* is marked @score, expected @feedback"):
-        build_sources(settings(use="streams.scores.exact:exact").feedback, tmp_path)
-    with pytest.raises(ConfigError, match=r"feedback\[0\]: ticket is not marked"):
-        build_sources(settings(use=f"{HERE}:ticket").feedback, tmp_path)
-    twice = settings(use=f"{HERE}:csat").feedback * 2
-    with pytest.raises(ConfigError, match="is there already"):
-        build_sources(twice, tmp_path)
 
 
 class LosingReader:

@@ -1,13 +1,10 @@
 """tasks: cleaned, each question once, varied, filtered; what does not go on is dead-lettered with its reason."""
 
 import asyncio
-import random
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from infra.chain.chain import Context, DroppedTask, make_step, new_memories, run_task_chain
 from infra.chain.processor import Drop, processor, score
@@ -19,7 +16,6 @@ from schemas import DeadLetter, Experience, Message, Task, encode
 from schemas.errors import ConfigError
 from schemas.topics import DEAD_LETTERS, TASKSET
 from streams.config import StreamsConfig
-from streams.processors.task_dedupe import minhash, shingles, similarity
 from streams.processors.task_vary import Vary
 from streams.stages.chain_builder import build_tasks
 from streams.stages.tasks_stage import TaskStage
@@ -99,11 +95,6 @@ def test_the_same_question_under_another_id_is_dead_lettered_whatever_its_partit
     assert dead[1].reason == "duplicate task"
 
 
-def test_tasks_that_hide_what_is_asked_are_compared_whole() -> None:
-    found = through(task("a"), task("b", answer="83"), task("c"), tasks={"dedupe": {"by": "task"}})
-    assert ids(found) == ["a", "b", "duplicate task: task c: the same question as a"]
-
-
 def test_a_task_that_asks_nothing_is_dead_lettered() -> None:
     ((topic, dead),) = through(task("a", "  "))
     assert topic == DEAD_LETTERS.name
@@ -138,17 +129,6 @@ def test_another_answer_or_other_numbers_make_another_question() -> None:
     near = {"dedupe": {"near": 0.5}}
     others = (task("b", LONG.replace("3 hours", "4 hours")), task("c", LONG + " Please.", answer="no"))
     assert ids(through(task("a", LONG), *others, tasks=near)) == ["a", "b", "c"]
-
-
-@given(st.integers(0, 2**32), st.floats(0.0, 0.9))
-def test_minhash_estimates_the_jaccard_similarity(seed: int, changed: float) -> None:
-    """64 hashes: a standard deviation of at most 1/16, so five of them are 0.32."""
-    random_ = random.Random(seed)
-    words = [f"w{random_.randrange(10**6)}" for _ in range(60)]
-    others = [word if random_.random() >= changed else f"x{random_.randrange(10**6)}" for word in words]
-    first, second = shingles(" ".join(words)), shingles(" ".join(others))
-    exact = len(first & second) / len(first | second)
-    assert abs(similarity(minhash(first).tolist(), minhash(second).tolist()) - exact) < 0.32
 
 
 def test_a_task_without_what_its_workflow_needs_is_dropped_with_the_field() -> None:

@@ -21,7 +21,6 @@ from infra.observe.metrics import Metrics
 from infra.roles.process import EXIT_STUCK, ClaimedFolder
 from infra.settings.config import Floor, Keep, decode
 from schemas import Block, Closure, Experience, Message, Progress
-from schemas.errors import BrokerUnavailable, StoreError
 from schemas.experience import pair_fault
 from schemas.topics import PROGRESS, VERIFIED
 from streams.collect.fold import fold
@@ -30,8 +29,8 @@ from streams.collect.rules import collect_rules
 from streams.collect.state import State
 from streams.config import RewardConfig, ScoreConfig, StreamsConfig
 from streams.stages.chain_builder import build_collect, build_verify
-from streams.stages.stage import EXIT_BROKER, EXIT_BUG, end_for, process_exit
-from streams.worker import HeldTopic, LogTime, QuietRepeats, report, watch
+from streams.stages.stage import end_for, process_exit
+from streams.worker import HeldTopic, LogTime, report, watch
 from tests.actors.rig import CharTokenizer
 from tests.simulator.virtual_loop import VirtualLoop
 from tests.streams.collect.collecting import RULES, FakePartition, answer, block
@@ -125,13 +124,6 @@ def test_feedback_tables_become_the_rules_of_collect() -> None:
     assert (rules.deadline_ms, rules.keep_ms) == (60_000, 172_800_000)
     assert (rules.sources["csat"].window_ms, rules.sources["csat"].default) == (7_200_000, 0.5)
     assert (rules.sources["edit"].default, rules.sources["edit"].late) == (None, "retrain")
-
-
-def test_a_repeated_message_is_logged_once_in_a_while() -> None:
-    quiet = QuietRepeats()
-    record = logging.LogRecord("aiokafka", logging.ERROR, "", 0, "Unable connect to node with id %s", (1,), None)
-    other = logging.LogRecord("aiokafka", logging.ERROR, "", 0, "Unable to update metadata from %s", ([1],), None)
-    assert [quiet.filter(record), quiet.filter(record), quiet.filter(other)] == [True, False, True]
 
 
 HOURS_MS = 2 * 3_600_000
@@ -257,20 +249,3 @@ def last_words(error: BaseException) -> tuple[str, int]:
     with kept_exit() as said, pytest.raises(ProcessEnded):
         end_for(error, "verify: app.experiences/0 981")
     return said[0]
-
-
-def test_the_last_words_name_what_failed_in_a_group_of_tasks_and_not_the_group() -> None:
-    denied = StoreError("put claims/ab: got AccessDenied, expected a key that may write")
-    inner = BaseExceptionGroup("unhandled errors in a TaskGroup", [denied, ValueError("no such topic")])
-    message, code = last_words(BaseExceptionGroup("unhandled errors in a TaskGroup", [inner]))
-    assert message == (
-        "verify: app.experiences/0 981: StoreError: put claims/ab: got AccessDenied, expected a key that may write; "
-        "ValueError: no such topic; stopped before the acknowledgement"
-    )
-    assert code == EXIT_BUG
-
-
-def test_a_broker_that_is_away_is_said_as_such_wherever_it_lies_in_the_group(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL)
-    away = BrokerUnavailable("kafka:9092 did not answer within 120 s")
-    assert last_words(BaseExceptionGroup("", [ValueError("one"), away])) == (str(away), EXIT_BROKER)

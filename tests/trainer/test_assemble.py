@@ -7,11 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_run import CONFIG, FLOOR
-from trainer_samples import make_item
 
 from infra.chain.insert import ProcessorConfig
-from infra.observe.metrics import Metrics
 from schemas import Batch, Block, Span, Stretch, decode, encode, ids, make_experience
 from schemas.errors import BadFrame
 from schemas.wire.routing import routing, with_routing
@@ -30,16 +27,10 @@ from trainer.batch.assemble import (
     train_items,
     without_old,
 )
-from trainer.batch.batch import PackedBatch, TrainItem, pack
+from trainer.batch.batch import TrainItem, pack
 from trainer.buffer.buffer import make_candidate
 from trainer.buffer.pool import stale
 from trainer.config import Schedule, TrainerConfig, WarmupConfig
-from trainer.journal.checkpoint import Position
-from trainer.learners.learner import StepStats
-from trainer.learners.scripted import ScriptedLearner
-from trainer.loop.report import TrainerReport
-from trainer.loop.state import Learning
-from trainer.loop.step import execute
 
 STAMP = Stamp(run="r", token=4, step=9, version=8, phase="train", seed=77, config_hash="abc")
 
@@ -58,11 +49,6 @@ def test_a_group_is_listed_member_by_member_as_it_lies_in_its_block() -> None:
     assert {(item.lane, item.min_version, item.advantage, item.weight) for item in items} == {("usual", 3, 0.5, 1.0)}
 
 
-def test_an_experience_without_an_advantage_is_journaled_with_none_of_it() -> None:
-    each = block("a.0")
-    assert {item.advantage for item in batch_items(make_candidate(0, each, 0), each)} == {0.0}
-
-
 def test_the_record_carries_the_stamp_the_order_and_the_drops() -> None:
     gone = [
         (drawn(1, "b.0", num_members=3)[0], "stale"),
@@ -74,11 +60,6 @@ def test_the_record_carries_the_stamp_the_order_and_the_drops() -> None:
     assert batch.drops == {"stale": 5, "no ratio": 2}
     assert [item.item.offset for item in items] == [8, 8, 5, 5], "the draw's order, not the log's"
     assert [item.experience.id for item in items] == [item.id for item in batch.items]
-
-
-def test_an_empty_draw_is_an_empty_batch() -> None:
-    batch, items = assemble(STAMP, [])
-    assert batch.items == () and items == []
 
 
 @given(st.lists(st.integers(0, 10**9), unique=True, max_size=6), st.integers(1, 4))
@@ -175,17 +156,6 @@ def test_an_experience_all_of_whose_tokens_are_too_old_is_dropped_with_a_reason_
     assert batch.drops == {"stale": 1} and len(batch.blocks) == 1
 
 
-def test_a_journal_of_before_trains_what_it_trained() -> None:
-    """Records without the new fields mask nothing, and where nothing is too old none of them is written."""
-    old = group("a.0", [1, 2, 3])
-    young, _ = assembled(3, old)
-    assert (young.masked_below, young.masked) == (-1, 0)
-    written = msgspec.to_builtins(young)
-    assert not written.keys() & {"masked_below", "masked"}
-    before = msgspec.convert({**written, "version": 99}, Batch)
-    assert len(targets(train_items(before, {0: old}))) == 3
-
-
 def test_the_journal_alone_gives_the_same_targets_again() -> None:
     each, two = group("a.0", [4, 5], [6, 7, 8], advantages=True), group("b.0", [8, 9])
     batch, items = assembled(9, each, two)
@@ -267,60 +237,3 @@ FALLING = TrainerConfig(
 )
 def test_the_rate_is_held_then_falls_on_a_line_then_is_held(steps_done: int, rate: float) -> None:
     assert learning_rate_at(FALLING, "train", steps_done) == pytest.approx(rate)
-
-
-def test_without_a_schedule_the_rate_is_exactly_the_configured_one() -> None:
-    config = TrainerConfig(learning_rate=3e-7)
-    assert {learning_rate_at(config, "train", done) for done in (0, 1, 99, 10**6)} == {3e-7}
-
-
-def test_warm_up_steps_have_their_own_rate() -> None:
-    assert learning_rate_at(FALLING, "warmup", -12) == 5.0
-
-
-class Clocked(ScriptedLearner):
-    """A learner that notes how often the loop ran before its step began."""
-
-    ticks = 0
-    before_step = 0
-
-    def step(self, batch: PackedBatch, **settings: object) -> StepStats:
-        self.before_step = self.ticks
-        return super().step(batch, **settings)  # type: ignore[arg-type]
-
-
-def test_the_event_loop_runs_while_a_batch_is_packed():
-    asyncio.run(pack_and_step())
-
-
-async def pack_and_step() -> None:
-    random = np.random.default_rng(0)
-    items = [
-        make_item(random.integers(1, 1000, 4096).tolist(), [Span(8, 4096, 0)], group=f"t-{group}.0", episode=episode)
-        for group in range(8)
-        for episode in range(8)
-    ]
-    learner = Clocked()
-    run = Learning(
-        floor=FLOOR, config=CONFIG, learner=learner, report=TrainerReport(Metrics("packing")), position=Position()
-    )
-
-    async def tick() -> None:
-        while True:
-            await asyncio.sleep(0)
-            learner.ticks += 1
-
-    ticking = asyncio.create_task(tick())
-    batch = Batch(
-        run="t",
-        token=1,
-        step=1,
-        version=0,
-        items=tuple(item.item for item in items),
-        phase="train",
-        seed=1,
-        config_hash="",
-    )
-    await execute(run, batch, items)
-    ticking.cancel()
-    assert learner.before_step > 20, "the loop stood still until everything was packed"

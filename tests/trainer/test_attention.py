@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from trainer.learners import attention
 from trainer.learners.attention import DENSE_TOKENS, Abilities, RowTrees, block_mask, dense_mask, reading_path, row_path
 from trainer.learners.forward import PackedModel
 from trainer.learners.head import Head, LinearLogprobs
-from trainer.learners.numerics import cpu_model, numerics
 
 WIDTH, HEADS, KEY_HEADS = 8, 4, 2
 
@@ -351,32 +349,3 @@ print(peak_mb() - before)
 def test_no_float32_copy_of_a_head_in_half_precision_is_made():
     done = subprocess.run([sys.executable, "-c", MEASURE_head], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 2**17 * 512 * 4 / 2**20 / 2  # half of such a copy
-
-
-X86 = """processor\t: 0
-vendor_id\t: GenuineIntel
-cpu family\t: 6
-model\t\t: 207
-model name\t: Intel(R) Xeon(R) Processor
-
-processor\t: 1
-vendor_id\t: Other
-"""
-ARM = "processor\t: 0\nBogoMIPS\t: 50.00\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n"
-
-
-@pytest.mark.parametrize(("told", "named"), [(X86, "GenuineIntel 6 207"), (ARM, "0x41 0xd40")])
-def test_a_cpu_is_named_by_vendor_family_and_model(told: str, named: str, tmp_path: Path) -> None:
-    file = tmp_path / "cpuinfo"
-    file.write_text(told)
-    assert cpu_model(file) == named
-
-
-def test_a_cpu_of_which_nothing_is_told_has_a_name_too(tmp_path: Path) -> None:
-    (tmp_path / "empty").write_text("")
-    assert cpu_model(tmp_path / "missing") and cpu_model(tmp_path / "empty")
-
-
-def test_two_models_of_cpu_are_a_difference_even_of_one_instruction_set() -> None:
-    here = numerics("cpu")
-    assert here["cpu_model"] == cpu_model() and set(here) == {"torch", "device", "cpu", "cpu_model", "threads"}

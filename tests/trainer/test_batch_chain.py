@@ -19,7 +19,7 @@ from tests.trainer.trainer_samples import make_item
 from trainer.batch.assemble import ALONE, apply_chain, build_batch
 from trainer.batch.batch import TrainItem
 from trainer.learners.scripted import ScriptedLearner
-from trainer.processors import drop_weak, normalize_advantages, with_weight
+from trainer.processors import drop_weak, with_weight
 from trainer.train import run_trainer
 
 HERE = "tests.trainer.test_batch_chain"
@@ -46,18 +46,8 @@ def drop_usual(experience: Experience) -> Experience | Drop:
 
 
 @processor(version=1, inline=True)
-def reward_itself(experience: Experience) -> Experience:
-    return msgspec.structs.replace(experience, reward=99.0)
-
-
-@processor(version=1, inline=True)
 def fail(batch: tuple[Experience, ...]) -> tuple[Experience, ...]:
     raise RuntimeError("no")
-
-
-@processor(version=1, inline=True)
-def too_few(batch: tuple[Experience, ...]) -> tuple[Experience, ...]:
-    return batch[1:]
 
 
 @processor(version=1, inline=True)
@@ -94,25 +84,6 @@ def test_normalized_advantages_have_mean_0_and_variance_1_over_the_whole_batch()
     # (-1, 0, 1, 2, 3): mean 1, variance 2
     assert values == pytest.approx(np.array([-2, -1, 0, 1, 2]) / np.sqrt(2))
     assert [each.experience.advantage for each in kept] == [-1.0, 0.0, 1.0, 2.0, 3.0], "the log says what it said"
-
-
-def test_normalized_advantages_of_a_lane_are_not_scaled_by_those_of_another():
-    live = [
-        msgspec.structs.replace(item.experience, advantage=1000.0 * i, lane="live") for i, item in enumerate(items(2))
-    ]
-    usual = [item.experience for item in items(3)]
-    found = [each.advantage for each in normalize_advantages((*usual, *live))]
-    assert found[:3] == pytest.approx(np.array([-1, 0, 1]) / np.sqrt(2 / 3)) and found[3:] == pytest.approx([-1, 1])
-
-
-def test_normalizing_leaves_alone_what_has_no_advantage_or_nothing_to_compare():
-    plain = tuple(item.experience for item in items(3))
-    none = tuple(msgspec.structs.replace(each, advantage=None) for each in plain)
-    alike = tuple(msgspec.structs.replace(each, advantage=0.5) for each in plain)
-    assert normalize_advantages((*none, plain[0])) == (*none, plain[0])
-    assert normalize_advantages(alike) == alike
-    scaled = normalize_advantages(plain, center=False)
-    assert [each.advantage for each in scaled] == pytest.approx(np.array([-1, 0, 1]) / np.sqrt(2 / 3))
 
 
 def test_drops_and_weights_are_written_down_with_their_reasons():
@@ -159,19 +130,6 @@ def test_drop_weak_leaves_every_other_token_the_weight_it_had_in_the_whole(mean)
     for lane in ("usual", "expert"):
         shares = [each.item.weight / size(kept, lane) for each in kept if each.item.lane == lane]
         assert shares == pytest.approx([1 / size(given, lane)] * len(shares))
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("fail", "processor failed"),
-        ("too_few", "processor returned nonsense"),
-        ("reward_itself", "changed beyond advantage and weight"),
-    ],
-)
-def test_a_faulty_processor_costs_its_experiences_with_a_reason(name, reason):
-    record, kept = applied(chain(name), items())
-    assert not kept and set(record.dropped_because) == {reason} and len(record.dropped) == 4
 
 
 def test_a_weight_in_the_log_is_nobodys_and_a_pair_goes_whole():

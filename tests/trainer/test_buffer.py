@@ -1,24 +1,21 @@
 """The buffer: what is held, how often it may be trained, and that deliveries twice or late change nothing."""
 
 import asyncio
-import itertools
 from collections.abc import Iterable
 
-import msgspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.log.bus import Partition
-from infra.log.log import MAX_HOLE, Log, runs
+from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
 from schemas import Block, decode, encode, topics
 from schemas.errors import BadFrame, OffsetOutOfRange
 from tests.trainer.buffered_blocks import block, mixed
-from trainer.buffer.buffer import COUNTS, KEY_BYTES, Buffer, Known, Stored, Uses, make_candidate, read_blocks, use_key
-from trainer.buffer.pool import FIRST_ROWS, Candidate, LaneRows, Pool, lowest
+from trainer.buffer.buffer import KEY_BYTES, Buffer, Known, Stored, Uses, make_candidate, read_blocks, use_key
+from trainer.buffer.pool import FIRST_ROWS, Candidate, LaneRows
 
 
 def filled(*blocks: Block, **max_uses: int) -> Buffer:
@@ -230,34 +227,6 @@ def test_no_group_is_trained_more_than_max_uses_whatever_is_delivered_drawn_or_r
     assert len(names) == len(set(names)) and sorted(buffer.references()) == buffer.references()
 
 
-def test_counts_and_offsets_of_any_size_are_kept_apart() -> None:
-    uses = Uses()
-    for key, known in ((b"a", Known(0, 0)), (b"b", Known(COUNTS - 1, 2**40)), (b"c", Known(3, 7))):
-        uses.put(key, known)
-        assert dict(uses)[key] == known and uses.times(key) == known.count
-    assert COUNTS == 2**32
-    assert uses.times(b"unknown") == 0 and len(uses) == 3
-
-
-def test_a_use_counts_one_more_and_keeps_the_newest_delivery() -> None:
-    uses = Uses()
-    for offset in (5, 3, 9):
-        uses.add(b"a", offset)
-    assert dict(uses) == {b"a": Known(3, 9)}
-    uses.add(b"b", 0)
-    uses.add(b"b", 0)
-    assert dict(uses)[b"b"] == Known(2, 0)
-
-
-def test_a_copy_stays_as_it_was() -> None:
-    uses = Uses()
-    uses.add(b"a", 1)
-    copy = uses.copy()
-    uses.add(b"a", 2)
-    uses.add(b"b", 2)
-    assert dict(copy) == {b"a": Known(1, 1)}
-
-
 def test_only_what_was_last_delivered_below_the_offset_and_is_not_held_is_forgotten() -> None:
     uses = Uses()
     for key, offset in ((b"held", 3), (b"old", 3), (b"at", 5), (b"new", 6)):
@@ -288,30 +257,6 @@ def read(num_blocks: int, offsets: Iterable[int]) -> dict[int, Stored]:
         return await read_blocks(await filled_blocks(num_blocks), offsets)
 
     return asyncio.run(main())
-
-
-@given(st.sets(st.integers(0, 10_000), max_size=60), st.integers(1, 100))
-def test_runs_cover_every_offset_once_and_read_no_hole_of_max_hole(offsets: set[int], max_hole: int) -> None:
-    found = runs(offsets, max_hole)
-    covered = [offset for start, stop in found for offset in range(start, stop)]
-    assert offsets <= set(covered) and len(covered) == len(set(covered))
-    assert all(start in offsets and stop - 1 in offsets for start, stop in found)
-    assert all(later[0] - earlier[1] >= max_hole for earlier, later in itertools.pairwise(found))
-    assert sum(1 for offset in covered if offset not in offsets) <= max_hole * len(offsets)
-
-
-def test_the_named_offsets_come_back_and_no_others() -> None:
-    far = 3 * MAX_HOLE
-    found = read(far + 1, [far, 0, 2, 2])
-    assert sorted(found) == [0, 2, far]
-    assert [found[offset].block.group for offset in (0, 2, far)] == ["g0.0", "g2.0", f"g{far}.0"]
-    frame, each = found[far].frame, found[far].block
-    again = decode(frame)
-    assert isinstance(again, Block) and again.experiences[1].tokens.tolist() == each.experiences[1].tokens.tolist()
-
-
-def test_nothing_asked_is_nothing_read() -> None:
-    assert read(1, []) == {}
 
 
 @pytest.mark.parametrize("offsets", [[3], [1, 900]])
@@ -356,53 +301,6 @@ def test_a_block_in_the_object_store_comes_back_as_a_frame_of_its_own() -> None:
     asyncio.run(main())
 
 
-CANDIDATES = st.builds(
-    Candidate,
-    group=st.just("l"),
-    lane=st.just("live"),
-    offset=st.integers(0, 2**40),
-    num_experiences=st.integers(1, 4),
-    num_tokens=st.integers(0, 5000),
-    priority=st.floats(-0.5, 2.0),
-    uses=st.integers(0, 3),
-    tenant=st.sampled_from(["", "a", "b"]),
-    subject=st.sampled_from(["", "u", "v", "w"]),
-    has_ratio=st.booleans(),
-    is_pair=st.booleans(),
-    join=st.sampled_from(["", "", "j0", "j1", "j2"]),
-)
-LISTS = st.lists(CANDIDATES, max_size=60, unique_by=lambda each: each.offset)
-
-
-@given(st.lists(st.integers(0, 9) | st.floats(0, 9), max_size=50), st.integers(1, 60))
-def test_the_lowest_are_the_beginning_of_the_whole_order(ranks, num) -> None:
-    rank_N = np.array(ranks, float)
-    whole = np.argsort(rank_N, kind="stable")
-    found = lowest(rank_N, num)
-    assert len(found) >= min(num, len(ranks))
-    assert np.array_equal(found, whole[: len(found)])
-
-
-@given(LISTS, st.lists(st.tuples(st.integers(0, 59), st.booleans()), max_size=200))
-def test_the_rows_of_a_lane_are_those_of_its_candidates_as_they_come_and_go(candidates, turns) -> None:
-    rows, expected = LaneRows(), dict[int, Candidate]()
-    for at, comes in turns:
-        if at >= len(candidates):
-            continue
-        candidate = candidates[at]
-        if comes:
-            more = msgspec.structs.replace(
-                candidate, uses=expected[candidate.offset].uses + 1 if candidate.offset in expected else 0
-            )
-            rows.put(more)
-            expected[candidate.offset] = more
-        elif candidate.offset in expected:
-            assert rows.pop(candidate.offset) == expected.pop(candidate.offset)
-        assert (candidate.offset in rows) == (candidate.offset in expected)
-    assert list(rows) == list(rows.pool()) == list(expected.values()) and len(rows) == len(expected)
-    assert_same_numbers(rows.pool(), list(expected.values()))
-
-
 def test_the_memory_of_a_lane_is_that_of_what_it_holds_whatever_passed_through_it() -> None:
     rows = LaneRows()
     for at in range(10_000):
@@ -412,23 +310,3 @@ def test_the_memory_of_a_lane_is_that_of_what_it_holds_whatever_passed_through_i
     pool = rows.pool()
     assert len(pool) == 100 and len(pool.held) <= 200 + 2 * FIRST_ROWS
     assert len(pool.codes) <= len(pool.held) + 1, "users who have gone are forgotten with what they said"
-
-
-def test_a_pool_is_as_it_was_when_it_was_asked_for() -> None:
-    rows = LaneRows()
-    for at in range(3):
-        rows.put(Candidate(group=f"g{at}", lane="live", offset=at, num_experiences=1))
-    before = rows.pool()
-    rows.pop(1)
-    rows.put(Candidate(group="new", lane="live", offset=9, num_experiences=1))
-    assert [each.group for each in before] == ["g0", "g1", "g2"]
-    assert [row.group for row in rows.pool()] == ["g0", "g2", "new"]
-
-
-def assert_same_numbers(pool: Pool, expected: list[Candidate]) -> None:
-    """The columns hold what the candidates say, and codes tell tenants and users apart."""
-    for name in ("offset", "priority", "num_experiences", "num_tokens", "uses", "has_ratio", "is_pair"):
-        assert pool.column(name).tolist() == [getattr(each, name) for each in expected]
-    assert pool.column("tenant").tolist() == [pool.codes[each.tenant,] for each in expected]
-    assert pool.column("user").tolist() == [pool.codes[each.tenant, each.subject] for each in expected]
-    assert pool.column("is_joined").tolist() == [bool(each.join) for each in expected]

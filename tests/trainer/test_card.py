@@ -7,12 +7,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-import triton
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.publish import NewVersion, publish
@@ -20,8 +17,8 @@ from infra.policies.share import HashedTensors, VersionTensors
 from infra.policies.tensors import from_torch_all
 from infra.store.memory import MemoryStore
 from schemas.errors import PolicyRefused
-from trainer.learners.card import mixing, xxh3
-from trainer.learners.card.tensors import LEAST_BYTES, CardCopies, CardTensors, has_room
+from trainer.learners.card import xxh3
+from trainer.learners.card.tensors import LEAST_BYTES, CardCopies, CardTensors
 from trainer.learners.card.xxh3 import BLOCK_BYTES, STRIPE_BYTES, hash_on_card, mix_on_host
 
 SIZE = LEAST_BYTES // 2 + 1000  # values of 16 bits
@@ -86,15 +83,6 @@ def test_what_is_published_from_the_card_is_to_the_byte_what_the_host_publishes(
     assert objects(host) == objects(card)
 
 
-@pytest.mark.parametrize("places", [(on_host, on_card), (on_card, on_host)], ids=["to-card", "to-host"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_version_may_lie_elsewhere_than_its_parent(dtype, places):
-    versions = run_of(dtype)[:2]
-    host = published(versions, [on_host] * 2)
-    mixed = published(versions, places)
-    assert objects(host) == objects(mixed)
-
-
 def test_later_steps_do_not_reach_what_was_taken():
     values = first_values(torch.bfloat16)
     taken, expected = on_card(values), from_torch_all(values)
@@ -124,13 +112,6 @@ def test_what_is_not_of_a_layout_in_rows_is_copied_as_the_host_copies_it():
     taken, expected = on_card(turned), from_torch_all(turned)
     assert {name: taken[name] for name in turned} == expected
     assert taken.entries == HashedTensors(expected).entries
-
-
-def test_copies_go_to_the_host_where_steps_leave_less_than_three_of_them(caplog):
-    with caplog.at_level("INFO"):
-        assert has_room(3_000_000, 1_000_000) and not caplog.messages
-        assert not has_room(2_999_999, 1_000_000)
-    assert "weights_on_card" in caplog.text and "0.00 GB" in caplog.text
 
 
 def test_a_learner_on_a_cpu_keeps_no_copies_on_a_card():
@@ -168,14 +149,6 @@ def test_it_is_the_hash_that_a_host_computes(made):
     data = [np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8) for size, seed in made]
     found = hash_on_card([torch.from_numpy(each) for each in data], mix_on_host)
     assert found == [xxhash.xxh3_128_hexdigest(each.tobytes()) for each in data]
-
-
-def test_the_kernel_is_one_that_a_card_takes():
-    """Compiled for an H100, which needs none."""
-    arguments = dict.fromkeys(("sums", "first", "count", "start", "keys", "out"), "*i64")
-    source = ASTSource(fn=mixing._mix, signature=arguments, constexprs={})
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
-    assert made.asm["cubin"]
 
 
 def test_the_kernel_mixes_as_it_is_done_block_by_block():

@@ -21,7 +21,6 @@ from trainer.journal.checkpoint import (
     load_newest,
     manifests,
     places,
-    remove,
     remove_unfinished,
     save,
 )
@@ -88,22 +87,6 @@ def test_what_was_saved_is_loaded(known: dict[bytes, Known], references: list[in
     }
 
 
-def test_there_may_be_none() -> None:
-    assert load_newest(MemoryStore(), "r") is None
-
-
-def test_the_checkpoint_before_the_first_step_is_one_too() -> None:
-    store = saved(-1)
-    assert (
-        places(store, "r") == [CheckpointPlace(-1, 0)] and load(store, "r", CheckpointPlace(-1, 0)).position.step == -1
-    )
-
-
-def test_another_runs_checkpoints_are_not_ours() -> None:
-    store = saved(3)
-    assert load_newest(store, "other") is None and places(store, "other") == []
-
-
 OBJECTS = ("index.msgpack", "state-00000-00000.bin", "state.safetensors")
 
 
@@ -147,13 +130,6 @@ def test_a_state_without_its_manifest_does_not_exist() -> None:
     store = saved(3, 6)
     store.delete(next(key for key in keys(store, 6) if key.endswith("manifest.json")))
     assert places(store, "r") == [CheckpointPlace(3, 0)]
-
-
-def test_what_is_removed_leaves_nothing_behind() -> None:
-    store = saved(*range(8))
-    remove(store, "r", [CheckpointPlace(step, 0) for step in range(5)])
-    assert [place.step for place in places(store, "r")] == [5, 6, 7]
-    assert not [key for step in range(5) for key in keys(store, step)]
 
 
 def test_what_a_trainer_that_died_while_storing_left_is_removed_and_nothing_else() -> None:
@@ -268,29 +244,6 @@ def test_a_state_has_one_hash_and_the_same_bytes_however_ranks_share_it(
         assert bytes(found.read(name, start, stop)) == item.data[start:stop]
     for part in range(3):
         found.verify(part, 3)
-
-
-def test_a_range_is_read_without_the_rest() -> None:
-    class Counting(MemoryStore):
-        num_bytes = 0
-
-        def read(self, key: str, start: int, length: int) -> bytes:
-            self.num_bytes += length
-            return super().read(key, start, length)
-
-    store = Counting()
-    state = tensors(1, [20 * CHUNK_BYTES])
-    found = opened(store, write_whole(store, "f", state))
-    found.read("t0", 5 * CHUNK_BYTES + 7, 5 * CHUNK_BYTES + 8)
-    assert store.num_bytes == CHUNK_BYTES
-
-
-def test_what_no_rank_holds_is_named_when_the_index_is_made() -> None:
-    state = tensors(1, [3 * CHUNK_BYTES])
-    held = [[Piece("t0", 0, state["t0"].data[: 2 * CHUNK_BYTES])]]
-    store = MemoryStore()
-    with pytest.raises(ValueError, match="t0: got 524288 bytes, expected 786432"):
-        joined_index(find_layout(state), written(state, held, store, 10**9))
 
 
 def test_any_damaged_byte_is_noticed_by_one_of_the_readers() -> None:

@@ -99,15 +99,6 @@ def test_spread_draw_respects_max_uses() -> None:
     assert draw_least_used(make_pool(lane), num_experiences=4, max_uses=2, seed=0).wait
 
 
-def test_a_group_of_which_nothing_else_is_known_is_unused_nobodys_and_fit() -> None:
-    assert Candidate(group="g", lane="usual", offset=3, num_experiences=4) == Candidate(
-        group="g", lane="usual", offset=3, num_experiences=4, sequence=-1, revision=0, min_version=-1, priority=1.0,
-        uses=0, has_ratio=True, digest=b"", is_pair=False, weight=1.0, key_id="", retrained=0, num_tokens=0, tenant="",
-        subject="", has_signal=True, max_version=-1,
-    )  # fmt: skip
-    assert Draw() == Draw(taken=(), dropped=(), wait=False, held_back=0)
-
-
 def test_what_a_lanes_loss_cannot_learn_from_is_named_with_one_reason() -> None:
     plain, bare, pair, bare_pair = (
         Candidate(group="g", lane="human", offset=at, num_experiences=2, has_ratio=not at % 2, is_pair=at > 1)
@@ -134,21 +125,6 @@ def test_nothing_is_drawn_past_a_group_worth_waiting_for_and_up_to_it_everything
     arrived = [group(0), group(1), group(2)]
     for wanted, waits in ((1, False), (2, False), (3, True)):
         assert draw_in_order(arrived, num_groups=wanted, version=0, max_staleness=2, hold_for=1).wait == waits
-
-
-def test_where_nothing_arrived_nothing_is_missing() -> None:
-    assert missing([], closed=(), floor=0) == []
-    assert missing([2], closed=(), floor=1) == [1], "counted from the floor up to the newest, both told apart"
-
-
-def test_the_next_in_issue_order_stands_for_a_missing_group_and_nobody_else() -> None:
-    bound = {"version": 7, "max_staleness": 2, "given_up": {}}
-    assert worth_waiting_for([1], [group(3, 7), group(2, 5), group(0, 7)], **bound) == 1
-    assert worth_waiting_for([1], [group(3, 5), group(2, 7), group(0, 5)], **bound) is None
-    assert worth_waiting_for([4], [group(3, 5)], **bound) is None, "nothing was issued after it"
-    assert worth_waiting_for([1, 4], [group(2, 7), group(5, 5)], **bound) == 4
-    assert worth_waiting_for([4], [group(5, 4)], **bound) is None, "its first tokens are too old already"
-    assert worth_waiting_for([1, 3], [group(2, 5), group(4, 5)], version=7, max_staleness=2, given_up={1: 0.0}) == 3
 
 
 def test_the_seed_gives_the_same_order_in_every_release() -> None:
@@ -203,11 +179,6 @@ def drawn(candidates: list[Candidate], wanted: int, limits: ShareLimits) -> Coun
     return Counter(candidates[place].tenant for place in fill(candidates, wanted, limits).taken)
 
 
-def test_without_limits_groups_are_taken_in_order() -> None:
-    assert fill(pool(a=5), 3).taken == (0, 1, 2)
-    assert fill([one(0, size=4), one(1, size=4)], 5).taken == (0, 1)
-
-
 def test_a_tenant_alone_is_not_held_back() -> None:
     assert drawn(pool(a=9), 6, ShareLimits(tenant=0.1)) == {"a": 6}
 
@@ -216,14 +187,6 @@ def test_a_tenant_has_its_share_of_a_batch_and_the_rest_waits() -> None:
     filled = fill(pool(a=90, b=40), 32, ShareLimits(tenant=0.5))
     assert drawn(pool(a=90, b=40), 32, ShareLimits(tenant=0.5)) == {"a": 16, "b": 16}
     assert filled.held_back == 74
-
-
-def test_an_even_split_is_always_allowed() -> None:
-    assert drawn(pool(a=20, b=20), 10, ShareLimits(tenant=0.1)) == {"a": 5, "b": 5}
-
-
-def test_a_batch_is_smaller_where_others_have_little() -> None:
-    assert drawn(pool(a=90, b=3), 32, ShareLimits(tenant=0.5)) == {"a": 3, "b": 3}
 
 
 def test_but_it_is_filled_up_to_the_least_a_step_takes() -> None:
@@ -274,22 +237,6 @@ def test_nobody_has_more_than_the_share_or_an_even_split_up_to_a_group(parties, 
 
 
 @pytest.mark.parametrize("draw", [draw_least_used, draw_by_priority])
-def test_the_same_seed_draws_the_same_within_the_shares(draw) -> None:
-    candidates = pool(a=90, b=40)
-    first = draw(make_pool(candidates), num_experiences=20, max_uses=1, seed=5, limits=ShareLimits(tenant=0.5))
-    assert first == draw(make_pool(candidates), num_experiences=20, max_uses=1, seed=5, limits=ShareLimits(tenant=0.5))
-    assert Counter(member.tenant for member in first.taken)["a"] == 10
-
-
-def test_groups_without_tokens_have_a_weight_where_the_mean_is_over_tokens() -> None:
-    candidates = make_pool(pool(a=60, b=4))
-    drawn = draw_by_priority(
-        candidates, num_experiences=20, max_uses=1, seed=1, limits=ShareLimits(tenant=0.5), by_tokens=True
-    ).taken
-    assert len(drawn) == 8 and {member.weight for member in drawn} == {0.0}, "nothing of them is in the mean"
-
-
-@pytest.mark.parametrize("draw", [draw_least_used, draw_by_priority])
 def test_a_draw_counts_what_a_share_held_back(draw) -> None:
     limits = ShareLimits(tenant=0.5)
     held = [
@@ -311,53 +258,6 @@ def test_a_share_matters_only_where_two_have_something() -> None:
         ([], ShareLimits(0.1, 0.1), True),
     ):
         assert is_open(make_pool(candidates), limits) is expected
-
-
-def test_one_whole_group_may_be_above_the_share() -> None:
-    order = [one(0, "a", size=9), one(1, "a"), one(2, "b", size=5), one(3, "b", size=5)]
-    filled = fill(order, 10, ShareLimits(tenant=0.5))
-    assert filled.taken == (0, 2) and filled.held_back == 1
-    assert fill([one(0, "a", size=4), one(1, "a"), one(2, "b", size=5)], 10, ShareLimits(tenant=0.5)).taken == (0, 1, 2)
-
-
-def test_what_fills_a_batch_up_to_the_least_is_the_oldest_of_what_waited_in_order() -> None:
-    order = [one(at, "a", size=2) for at in range(5)] + [one(5, "b", size=2)]
-    filled = fill(order, 12, ShareLimits(tenant=0.5, least=7))
-    assert filled.taken == (0, 1, 2, 5) and filled.held_back == 4
-    assert fill(order, 12, ShareLimits(tenant=0.5, least=4)).taken == (0, 5)
-
-
-def test_a_batch_within_the_shares_is_filled_up_to_the_least_where_whole_groups_do_not_fit() -> None:
-    order = [one(at, tenant, size=3) for at, tenant in enumerate("aabb")]
-    for least, taken in ((6, (0, 2)), (7, (0, 1, 2)), (10, (0, 1, 2, 3))):
-        assert fill(order, 10, ShareLimits(tenant=0.5, least=least)).taken == taken
-
-
-def test_whole_groups_of_a_party_without_a_limit_may_be_more_than_the_batch() -> None:
-    tenant = [one(0, "a", "u", size=3), one(1, "a", "v", size=3)]
-    assert fill(tenant, 4, ShareLimits(subject=0.5)) == Filled((0, 1))
-    user = [one(0, "", "u", size=3), one(1, "", "u", size=3), one(2, "b")]
-    assert fill(user, 4, ShareLimits(tenant=0.5)) == Filled((0, 1))
-
-
-def test_where_more_tenants_wait_than_a_batch_has_experiences_each_has_one_at_most() -> None:
-    assert drawn(pool(a=2, b=1, c=1, d=1, e=1), 3, ShareLimits(tenant=0.1)) == {"a": 1, "b": 1, "c": 1}
-
-
-def test_a_user_without_a_name_is_not_limited_within_a_tenant() -> None:
-    order = [one(at, "a") for at in range(8)] + [one(8, "a", "u"), one(9, "a", "u")]
-    assert fill(order, 8, ShareLimits(subject=0.25)).taken == tuple(range(8))
-
-
-def test_users_of_one_name_at_two_tenants_are_two() -> None:
-    order = [one(0, "a", "u"), one(1, "b", "u"), one(2, "a", "v"), one(3, "b", "v")]
-    assert fill(order, 4, ShareLimits(subject=0.25)).taken == (0, 1, 2, 3)
-
-
-def test_a_batch_within_the_shares_stays_smaller_where_whole_groups_do_not_fit() -> None:
-    order = [one(at, tenant, size=3) for at, tenant in enumerate("aabb")]
-    filled = fill(order, 10, ShareLimits(tenant=0.5))
-    assert filled == Filled((0, 2), 6)
 
 
 TURNS = 20
@@ -413,18 +313,6 @@ def test_branches_of_a_session_share_what_they_have_in_common() -> None:
     batch = pack(items, max_tokens=1000)
     check_faithful(items, batch)
     assert num_positions(batch) == (120 - 1) + (30 - 1) + (30 - 1)
-
-
-def test_turns_of_logs_written_before_there_were_joins_are_laid_out_as_they_were() -> None:
-    """What lies where decides sums, and sums decide bits: a replay must lay out the same."""
-    strangers = [
-        replace(each, experience=replace(each.experience, group=f"task-{at}.0"))
-        for at, each in enumerate(session(None, 4))
-    ]
-    layouts = [pack(items, max_tokens=400).microbatches for items in (session(None, 4), strangers)]
-    for old, expected in zip(*layouts, strict=True):
-        for name in ("tokens_BT", "positions_BT", "reach_BT", "predecessor_N", "target_N", "sequence_N"):
-            assert np.array_equal(getattr(old, name), getattr(expected, name)), name
 
 
 def turn(number: int, join: Join | None, *, session: int = 0, revision: int = 0) -> Block:
@@ -512,11 +400,3 @@ def test_no_draw_parts_a_join_and_all_of_its_turns_weigh_alike(draw: str, share:
         assert all(count[name] == 5 for name in taken if name.startswith("s")) and len(found.taken) >= 12
         assert all(len(weights) == 1 for weights in taken.values())
         assert len({candidate.offset for candidate in found.taken}) == len(found.taken)
-
-
-def test_without_joins_the_draw_is_what_it_was() -> None:
-    held = make_pool(candidates(0, 0, 30))
-    joins = find_joins(held)
-    assert united(held, joins) is held
-    draw = Draw(taken=tuple(held.chosen(slice(3))))
-    assert parted(draw, joins) is draw

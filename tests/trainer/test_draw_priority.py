@@ -17,7 +17,7 @@ from schemas.errors import BadFrame, ConfigError
 from tests.trainer.buffered_blocks import block
 from tests.trainer.memory_run import CONFIG, filled_log, journal, train
 from trainer.buffer.buffer import Buffer
-from trainer.buffer.draw import FAIR, NO_LIMITS, ShareLimits, blended, chances, draw_by_priority, find_room, systematic
+from trainer.buffer.draw import FAIR, NO_LIMITS, ShareLimits, blended, chances, draw_by_priority, find_room
 from trainer.buffer.pool import Candidate, make_pool
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.scripted import ScriptedLearner
@@ -131,19 +131,6 @@ def test_a_step_is_filled_up_to_the_least_past_the_shares() -> None:
     assert len(draw.taken) == 20
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=60), st.floats(0, 1, exclude_max=True))
-def test_a_systematic_sample_has_its_expected_number_and_takes_what_is_sure(chance, start) -> None:
-    hit = systematic(np.array(chance), start)
-    assert abs(hit.sum() - sum(chance)) < 1 + 1e-6
-    assert hit[np.array(chance) >= 1].all() and not hit[np.array(chance) == 0].any()
-
-
-def test_each_group_is_taken_with_its_chance() -> None:
-    chance = np.array([0.3, 0.9, 0.05, 1.0, 0.75])
-    starts = (np.arange(4000) + 0.5) / 4000
-    assert np.mean([systematic(chance, start) for start in starts], axis=0) == pytest.approx(chance, abs=1e-3)
-
-
 def streamed(candidates: list[Candidate], lane: LaneConfig, *, waiting: int, come: int, drawn: int) -> float:
     """Relative bias of the weighted mean, in tokens, of all that is trained of a stream that begins with so many."""
     here, rest = candidates[:waiting], candidates[waiting:]
@@ -191,11 +178,6 @@ def test_no_chance_is_below_a_share_of_an_even_draw_and_no_two_priorities_become
     assert (np.diff(products) / products[:-1] > 0.1).all(), "priorities that three processors lowered still differ"
 
 
-def test_priorities_that_do_not_differ_draw_evenly_and_negative_ones_count_as_none() -> None:
-    assert blended(np.zeros(3)).tolist() == [1.0, 1.0, 1.0] == blended(np.array([-1.0, -2.0, -3.0])).tolist()
-    assert blended(np.array([1.0, -1.0])).tolist() == pytest.approx([0.9 + 0.05, 0.05]) and FAIR == 0.1
-
-
 @given(st.lists(st.floats(0, 2), max_size=40), st.integers(1, 60), st.integers(0, 10**6), st.floats(0, 1))
 def test_a_draw_takes_whole_groups_once_and_as_many_as_there_are(priorities, wanted, seed, correction) -> None:
     lane = lane_of(priorities, num_experiences=2)
@@ -209,18 +191,6 @@ def test_a_draw_takes_whole_groups_once_and_as_many_as_there_are(priorities, wan
         assert [candidate.weight for candidate in draw.taken] == pytest.approx([1.0] * len(names)), (
             "all of it needs no weights"
         )
-
-
-def test_used_up_groups_are_not_drawn() -> None:
-    lane = [msgspec.structs.replace(each, uses=at % 2) for at, each in enumerate(lane_of([1.0] * 6))]
-    draw = draw_by_priority(make_pool(lane), num_experiences=6, max_uses=1, seed=0)
-    assert {candidate.offset for candidate in draw.taken} == {0, 2, 4}
-    assert draw_by_priority(make_pool(lane[1::2]), num_experiences=1, max_uses=1, seed=0).wait
-
-
-def test_groups_without_tokens_divide_nothing_by_nothing() -> None:
-    draw = draw_by_priority(make_pool(lane_of([1.0, 0.5])), num_experiences=1, max_uses=1, seed=0, by_tokens=True)
-    assert [candidate.weight for candidate in draw.taken] == [0.0]
 
 
 def test_nothing_is_decoded_but_what_was_drawn() -> None:

@@ -12,7 +12,7 @@ from tests.tiny_models import FAMILIES
 from trainer.batch.batch import pack
 from trainer.batch.split import widened
 from trainer.learners.forward import PackedModel
-from trainer.learners.sequence_parallel import rank_part, require_divisible, require_ranks
+from trainer.learners.sequence_parallel import rank_part, require_divisible
 
 READ = {
     "mistral": "blocks",
@@ -91,21 +91,6 @@ def test_every_token_is_on_one_rank_and_every_sampled_one_is_read_by_one(size: i
             assert np.array_equal(read, rows.tokens_BT.reshape(-1)[rows.predecessor_N[part.read_R]])
 
 
-def test_what_rows_are_padded_with_is_seen_by_itself_alone() -> None:
-    rows = pack(random_items(3)[:4], max_tokens=100).microbatches[0]
-    num_T = rows.tokens_BT.shape[1]
-    wide = widened(rows, num_T + 3)
-    assert wide.tokens_BT.shape == wide.reach_BT.shape == (len(rows.tokens_BT), num_T + 3)
-    assert np.array_equal(wide.reach_BT[:, :num_T], rows.reach_BT)
-    assert (wide.reach_BT[:, num_T:] == np.arange(num_T + 1, num_T + 4)).all()
-
-
-@pytest.mark.parametrize(("size", "world"), [(3, 4), (2, 1), (0, 2)])
-def test_ranks_must_come_in_whole_groups(size: int, world: int) -> None:
-    with pytest.raises(ConfigError, match=rf"sequence_parallel: got {size} with {world} rank\(s\), expected a number"):
-        require_ranks(size, world)
-
-
 @pytest.mark.parametrize(
     ("family", "size", "message"),
     [
@@ -120,13 +105,3 @@ def test_a_model_whose_rows_cannot_be_split_is_refused_by_name(tmp_path, family:
         weights.unlink()  # nothing is loaded
     with pytest.raises(ConfigError, match=message):
         require_divisible(folder, size)
-
-
-def test_positions_that_depend_on_the_longest_row_are_refused(tmp_path) -> None:
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    with pytest.raises(ConfigError, match=r"its positions \(dynamic\) depend on the longest row"):
-        require_divisible(tiny_model(tmp_path, "qwen3", rope_parameters=rope), 2)
-
-
-def test_fewer_heads_of_keys_than_ranks_are_repeated(tmp_path) -> None:
-    require_divisible(tiny_model(tmp_path, "qwen3"), 4)

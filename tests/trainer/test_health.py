@@ -36,13 +36,11 @@ from trainer.health import (
     alarms,
     collapses,
     diagnose,
-    join,
     judge,
     norm_limit,
     passed,
     refused,
     rolled_back,
-    select,
     unhealthy,
 )
 from trainer.learners.learner import StepStats
@@ -317,18 +315,6 @@ def test_lanes_are_apart_and_tokens_without_a_ratio_give_no_weights():
     assert "expert/ess" not in values
 
 
-def test_an_alarm_says_what_was_got_and_expected():
-    (alarm,) = alarms({"usual/ess": 0.12, "usual/k1": 99.0, "loss": 5.0})
-    assert str(alarm) == "usual/ess: got 0.12, expected at least 0.3"
-    assert [each.name for each in alarms({"usual/ess": float("nan")})] == ["usual/ess"]
-
-
-def test_forwards_join_in_order():
-    both = join([observed([1.0]), observed([2.0, 3.0])])
-    assert np.exp(both.logprob + 1).tolist() == pytest.approx([1.0, 2.0, 3.0])
-    assert len(select(both, np.array([False, True, True])).logprob) == 2
-
-
 COST = TokenCost(position=1000.0, pair=10.0, head=1.0)
 PROMPT, SAMPLED = 20, 10
 
@@ -368,17 +354,6 @@ def test_the_share_of_the_cards_is_told_where_their_peak_is_known_and_no_memory_
         assert "gpu_memory_bytes" not in found[2]
     else:
         assert 0 < found[2]["gpu_memory_bytes"] <= found[2]["gpu_memory_capacity_bytes"]
-
-
-def test_the_parts_of_a_step_that_a_learner_tells_apart_are_counted() -> None:
-    metrics = Metrics("train")
-    report = TrainerReport(metrics)
-    for update in (0.25, 0.5):
-        seconds = {"gradients": 1.0, "update": update}
-        stats = StepStats(finite=True, loss=1.0, grad_norm=1.0, values={}, seconds=seconds)
-        report.step(0, [item(0, 5)], stats, 0, 1.5)
-    counted = metrics.counters()
-    assert counted["phase_seconds{phase=gradients}"] == 2.0 and counted["phase_seconds{phase=update}"] == 0.75
 
 
 def test_what_was_written_is_read_back_by_step_and_version(tmp_path: Path) -> None:

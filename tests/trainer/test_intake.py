@@ -2,7 +2,6 @@
 
 import asyncio
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,10 +11,9 @@ from infra.observe.metrics import Metrics
 from infra.policies.fold import PoliciesFold
 from schemas import Closure, MasterState, PolicyEvent, Progress, topics
 from schemas.errors import FencedOut
-from schemas.fields import MasterPhase
 from tests.trainer.buffered_blocks import block, message
 from trainer.buffer.buffer import Buffer
-from trainer.buffer.intake import Intake, follow_buffer, follow_progress
+from trainer.buffer.intake import Intake, follow_buffer
 from trainer.journal.journal import take_lease
 from trainer.train import watch_policies
 
@@ -32,30 +30,6 @@ def arrive(each: Intake, *sequences: int) -> None:
 
 def closed(sequence: int, outcome: str = "dropped") -> Closure:
     return Closure(group=f"g{sequence}.0", outcome=outcome, sequence=sequence)  # type: ignore[arg-type]
-
-
-def test_numbers_below_the_newest_arrival_that_never_came_are_absent() -> None:
-    each = intake()
-    arrive(each, 4, 0, 2)
-    assert each.absent() == [1, 3]
-    each.take_closure(closed(3))
-    assert each.absent() == [1]
-    each.take_closure(closed(1, "buffered"))
-    assert each.absent() == [1], "buffered means it will come"
-
-
-def test_what_a_restart_brings_back_has_arrived() -> None:
-    each = intake()
-    back = block("g1.0", sequence=1)
-    assert each.keep(7, message(back, 7).record.value, back, b"") == ""
-    arrive(each, 2)
-    assert each.absent() == [0]
-
-
-def test_groups_that_were_not_issued_are_never_absent() -> None:
-    each = intake()
-    each.take_block(message(block(lane="usual", sequence=-1), 0), block(sequence=-1))
-    assert each.absent() == []
 
 
 def test_what_lies_below_a_draw_is_no_longer_waited_for_unless_it_is_still_absent() -> None:
@@ -94,13 +68,6 @@ def test_only_the_masters_word_says_that_no_more_will_come() -> None:
     assert each.draining and each.outstanding_groups == 9, "names and gauges are for people"
     each.take_report(Progress(role="master", instance="m", master=MasterState(state="issuing")))
     assert not each.draining
-
-
-@pytest.mark.parametrize("state", ["draining", "evaluating", "done"])
-def test_no_more_will_come_also_when_the_master_is_past_draining(state: MasterPhase) -> None:
-    each = intake()
-    each.take_report(Progress(role="master", instance="m", master=MasterState(state=state, outstanding=1)))
-    assert each.draining, "the last groups are trained, however late they come"
 
 
 def test_a_restart_reads_on_no_further_than_the_drops_that_were_told() -> None:
@@ -155,23 +122,6 @@ def test_what_of_the_buffer_cannot_be_read_or_trained_is_dropped_with_a_reason()
         assert refused == {"buffer_refused{reason=bad frame}": 1.0, "buffer_refused{reason=lane not trained}": 1.0}
         assert told == {"c.0": "bad frame", "b.0": "lane not trained"}
         assert [message.value.reason async for message in log.read_all(topics.DEAD_LETTERS)] == ["bad frame"]
-
-    asyncio.run(main())
-
-
-def test_following_progress_hears_closures_from_where_it_stopped() -> None:
-    async def main() -> None:
-        log = Log(MemoryBus(), "t")
-        await log.create_topics(partitions=1, keep_ms=-1)
-        for number in (0, 1):
-            await log.publish(topics.PROGRESS, closed(number))
-        each = intake(progress_next=1)
-        arrive(each, 2)
-        following = asyncio.create_task(follow_progress(log, each))
-        async with asyncio.timeout(10):
-            await each.changed.wait()
-        following.cancel()
-        assert each.absent() == [0] and each.progress_next == 2
 
     asyncio.run(main())
 

@@ -64,15 +64,6 @@ def test_the_first_record_of_a_token_and_step_wins() -> None:
 OF_A_ZOMBIE = ((5, 0), (2, 1), (5, 1))  # token, step
 
 
-def test_another_run_is_another_journal() -> None:
-    assert effective([Fence(run="other", token=9), batch(0, 1)], "r") == ([batch(0, 1)], 1)
-
-
-def test_a_batch_and_its_skip_both_count() -> None:
-    skip = Skip(run="r", token=1, step=0, reason="not finite")
-    assert effective([batch(0, 1), skip], "r")[0] == [batch(0, 1), skip]
-
-
 def test_rolled_back_batches_are_never_executed_again() -> None:
     back = Rollback(run="r", token=1, from_step=1, to_step=2, restored_version=1, version=3, reason="x")
     entries = [batch(0, 1), batch(1, 1), batch(2, 1), back, batch(3, 1)]
@@ -86,11 +77,6 @@ def test_rolled_back_batches_are_never_executed_again() -> None:
 
 def test_batches_before_the_checkpoint_are_not_executed_again() -> None:
     assert pending([batch(0, 1), batch(1, 1)], after_step=0) == [Pending(batch(1, 1), "open")]
-
-
-def test_a_step_that_was_skipped_is_known_to_be() -> None:
-    skip = Skip(run="r", token=1, step=0, reason="not finite")
-    assert pending([batch(0, 1), skip, batch(1, 1)], after_step=-1)[0] == Pending(batch(0, 1), "skipped")
 
 
 def journal_of(*tokens: int) -> tuple[Log, Lease]:
@@ -131,19 +117,9 @@ def back(from_step: int, to_step: int, token: int = 1) -> Rollback:
     )
 
 
-def test_an_empty_journal_is_read_from_its_start_and_has_no_fence() -> None:
-    assert Journal() == Journal(entries=(), next_offset=0, token=-1)
-    assert effective([], "r") == ([], -1)
-
-
 def test_a_fence_read_before_the_first_record_counts_and_an_older_one_lowers_nothing() -> None:
     assert effective([batch(0, 1), batch(1, 5)], "r", token=5) == ([batch(1, 5)], 5)
     assert effective([Fence(run="r", token=5), Fence(run="r", token=1), batch(0, 4)], "r") == ([], 5)
-
-
-def test_rollbacks_are_told_apart_by_their_first_step() -> None:
-    records = [back(1, 4), back(1, 3), back(2, 4)]
-    assert effective(records, "r")[0] == [back(1, 4), back(2, 4)]
 
 
 def test_a_skipped_step_that_was_taken_back_later_is_quarantined_and_so_is_no_step_beside_it() -> None:
@@ -194,12 +170,6 @@ def offsets(log: Log, start: int, stop: int | None = None) -> list[int]:
     return asyncio.run(read())
 
 
-def test_records_are_read_from_start_up_to_stop_and_by_default_to_the_end() -> None:
-    log, _ = journal_of(1, 2, 3, 4)
-    assert offsets(log, 0) == [0, 1, 2, 3] and offsets(log, 1, 3) == [1, 2]
-    assert offsets(log, 4) == offsets(log, 2, 2) == offsets(log, 3, 2) == []
-
-
 def test_a_gap_in_the_journal_is_named_with_what_is_missing_and_what_is_there() -> None:
     log, _ = journal_of(1, 2, 3)
     del log.bus.log(Partition(log.name(topics.BATCHES), 0)).records[1]  # type: ignore[attr-defined]
@@ -217,13 +187,6 @@ def test_a_journal_is_what_counts_up_to_this_lease_and_where_to_read_on() -> Non
     assert asyncio.run(read_journal(log, lease, start=3)) == Journal((), 3, -1)
     with pytest.raises(FencedOut, match="holds token 5, token 6 has taken over"):
         asyncio.run(read_journal(log, lease, start=3, token=6))
-
-
-def test_fences_read_before_a_write_stop_nobody_again() -> None:
-    log, lease = journal_of(5, 9)
-    assert asyncio.run(append(log, lease, batch(0, 5), expected=2)).offset == 2
-    asyncio.run(log.publish(topics.BATCHES, Fence(run="r", token=5, owner="itself")))
-    assert asyncio.run(append(log, lease, batch(1, 5), expected=2)).offset == 4
 
 
 def test_of_a_trimmed_journal_the_first_record_stands_for_the_fence_before_it() -> None:
@@ -269,11 +232,6 @@ def test_checkpoints_thin_out_to_about_one_in_each_span_of_the_horizon() -> None
     assert all(each.time_ms % 10_000 == 0 for each in inside)
 
 
-def test_fewer_than_three_are_never_kept() -> None:
-    with pytest.raises(ValueError, match="newest: got 2"):
-        kept([], newest=2, keep_ms=1)
-
-
 def manifest(step: int, oldest_offset: int = 0, *, token: int = 1, time_ms: int = 0, **position: int) -> Manifest:
     return Manifest(
         position=Position(step=step, **position),  # type: ignore[arg-type]
@@ -297,10 +255,6 @@ def test_the_buffer_is_trimmed_to_what_the_neediest_kept_checkpoint_needs_and_ne
     below = trim_below(manifests, stay)
     assert all(below <= manifest.oldest_offset for manifest in manifests if manifest.place in stay)
     assert any(below == manifest.oldest_offset for manifest in manifests if manifest.place in stay)
-
-
-def test_without_a_checkpoint_nothing_is_trimmed() -> None:
-    assert trim_below([], []) == 0
 
 
 def test_uses_reach_back_to_what_the_oldest_checkpoint_had_read_once_it_is_older_than_the_horizon() -> None:

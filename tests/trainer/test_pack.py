@@ -174,17 +174,8 @@ def test_pictures_go_with_their_rows_to_their_rank():
         assert shown == {s: [0, 1] for s in range(9) if s % 3}
 
 
-def test_greedy_spans_are_read_at_temperature_one():
-    items = [make_item([1, 2, 3], [Span(2, 3, 0, 0.0, False)])]
-    assert pack(items, max_tokens=9).microbatches[0].temperature_N.tolist() == [1.0]
-
-
 def test_an_experience_without_sampled_tokens_or_without_a_prompt_is_refused_by_name():
     with pytest.raises(ValueError, match=r"task\.0\.0-0-0: spans"):
         pack([make_item([1, 2], [])], max_tokens=9)
     with pytest.raises(ValueError, match=r"task\.0\.0-0-0: spans"):
         pack([make_item([1, 2], [Span(0, 2, 0)])], max_tokens=9)
-
-
-def test_nothing_packs_to_nothing():
-    assert pack([], max_tokens=9).num_tokens == 0

@@ -11,13 +11,11 @@ from trainer_samples import random_items
 
 from infra.cli.demo.char_model import build_char_model
 from infra.model.model import load_model
-from schemas.errors import ConfigError
-from trainer.batch.batch import LANES as LANE_NAMES
 from trainer.batch.batch import PackedBatch, TrainItem, pack
 from trainer.batch.split import split
 from trainer.config import LOSSES, LaneConfig, TrainerConfig
 from trainer.learners.forward import PackedModel
-from trainer.learners.lanes import compares, microbatch_loss, step_context
+from trainer.learners.lanes import microbatch_loss, step_context
 from trainer.learners.torch import TorchLearner
 from trainer.losses.loss import KL_CAP, LossInputs, Objective, lane_penalty, open_objective, open_objectives
 from trainer.losses.offpolicy import reference_k3
@@ -243,22 +241,6 @@ def test_every_loss_takes_both_terms_and_without_them_a_step_keeps_its_bits(mode
     both = stepped(kl=0.4, entropy=0.1)
     assert both.values["usual/entropy_exact"] == pytest.approx(np.log(128), abs=0.1)
     assert both.values["usual/kl_reference"] > 0
-
-
-def test_only_a_microbatch_with_a_lane_that_compares_needs_a_forward_of_the_reference():
-    objectives = open_objectives({"usual": LaneConfig(), "expert": LaneConfig(loss="sft", kl=0.1)})
-    parts = pack(random_items(1), max_tokens=1).microbatches  # a sequence each
-    assert {int(each.lane_N[0]) for each in parts} == {LANE_NAMES.index("usual"), LANE_NAMES.index("expert")}
-    assert all(compares(objectives, each) == (LANE_NAMES[each.lane_N[0]] == "expert") for each in parts)
-
-
-def test_two_terms_of_one_divergence_are_refused():
-    with pytest.raises(ConfigError, match=r"got kl and options\.kl"):
-        open_objective(LaneConfig(loss="grpo", kl=0.1, options={"kl": 0.1}))
-    assert open_objective(LaneConfig(loss="gspo", kl=0.1)).reference
-    assert not open_objective(LaneConfig(loss="gspo", entropy=0.1)).reference
-    with pytest.raises(ValueError, match="reference: got none"):
-        lane_penalty(objective(kl=1.0), LossInputs(**{**fields(inputs()), "reference": None}), tensor(WEIGHT), 1)
 
 
 def fields(given: LossInputs) -> dict[str, object]:

@@ -2,7 +2,6 @@
 
 import asyncio
 from pathlib import Path
-from random import Random
 
 import msgspec
 import numpy as np
@@ -161,16 +160,6 @@ def test_a_group_whose_image_cannot_be_shown_is_found_before_the_journal(model: 
     assert image_inputs.unreadable(taken, blocks) == [taken[1]]
     with pytest.raises(BadFrame, match="missing"):
         image_inputs.shown(items)
-
-
-def test_places_that_do_not_fit_the_images_are_a_bad_image(model: Path) -> None:
-    image_inputs, _, items = opened(model, 1)
-    experience = items[0].experience
-    torn = experience.tokens.copy()
-    torn[Random(1).choice(image_inputs.vision.places(torn, 1))] = 2
-    block = Block((experience.with_bulk(tokens=torn),))
-    candidate = Candidate(group=experience.group, lane="usual", offset=0, num_experiences=1)
-    assert image_inputs.unreadable([candidate], [block]) == [candidate]
 
 
 FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, max_staleness=2, straggler_s=0.01))

@@ -22,7 +22,7 @@ from tests.trainer.test_waiting import said_paused
 from trainer.journal.journal import Lease, take_lease
 from trainer.learners.copies import Weights
 from trainer.learners.scripted import ScriptedLearner
-from trainer.loop.publication import KNOWN_VERSIONS, SUMMARIZE_EVERY, WeightPublisher, probe_sequences
+from trainer.loop.publication import KNOWN_VERSIONS, SUMMARIZE_EVERY, WeightPublisher
 from trainer.replay.resume import read_policies
 
 
@@ -189,13 +189,6 @@ def test_nothing_is_said_of_weights_that_could_not_be_stored() -> None:
         assert await rig.said() == [] and not publisher.has(0)
 
     run(body)
-
-
-def test_probe_sequences_are_few_short_and_different() -> None:
-    long = list(range(200))
-    found = probe_sequences([[1], [1, 2], [1, 2], long, [3, 4], [5, 6], [7, 8]])
-    assert found == ((1, 2), tuple(range(64)), (3, 4), (5, 6))
-    assert probe_sequences([]) == ()
 
 
 def test_what_a_killed_trainer_left_unfinished_goes_when_the_next_one_tidies() -> None:

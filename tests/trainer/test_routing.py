@@ -22,7 +22,6 @@ from infra.observe.metrics import Metrics
 from infra.settings.config import Floor, Pacing, Use
 from infra.store.memory import MemoryStore
 from schemas import Block, Experience, Message, Score, Span, Task, topics
-from schemas.errors import ConfigError
 from schemas.wire.block import split_blocks
 from schemas.wire.routing import routing
 from tests.actors.rig import EXPLORE, TopicArrivals, explorer, running, task, until
@@ -269,18 +268,6 @@ def test_what_was_recorded_of_another_model_is_counted_and_the_tokens_are_routed
     ]
 
 
-def test_a_demonstration_made_from_a_sample_is_routed_anew():
-    (item,) = with_experts(
-        [make_item([5, 6, 7], [Span(1, 3, -1, 1.0, False)], lane="expert")], [np.ones((2, 1, 1), int)]
-    )
-    assert not len(packed([item]).microbatches[0].experts_BTLk)
-
-
-def test_a_model_without_known_routers_is_refused_by_name(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r'trainer\.routing: got "replay" with .*\(qwen3\)'):
-        learner(tiny_model(tmp_path, "qwen3"), "replay")
-
-
 def test_in_half_precision_a_replayed_step_is_finite_and_moves_the_routers(tmp_path):
     folder = tiny_model(tmp_path, "qwen3-moe", num_hidden_layers=4, **deeper("qwen3-moe"))
     items = usual(7)
@@ -389,9 +376,3 @@ def test_what_the_engine_used_is_what_the_learner_uses_and_a_replay_gives_the_sa
         assert whole_hash(other.save()) == whole_hash(learner.save())
 
     asyncio.run(main())
-
-
-def test_sequences_above_the_bound_are_trained_without_replay_and_counted(model_routing_on_the_log: Path) -> None:
-    _, _, _, metrics = asyncio.run(run(model_routing_on_the_log, max_routing_bytes=1))
-    gauges = metrics.gauges()
-    assert gauges["usual/routing_replayed"] == 0.0 and gauges["usual/routing_without"] > 0

@@ -11,23 +11,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.policies.fetch import PolicyFetcher
 from infra.policies.manifest import decode_manifest
-from infra.policies.prune import prune, stored_bytes
+from infra.policies.prune import stored_bytes
 from infra.policies.tensors import Tensor
 from infra.settings.config import Keep
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
 from infra.store.store import Pieces
 from schemas import Batch, topics
-from schemas.errors import PolicyRefused, StoreError
-from tests.infra.weights.test_publish import put_run
+from schemas.errors import StoreError
 from tests.role import role_of
 from tests.trainer.memory_run import FLOOR, STEPS, block, filled_log, journal, published, train
 from trainer.batch.batch import PackedBatch
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal import checkpoint
-from trainer.journal.checkpoint import places
 from trainer.learners.learner import StepStats
 from trainer.learners.scripted import ScriptedLearner
 from trainer.train import run_trainer
@@ -112,20 +109,6 @@ def test_the_next_step_is_taken_while_a_checkpoint_is_being_stored() -> None:
         assert [batch.version for batch in batches] == [*range(6)], "a batch names the version of the weights it meets"
         assert [event.version for event in await published(log)] == [*range(7)]
         assert [event.step for event in await published(log)] == [-1, *range(6)]
-
-    asyncio.run(main())
-
-
-def test_a_version_comes_out_after_the_checkpoint_that_falls_due_with_it() -> None:
-    async def main() -> None:
-        each = learner()
-        store = SlowStore(each)
-        await train(await filled_log(store), store, each, CONFIG)
-        (written,) = [
-            at for at, key in enumerate(store.puts) if key.startswith(THIRD) and key.endswith("manifest.json")
-        ]
-        (out,) = [at for at, key in enumerate(store.puts) if key.endswith("manifests/3.json")]
-        assert written < out
 
     asyncio.run(main())
 
@@ -265,15 +248,6 @@ def test_twenty_five_versions_of_a_run_stay_within_the_bound_of_a_folder_store(t
     assert bounded.most <= bound < free.most
 
 
-def test_below_the_bound_the_newest_checkpoints_stay(tmp_path: Path) -> None:
-    store = DirectoryStore(tmp_path, lambda folder: PLENTY)
-    asyncio.run(run_within(store, Keep(store_gb=1e-9)))
-    steps = [place.step for place in places(store, "t")]
-    assert steps[-CONFIG_store_bound.keep_checkpoints :] == [
-        *range(VERSIONS - CONFIG_store_bound.keep_checkpoints, VERSIONS)
-    ]
-
-
 def test_publication_waits_with_an_alarm_until_the_disk_has_its_free_share(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -286,13 +260,3 @@ def test_publication_waits_with_an_alarm_until_the_disk_has_its_free_share(
 
     assert asyncio.run(run_within(DirectoryStore(tmp_path, usage), Keep())) == VERSIONS + 1
     assert "keep.free_share=0.1 must stay free" in caplog.text
-
-
-def test_a_needed_version_stays_when_those_around_it_go() -> None:
-    store = MemoryStore()
-    events, weights = put_run(store, 40)
-    assert prune(store, "main", oldest=39, needed={3}) > 0
-    for version in (3, 39):
-        assert dict(PolicyFetcher(store, "main").fetch(events[version]).tensors) == weights[version]
-    with pytest.raises(PolicyRefused, match="incomplete"):
-        PolicyFetcher(store, "main").fetch(events[12])

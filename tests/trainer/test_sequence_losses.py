@@ -142,13 +142,6 @@ def test_m2po_masks_the_fewest_outliers_that_bring_the_second_moment_down(thresh
     assert (clipped == ~kept).all()
 
 
-def test_m2po_takes_its_threshold_to_the_bound():
-    given = open_objective(LaneConfig(loss="m2po", options={"threshold": 0.005}))
-    assert given.bound is not None
-    bounds = [second_moment_bound(LOG_W, ADVANTAGE, threshold=threshold) for threshold in (0.005, 0.04)]
-    assert given.bound(LOG_W, ADVANTAGE) == bounds[0] != bounds[1]
-
-
 def test_m2po_leaves_every_outlier_that_its_own_gradient_pulls_back():
     # A > 0 and w < 1: the gradient makes the token likelier again; A < 0 and w > 1: less likely
     log_w = np.array([-3.0, 3.0, 3.0, -3.0, 0.01, 4.0])
@@ -299,14 +292,3 @@ def test_sequence_losses_are_means_over_the_sequences_of_the_step(loss):
         for part in (cut, ~cut)
     ]  # fmt: skip
     assert float(sum(halves).detach()) == pytest.approx(float(whole.detach()))
-
-
-def test_what_a_loss_lacks_is_said():
-    with pytest.raises(ValueError, match="teacher: got none"):
-        distill(inputs())
-    with pytest.raises(ValueError, match="reference: got none"):
-        dpo(inputs(pair=PAIRS))
-    with pytest.raises(ValueError, match="bound: got none"):
-        m2po(inputs())
-    with pytest.raises(ConfigError, match="estimator"):
-        open_objective(LaneConfig(loss="grpo", options={"kl": 0.1, "estimator": "k2"}))

@@ -175,14 +175,6 @@ def test_the_reference_is_the_policy_at_the_start_of_its_phase_and_is_saved(mode
     assert learner.step(batch, learning_rate=1e-9, seed=3).grad_norm < 1e-6
 
 
-def test_a_step_tells_how_long_its_gradients_and_its_update_took_and_a_refused_one_nothing(model):
-    learner = opened(model)
-    batch = pack(random_items(seed=1, groups=2), max_tokens=1000)
-    assert set(learner.step(batch, learning_rate=1e-9, seed=0).seconds) == {"gradients", "update"}
-    assert all(passed_s > 0 for passed_s in learner.step(batch, learning_rate=1e-9, seed=0).seconds.values())
-    assert learner.step(batch, learning_rate=1e-9, seed=0, max_grad_norm=0.0).seconds == {}
-
-
 def test_learning_rate_follows_the_effective_sample_size_when_asked(model):
     batch = pack(near_uniform(0), max_tokens=1000)
     scaled = opened(model, scale_by_ess=True)
@@ -456,18 +448,3 @@ def test_teacher_logprobs_travel_as_a_section_of_their_own():
     broken.held().extras = {SECTION: (4, b"\0" * 12)}
     with pytest.raises(BadFrame, match="teacher_logprobs: got 12 bytes"):
         teacher_logprobs(broken)
-
-
-def test_checkpointed_activations_give_the_same_step(small):
-    batch = pack(random_items(0), max_tokens=200, version=5)
-    plain, saving = opened_lanes(small), opened_lanes(small, activation_checkpointing=True)
-    assert saving.model.module.is_gradient_checkpointing
-    for each in (plain, saving):
-        assert each.step(batch, learning_rate=1e-3, seed=0).finite
-    for name, tensor in plain.tensors().items():
-        assert np.abs(to_numpy(tensor) - to_numpy(saving.tensors()[name])).max() < 1e-6, name
-
-
-def opened_lanes(small: str, **settings) -> TorchLearner:
-    lanes = {"usual": LaneConfig(weight=0.9), "expert": LaneConfig(loss="sft", weight=0.1)}
-    return TorchLearner(small, TrainerConfig(lanes=lanes, threads=1, **settings), device="cpu")

@@ -15,7 +15,7 @@ from infra.observe.metrics import Metrics
 from infra.policies.fold import PoliciesFold
 from infra.settings.config import Floor, Pacing, decode
 from infra.store.memory import MemoryStore
-from schemas import Batch, Block, Closure, Directive, Drawn, MasterState, Progress, topics
+from schemas import Batch, Block, Directive, Drawn, MasterState, Progress, topics
 from schemas.fields import MasterPhase
 from tests.actors.rig import until
 from tests.simulator.virtual_loop import run_virtual
@@ -89,16 +89,6 @@ def master(state: MasterPhase, outstanding: int) -> Progress:
 def test_an_empty_buffer_waits_though_there_are_experts() -> None:
     run = run_of(*(expert(number) for number in range(9)))
     assert decide(run, now_s=0.0) == Draw(wait=True)
-
-
-def test_experts_come_in_proportion_to_the_usual_lane() -> None:
-    draw = decide(run_of(usual(0), usual(1), *(expert(number) for number in range(9))), now_s=0.0)
-    lanes = [candidate.lane for candidate in draw.taken]
-    assert lanes.count("usual") == 2 and lanes.count("expert") == 4, "36 answers × 0.1 / 0.9"
-
-
-def test_missing_experts_hold_nobody_up() -> None:
-    assert taken(decide(run_of(usual(0), usual(1)), now_s=0.0)) == ["u0.0", "u1.0"]
 
 
 def test_what_was_waited_for_is_forgotten_once_the_draws_have_passed_it() -> None:
@@ -195,23 +185,11 @@ def test_a_lane_of_production_alone_waits_for_64_answers_and_five_minutes_where_
     assert len(taken(decide(run, now_s=1.0))) == 64
 
 
-def test_settings_that_leave_open_what_a_step_waits_for_are_the_same_when_they_are_read_again() -> None:
-    config = TrainerConfig(lanes={"live": LaneConfig()})
-    assert decode(msgspec.to_builtins(config), TrainerConfig, "an archive") == config
-    assert config.publish_interval == "5m" and config.min_sequences("live") == 64
-
-
 def test_no_lane_waits_for_more_than_may_wait_in_it() -> None:
     run = run_of(*(live(number) for number in range(9)), lanes={"live": LaneConfig(max_waiting=9)})
     assert len(taken(decide(run, now_s=0.0))) == 9
     with pytest.raises(ValueError, match="min_sequences: got 10, expected at most max_waiting = 9"):
         LaneConfig(min_sequences=10, max_waiting=9)
-
-
-def test_other_lanes_alone_wait_for_nothing_where_their_settings_say_nothing() -> None:
-    run = run_of(expert(0), lanes={"expert": LaneConfig(loss="sft")})
-    run.supply.published_s = 0.0
-    assert taken(decide(run, now_s=1.0)) == ["e0.0"]
 
 
 def test_eight_ratings_with_the_file_that_init_writes_make_no_version() -> None:
@@ -272,19 +250,6 @@ def test_a_straggler_about_to_pass_the_bound_is_waited_for_until_its_time_is_up(
     assert taken(decide(run, now_s=105.1)) == ["u1.0", "u2.0"]
 
 
-def test_a_straggler_that_comes_is_drawn_first() -> None:
-    run = run_of(usual(1, version=1), usual(2, version=1))
-    assert decide(run, now_s=0.0).wait
-    arrive(run, usual(0, version=1))
-    assert taken(decide(run, now_s=1.0)) == ["u0.0", "u1.0"]
-
-
-def test_a_straggler_that_was_closed_is_not_waited_for() -> None:
-    run = run_of(usual(1, version=1), usual(2, version=1))
-    run.supply.intake.take_closure(Closure(group="u0.0", outcome="dropped", sequence=0))
-    assert taken(decide(run, now_s=0.0)) == ["u1.0", "u2.0"]
-
-
 def test_late_groups_hold_up_the_end_of_a_run_no_longer_than_the_quiet_after_the_newest_arrival() -> None:
     run = run_of(usual(0), expert(0))
     run.supply.intake.take_report(master("draining", 2))
@@ -318,17 +283,6 @@ def test_a_drain_with_many_groups_left_still_takes_full_steps() -> None:
     run.supply.intake.take_report(master("draining", 5))
     assert taken(decide(run, now_s=0.0))[:2] == ["u0.0", "u1.0"]
     assert len([candidate for candidate in decide(run, now_s=0.0).taken if candidate.lane == "usual"]) == 2
-
-
-def test_an_optional_usual_lane_lets_the_others_go_alone() -> None:
-    run = run_of(expert(0), lanes={"usual": LaneConfig(weight=0.9, optional=True), "expert": EXPERT})
-    assert taken(decide(run, now_s=0.0)) == ["e0.0"]
-
-
-def test_without_a_paced_lane_the_others_fill_the_step() -> None:
-    run = run_of(*(expert(number) for number in range(9)), lanes={"expert": EXPERT}, groups_per_step=4)
-    assert len(decide(run, now_s=0.0).taken) == 4
-    assert decide(run_of(lanes={"expert": EXPERT}), now_s=0.0).wait
 
 
 def test_deciding_changes_nothing_and_the_same_state_decides_alike() -> None:

@@ -4,72 +4,20 @@ import asyncio
 import json
 from array import array
 from pathlib import Path
-from threading import current_thread, main_thread
 from typing import Any
 
 import openai
 import pytest
 
-from actors.engines.scripted import ScriptedEngine
 from actors.gateway.answering.conversation import Prompt
 from actors.gateway.answering.sessions import HeldSession, Sessions, held
 from actors.gateway.config import GatewayLimits
-from actors.gateway.gateway import CHARS_PER_TOKEN
-from actors.gateway.recording.record import THREAD_TOKENS
 from actors.rollout.continuation import SampledTurn
 from schemas import Message
-from tests.actors.gateway.gateway_rig import VOCABULARY, ByteTokenizer, RunningGateway, engine, says, serving
+from tests.actors.gateway.gateway_rig import ByteTokenizer, RunningGateway, engine, says, serving
 from tests.actors.rig import until
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
-
-
-class WatchedTokenizer(ByteTokenizer):
-    """Says where it is asked, and for how much at most."""
-
-    def __init__(self) -> None:
-        self.longest = {True: 0, False: 0}  # on the event loop's thread, or not
-        self.decoded = {True: 0, False: 0}
-
-    def decode(self, ids: Any) -> str:
-        on_loop = current_thread() is main_thread()
-        self.decoded[on_loop] = max(self.decoded[on_loop], len(ids))
-        return super().decode(ids)
-
-    def encode_request(self, conversation: Any, tools: Any = ()) -> list[int]:
-        on_loop = current_thread() is main_thread()
-        size = sum(len(str(message["content"])) for message in conversation)
-        self.longest[on_loop] = max(self.longest[on_loop], size)
-        return super().encode_request(conversation, tools)
-
-
-async def test_the_event_loop_tokenizes_short_prompts_alone_and_nobody_those_that_cannot_fit(tmp_path: Path) -> None:
-    tokenizer, limit = WatchedTokenizer(), GatewayLimits(prompt_tokens=1000)
-    async with serving(tmp_path, tokenizer=tokenizer, limits=limit) as served:
-        key = await served.new_key()
-        for size in (10, 4000, 4097, 15_000, 16_001, 900_000):
-            messages = [{"role": "user", "content": "x" * size}]
-            if size < 1000:
-                await served.client(key).chat.completions.create(model="m", messages=messages)
-                continue
-            with pytest.raises(openai.BadRequestError) as refused:
-                await served.client(key).chat.completions.create(model="m", messages=messages)
-            assert refused.value.code == "context_length_exceeded"
-    assert tokenizer.longest[True] <= 4096
-    assert tokenizer.longest[False] == 15_000 <= 1000 * CHARS_PER_TOKEN
-
-
-async def test_the_event_loop_redacts_short_texts_alone(tmp_path: Path) -> None:
-    tokenizer = WatchedTokenizer()
-    sampler = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=32_768, script=says("call +49 30 123456789"))
-    async with serving(tmp_path, sampler, tokenizer=tokenizer) as served:
-        key = await served.new_key()
-        for size in (10, THREAD_TOKENS + 1, 20_000):
-            await served.client(key).chat.completions.create(
-                model="m", messages=[{"role": "user", "content": "x" * size}], max_tokens=50
-            )
-        assert all("[phone]" in one.response for one in await served.recorded(3))
-    assert tokenizer.decoded[True] <= THREAD_TOKENS < 20_000 < tokenizer.decoded[False]
 
 
 def session(num_tokens: int, content: str = "Hi") -> HeldSession:

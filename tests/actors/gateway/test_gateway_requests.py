@@ -13,11 +13,9 @@ from actors.gateway.answering.requests import ParsedRequest, read_chat, read_tex
 from actors.gateway.answering.text import THINK, THOUGHT, Detokenizer, StopStrings, ThoughtSplitter
 from actors.gateway.apis.messages import read_messages
 from actors.gateway.apis.responses import read_responses
-from actors.gateway.config import GatewayConfig, GatewayLimits
+from actors.gateway.config import GatewayLimits
 from actors.gateway.errors import ApiError
-from infra.settings.config import decode
-from schemas.errors import ConfigError
-from tests.actors.gateway.gateway_rig import TOOL, ByteTokenizer
+from tests.actors.gateway.gateway_rig import ByteTokenizer
 
 Read = Callable[[bytes, GatewayLimits], ParsedRequest]
 SAID: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
@@ -195,11 +193,6 @@ def test_json_as_deep_as_allowed_is_taken_and_an_answers_deeper_call_is_text() -
     assert read_calls(text) == (text, [])
 
 
-def test_tools_count_as_the_prompt_does() -> None:
-    assert parsed(read_chat, tools=[tool({"description": "x" * 5000})]).num_chars > 5000
-    assert parsed(read_chat, tools=[{"type": "function", "function": TOOL}]).num_chars < 500
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=60), st.lists(st.text(min_size=1, max_size=4), max_size=3), st.data())
 def test_pieces_join_to_the_text_before_the_first_stop_string(text: str, stops: list[str], data: st.DataObject) -> None:
@@ -218,11 +211,6 @@ def test_pieces_join_to_the_text_before_the_first_stop_string(text: str, stops: 
         assert told == text
     else:  # of two that overlap, the one that was complete first ends it
         assert text.startswith(told) and len(told) <= min(text.find(s) for s in stops if s in told + text[len(told) :])
-
-
-def test_bytes_that_are_no_character_do_not_hold_the_stream_for_ever() -> None:
-    detokenizer = Detokenizer(ByteTokenizer().decode)
-    assert len("".join(detokenizer.add([0x80]) for _ in range(100))) > 50
 
 
 @given(
@@ -248,9 +236,3 @@ def test_conversations_that_are_kept_are_bounded_in_number_and_in_bytes() -> Non
     small = ConversationCache(100, 5000)
     small.put("large", Conversation(messages=(ChatMessage(role="user", content="x" * 10_000),)))
     assert (len(small), small.total_size) == (0, 0)
-
-
-@pytest.mark.parametrize("listen", ["8000", "localhost", "h:99999", ":80"])
-def test_an_address_that_is_none_is_refused_with_its_path(listen: str) -> None:
-    with pytest.raises(ConfigError, match="listen"):
-        decode({"listen": listen}, GatewayConfig, "x.toml")

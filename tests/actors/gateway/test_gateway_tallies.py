@@ -9,9 +9,8 @@ from openai import APIStatusError
 
 from actors.config import REFUSALS
 from actors.engines.engine import EngineStopped
-from actors.gateway.recording.tallies import MAX_CLIENTS, MAX_SEEN, MAX_VERSIONS, TOLD_CLIENTS, Tallies
+from actors.gateway.recording.tallies import MAX_CLIENTS, Tallies
 from infra.log.memory import MemoryBus
-from infra.observe.release import full_release
 from schemas import Answered, Client, Progress
 from schemas.ids import TAG_LETTERS
 from schemas.topics import REPORTS
@@ -37,34 +36,6 @@ def test_a_refusal_is_one_at_the_beginning_of_an_answer() -> None:
     without = Tallies(())
     without.answered(3, -1, ["I'm sorry"], "", "")
     assert without.report() == (Answered(version=3, answers=1, clients=(Client(client="", sessions=1),)),)
-
-
-def test_the_newest_versions_are_kept() -> None:
-    tallies = Tallies(())
-    for version in range(MAX_VERSIONS + 5):
-        tallies.failed(version, -1, 2, "a", "s")
-    assert [one.version for one in tallies.report()] == list(range(5, MAX_VERSIONS + 5))
-    last = Answered(version=MAX_VERSIONS + 4, answers=2, failed=2, clients=(Client(client="a", sessions=1, failed=1),))
-    assert tallies.report()[-1] == last
-
-
-def test_sessions_remembered_as_counted_are_bounded_and_the_first_are_forgotten() -> None:
-    tallies = Tallies(())
-    for number in range(MAX_SEEN + 10):
-        tallies.answered(3, -1, ["Sure."], "a", f"s{number}")
-    assert tallies.num_seen == MAX_SEEN
-    tallies.answered(3, -1, ["Sure."], "a", f"s{MAX_SEEN}")
-    assert tallies.report()[0].clients[0].sessions == MAX_SEEN + 10
-    tallies.answered(3, -1, ["Sure."], "a", "s0")
-    assert tallies.report()[0].clients[0].sessions == MAX_SEEN + 11
-
-
-def test_a_report_tells_the_clients_of_the_versions_that_answered_last() -> None:
-    tallies = Tallies(())
-    for version in (*range(TOLD_CLIENTS + 2), 0):
-        tallies.answered(version, -1, ["Sure."], "a", f"s{version}")
-    told = {one.version: bool(one.clients) for one in tallies.report()}
-    assert [version for version, has in told.items() if not has] == [1, 2] and len(told) == TOLD_CLIENTS + 2
 
 
 def test_of_one_session_one_answer_counts_for_its_client_and_clients_are_bounded() -> None:
@@ -124,13 +95,3 @@ async def test_what_failed_with_an_engine_that_died_is_told_before_the_gateway_e
     reports = [m.value async for m in served.log.read_all(REPORTS) if isinstance(m.value, Progress)]
     clients = (Client(client=TENANT, sessions=1, failed=1),)
     assert of_a_tenant(reports[-1].answered) == (Answered(version=0, answers=1, failed=1, clients=clients),)
-
-
-async def test_a_gateway_that_stops_says_so_last_of_all(tmp_path: Path) -> None:
-    async with serving(tmp_path, report_s=0.01) as served:
-        await asyncio.sleep(0.1)
-    said = [one.value async for one in served.log.read_all(REPORTS)]
-    states = [(one.state, one.life) for one in said if isinstance(one, Progress)]
-    assert len(states) > 1 and set(states[:-1]) == {("serving", "working")}
-    assert states[-1] == ("stopped", "ended")
-    assert {one.release for one in said if isinstance(one, Progress)} == {full_release()}

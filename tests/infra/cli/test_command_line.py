@@ -153,13 +153,6 @@ def test_a_broker_that_is_not_there_is_one_line_with_its_address(arguments: list
     assert line.startswith("Kafka at 127.0.0.1:1 is not reachable") and "0.3 s" in line
 
 
-def test_no_broker_at_all_says_the_two_ways_out(tmp_path: Path) -> None:
-    config = tmp_path / "headrace.toml"
-    config.write_text('app = "bot"\n')
-    line = told(call("status", "-c", str(config)), 2)
-    assert "headrace up" in line and "kafka.bootstrap_servers" in line
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -172,11 +165,6 @@ def test_an_order_that_cannot_be_is_one_line(arguments: list[str], words: str, c
     assert words in told(call(*arguments, "-c", str(config)), 2)
 
 
-@pytest.mark.parametrize("kind", ["tasks", "experts"])
-def test_a_file_to_load_that_is_not_there_is_one_line(kind: str, config: Path) -> None:
-    assert told(call("load", kind, "none.jsonl", "-c", str(config)), 2).startswith("none.jsonl: cannot be read")
-
-
 @pytest.mark.parametrize("role", ["train", "explore"])
 def test_a_role_without_a_model_says_which_setting_is_missing(role: str, config: Path) -> None:
     command = [sys.executable, "-m", "infra.cli.main", role, "-c", str(config)]
@@ -187,16 +175,6 @@ def test_a_role_without_a_model_says_which_setting_is_missing(role: str, config:
     assert done.stderr.splitlines()[-1].endswith(
         "policy.model: missing, expected a model folder or a Hugging Face name"
     )
-
-
-def test_a_mistake_on_the_command_line_exits_with_2() -> None:
-    assert call("peek").exit_code == call("nonsense").exit_code == call("peek", "buffer", "-n", "-1").exit_code == 2
-
-
-@pytest.mark.parametrize(("option", "words"), [("--engine", "vllm, torch"), ("--control", "none, shuffled")])
-def test_a_demo_option_that_is_not_there_is_one_line(option: str, words: str, tmp_path: Path) -> None:
-    line = told(call("demo", "--dir", str(tmp_path), option, "other"), 2)
-    assert line == f"{option}: got 'other', expected one of {words}"
 
 
 HOSTILE = "\x1b]52;c;cm0gLXJmIC8=\x07\x1b[2A\x1b[31m\x9b2J\r\x00\u202eevil[/i][bold]x[/]\ud800"
@@ -377,13 +355,6 @@ def test_a_log_record_is_one_line_that_moves_nothing_and_its_traceback_stays_rea
     except ValueError:
         logger.exception("failed")
     assert "Traceback" in written.getvalue() and written.getvalue().count("\n") > 4 and harmless(written.getvalue())
-
-
-def test_a_note_of_check_shows_its_brackets(tmp_path: Path) -> None:
-    file = tmp_path / "headrace.toml"
-    file.write_text('app = "bot"\n[reward]\nrequire = ["usr"]\n')
-    told = CliRunner().invoke(app, ["check", "-c", str(file)]).stdout
-    assert "no [[score]] or [[feedback]] is called" in told
 
 
 def test_a_log_record_as_json_is_one_line_that_says_it_all() -> None:

@@ -217,14 +217,6 @@ def test_a_move_is_the_record_of_its_command_with_the_key_as_its_owner(
     assert record.owner == f"console:acme/{here.keys['operate'].split('-')[1]}"
 
 
-def test_pause_and_resume_are_the_words_of_the_commands(here: Console) -> None:
-    with browser(here, "operate") as client:
-        token = form_token(client)
-        for action, order in (("pause", "pause"), ("resume", "continue")):
-            assert client.post(f"/actions/{action}", data={"token": token, "why": "a test"}).status_code == 303
-            assert here.newest(Directive).order == order
-
-
 def test_letters_are_delivered_again_for_a_reason_and_each_says_who_did_and_why(here: Console) -> None:
     good = encode(Block((live(70, "a lost question", "found"),)))
     lost = DeadLetter(topic="experiences", partition=0, offset=10**6, stage="verify", reason="bad frame", value=good)
@@ -268,13 +260,6 @@ def test_every_answer_forbids_what_it_does_not_need(here: Console) -> None:
         for path in (*PAGES, "/assets/console.css", "/nowhere", "/enter"):
             policy = client.get(path).headers["content-security-policy"]
             assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy, path
-
-
-def test_ten_megabytes_are_shown_cut_and_said(here: Console) -> None:
-    with browser(here, "look") as client:
-        page = client.get(f"/answers/{SESSION}.1-21.0-0-0").text
-        assert len(page) < 200_000 and "more characters" in page
-        assert len(client.get(f"/answers/{SESSION}.1-21.0-0-0?whole=1").text) < 3_000_000
 
 
 @pytest.mark.parametrize(
@@ -443,19 +428,6 @@ def test_behind_tls_who_signed_in_acts_and_signs_out(behind: Console) -> None:
         assert answer.status_code == 303 and gone.startswith("__host-headrace_") and "expires=thu, 01 jan 1970" in gone
         assert "secure" in gone, "or a browser would not take it for a cookie of that name"
         assert client.get("/versions").status_code == 401
-
-
-@pytest.mark.parametrize(
-    ("url", "origin"),
-    [
-        (URL, URL), (f"{URL}/", URL), (f"{URL}:443", URL), ("https://Console.Example.ORG:8443", f"{URL}:8443"),
-        ("https://[fd00::7]", "https://[fd00::7]"), ("", ""),
-    ],
-)  # fmt: skip
-def test_the_address_is_as_browsers_say_it(url: str, origin: str) -> None:
-    config = ConsoleConfig(url=url)
-    assert config.origin == origin
-    assert config.opened_at("127.0.0.1:8400") == (origin or "http://127.0.0.1:8400")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from infra.cli.terminal import printable
-from schemas import Block, Directive, Message, topics
+from schemas import Block, Message, topics
 from tests.infra.cli.browser_rig import WatchedPage, browser
 from tests.infra.cli.console_rig import HOSTILE, LINK, SECRET, SESSION, Console, at_work, console, live
 
@@ -106,15 +106,6 @@ def test_forty_turns_of_anything_are_shown_whole_and_none_is_executed(
     watched.sound("forty-turns-of-anything", tmp_path)
 
 
-def test_an_alarm_of_the_flow_leads_to_the_section_that_says_what_to_do(watched: WatchedPage) -> None:
-    page = watched.page
-    page.goto(f"{watched.url}/")
-    alarm = page.get_by_role("listitem").filter(has_text="no master runs: none has ever reported")
-    alarm.get_by_role("link", name="what to do").click()
-    page.wait_for_url("**/help/runbook#a-role-does-not-run")
-    assert page.locator("#a-role-does-not-run").inner_text().startswith("## A role does not run")
-
-
 def test_a_chart_is_drawn_and_the_pointer_on_it_is_told_the_version_and_its_values(watched: WatchedPage) -> None:
     page = watched.page
     page.goto(f"{watched.url}/learning")
@@ -126,20 +117,6 @@ def test_a_chart_is_drawn_and_the_pointer_on_it_is_told_the_version_and_its_valu
     figure.get_by_text("v5: t 0.6667 (0.2 to 0.9)").wait_for()
     page.mouse.move(0, 0)
     assert figure.locator(".told").inner_text() == "", "and when it has gone nothing is said"
-
-
-def test_the_keyboard_reaches_the_page_and_the_search(watched: WatchedPage) -> None:
-    page = watched.page
-    page.goto(f"{watched.url}/answers")
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.textContent") == "Skip to the page"
-    page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.id") == "main"
-    page.keyboard.press("Tab")
-    page.keyboard.type("refunds")
-    page.keyboard.press("Enter")
-    page.wait_for_url("**text=refunds**")
-    assert page.get_by_role("row").count() == 7  # six answers and the head
 
 
 def test_a_live_page_is_asked_for_again_and_says_when_it_cannot_be(watched: WatchedPage) -> None:
@@ -185,53 +162,6 @@ def test_the_picture_of_a_system_at_work_says_of_each_part_how_it_does(operator:
     operator.sound_by_day_and_night("flow-at-work", tmp_path)
 
 
-def test_no_word_of_the_picture_lies_over_another_or_outside_its_box(operator: WatchedPage) -> None:
-    page = operator.page
-    words = page.eval_on_selector_all(".flow text", PLACES)
-    for at, (text, left, top, right, bottom) in enumerate(words):
-        for other, x0, y0, x1, y1 in words[at + 1 :]:
-            assert right <= x0 or x1 <= left or bottom <= y0 or y1 <= top, f"{text!r} over {other!r}"
-    drawn = page.eval_on_selector_all(".flow .box", PLACES)
-    for text, left, _, right, bottom in page.eval_on_selector_all(".flow a text", PLACES):
-        assert any(x0 < left and right < x1 and y0 < bottom < y1 for _, x0, y0, x1, y1 in drawn), text
-
-
-def test_what_is_read_out_of_the_flow_changes_when_its_words_do_and_at_no_other_time(
-    operator: WatchedPage, busy: Console
-) -> None:
-    """A node that is put in anew is read out anew by screen readers: every three seconds, for hours."""
-    page = operator.page
-    page.evaluate(WATCH)
-    for _ in range(2):
-        with page.expect_response("**/flow", timeout=20_000):
-            pass
-    assert page.evaluate("window.changes") == []
-    busy.publish(Directive(order="pause", owner="ann", reason="odd"))
-    try:
-        page.locator("[aria-live]", has_text="Learning is paused by ann").wait_for(timeout=20_000)
-        assert len(page.evaluate("window.changes")) == 1 and page.locator("[aria-live]").count() == 1
-    finally:
-        busy.publish(Directive(order="continue", owner="ann"))
-
-
-def test_on_a_phone_the_picture_moves_in_its_place_and_stays_there_when_it_is_asked_for_again(
-    operator: WatchedPage, tmp_path: Path
-) -> None:
-    page = operator.page
-    page.set_viewport_size({"width": 390, "height": 800})
-    page.wait_for_function("innerWidth === 390")
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    picture = page.get_by_role("region", name="The picture")
-    assert picture.evaluate("box => { box.scrollLeft = 60; return box.scrollLeft; }") == 60
-    page.get_by_role("region", name="Roles").focus()
-    for _ in range(2):
-        with page.expect_response("**/flow", timeout=20_000):
-            pass
-    assert picture.evaluate("box => box.scrollLeft") == 60
-    assert page.evaluate("document.activeElement.ariaLabel") == "Roles"
-    operator.sound_by_day_and_night("flow-on-a-phone", tmp_path)
-
-
 def test_the_door_the_forms_and_an_opened_answer_can_be_used_by_anybody(
     chromium: "Browser", busy: Console, tmp_path: Path
 ) -> None:
@@ -269,17 +199,3 @@ def test_an_operator_promotes_a_version_from_its_page_and_signs_out(operator: Wa
 
 
 # Of each of these what it says, and its edges: left, top, right, bottom.
-PLACES = """all => all.map(node => {
-  const box = node.getBBox();
-  return [node.textContent, box.x, box.y, box.x + box.width, box.y + box.height];
-})"""
-WATCH = """() => {
-  window.changes = [];
-  new MutationObserver(seen => {
-    for (const change of seen) {
-      const spoken = [change.target, ...change.addedNodes].find(
-        node => node.closest?.("[aria-live]") || (node !== document.body && node.querySelector?.("[aria-live]")));
-      if (spoken) window.changes.push(spoken.textContent);
-    }
-  }).observe(document.body, { subtree: true, childList: true, characterData: true });
-}"""

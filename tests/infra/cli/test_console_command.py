@@ -18,7 +18,6 @@ import pytest
 from rich.console import Console as Screen
 
 from infra.cli.connect import connected
-from infra.cli.console.serve import Leaving
 from infra.cli.options import SettingsFile
 from infra.cli.run.up import console_child, index_child, say_when
 from infra.cli.settings import Settings, load_settings
@@ -35,32 +34,6 @@ from tests.infra.cli.console_rig import BROKER_TOML, browser, console, form_toke
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MOMENTS = 20
 HANGS_S = 120.0
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_ends_what_starts_though_its_cancellation_is_lost(number: signal.Signals) -> None:
-    async def main() -> str:
-        leaving = Leaving()
-        answer = asyncio.get_running_loop().create_future()
-
-        def both_at_once() -> None:  # the answer that is waited for, and the signal
-            answer.set_result(None)
-            os.kill(os.getpid(), number)
-
-        asyncio.get_running_loop().call_soon(both_at_once)
-        try:
-            await answer
-            while not leaving.is_asked:  # noqa: ASYNC110 (a signal sets no event)
-                await asyncio.sleep(0.001)
-        except asyncio.CancelledError:
-            pass  # as `asyncio.wait_for` does before Python 3.12
-        try:
-            leaving.check()
-        except asyncio.CancelledError:
-            return "ended"
-        return "went on"
-
-    assert asyncio.run(main()) == "ended"
 
 
 def archive_in(folder: Path) -> Path:

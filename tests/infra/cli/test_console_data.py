@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.cli.console import data
 from infra.cli.console.data import SHOWN
 from infra.cli.console.letters import GONE, MAX_OPENED, OF_NOBODY, TOO_MANY, opened_letter
-from infra.cli.console.search import PAGE, Query, choices, parse_query, search, split_terms
+from infra.cli.console.search import PAGE, Query, choices, parse_query, search
 from infra.ledger.index import bounds
 from infra.log.log import Log
 from infra.store.memory import MemoryStore
@@ -40,7 +39,6 @@ from tests.infra.cli.console_rig import (
     look,
     looking,
     page_text,
-    sqlite_steps,
 )
 from tests.infra.ledger.test_index import batch
 
@@ -109,37 +107,6 @@ def test_what_a_letter_holds_is_shown_unless_it_is_sealed_or_not_json_and_is_nev
             assert (await client.get(paths[0])).status_code == 401
 
     asyncio.run(main())
-
-
-QUESTIONS: dict[str, Callable[[sqlite3.Connection], object]] = {
-    "letters": lambda index: data.letters(index, "", None),
-    "letters of a reason": lambda index: data.letters(index, "odd", None),
-    **{
-        order: lambda index, order=order: data.tasks(index, order, "")
-        for order in ("hardest", "easiest", "most judged")
-    },  # type: ignore[misc]
-    "tasks of a name": lambda index: data.tasks(index, "hardest", "a-0"),
-}
-
-
-@pytest.mark.parametrize("question", list(QUESTIONS))
-def test_a_page_of_letters_or_tasks_looks_at_no_more_rows_in_a_long_index(tmp_path: Path, question: str) -> None:
-    index = folded(tmp_path)
-    database = index.database
-    found = []
-    for start, stop in ((0, 10_000), (10_000, 60_000)):
-        numbers = range(start, stop)
-        with database:
-            database.executemany(
-                "INSERT INTO tasks VALUES (?, ?, ?, 1, 1)",
-                [(f"a-{n:06}", 1 + n % 7, n * 31 % 101 / 101) for n in numbers],
-            )
-            database.executemany(
-                "INSERT INTO letters (n, part, offset, reason) VALUES (?, 0, ?, 'odd')", [(n, n) for n in numbers]
-            )
-        found.append(sqlite_steps(database, QUESTIONS[question]))
-    assert found[1] <= 1.5 * found[0], found
-    index.close()
 
 
 @pytest.fixture(scope="module")
@@ -297,13 +264,6 @@ def test_a_search_finds_what_has_all_of_it_and_nothing_else(
     assert {names[row["asked"]] for row in search(searched, query).rows} == found
 
 
-def test_of_many_signs_some_are_searched_for_and_that_is_said() -> None:
-    text = " ".join("!" * at for at in range(1, 30))
-    _, faults = parse_query({"text": text})
-    assert "the first 16" in faults["text"] and len(split_terms(text)[1]) == 16
-    assert not parse_query({"text": "💥 !!! refund"})[1]
-
-
 def test_what_looks_like_an_id_and_is_none_is_searched_for(tmp_path: Path) -> None:
     page, listed = look(tmp_path, "/answers?text=GPT-4.1-mini-2025", f"/answers?text={ANN}")
     assert page.status_code == 200 and "Nothing fits." in page.text
@@ -360,29 +320,6 @@ def test_pages_of_a_search_hold_every_answer_once_the_newest_first(tmp_path: Pat
             before = page.further
         assert len(set(seen)) == wanted and seen == sorted(seen, reverse=True)
     assert choices(index.database)["tenant"] == ["acme", "globex"]
-    index.close()
-
-
-def test_a_search_for_the_newest_looks_at_no_more_rows_in_a_long_index_and_a_slow_one_goes_on_later(
-    tmp_path: Path,
-) -> None:
-    async def nothing(log: Log) -> None:
-        pass
-
-    index = folded(tmp_path, nothing)
-    found, last = [], 0
-    for many in (2_000, 18_000):
-        rows = [(n << 21, n, f"{n}", "trained") for n in range(last + 1, last + many + 1)]
-        with index.database as database:
-            database.executemany("INSERT INTO answers (n, key, id, fate) VALUES (?, ?, ?, ?)", rows)
-        last += many
-        queries = (Query(), Query(fate="trained"))
-        found.append(
-            [sqlite_steps(index.database, lambda asked, query=query: search(asked, query)) for query in queries]
-        )
-    assert all(after <= 2 * before for before, after in zip(*found, strict=True)), found
-    slow = search(index.database, Query(fate="none"), longest_s=-1.0)
-    assert not slow.rows and slow.further is not None and slow.looked_at_ms == 19_501, "it says how far back it looked"
     index.close()
 
 

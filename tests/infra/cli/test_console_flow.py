@@ -13,17 +13,14 @@ import pytest
 from hypothesis import strategies as st
 
 from infra.cli.console.flow import (
-    IN_TABLE,
     MAX_ALARMS,
     alarms,
     figures,
     noted,
-    rates,
     sentence,
-    value_words,
     without_numbers,
 )
-from infra.cli.console.learning import CURVES, MAX_BINS, MAX_POINTS, Point, fates_chart, thin
+from infra.cli.console.learning import CURVES, MAX_POINTS, Point, thin
 from infra.cli.look.status import State
 from infra.cli.settings import ConsoleConfig
 from infra.cli.terminal import clock
@@ -142,36 +139,6 @@ def test_what_is_not_reported_is_missing_and_what_stands_still_is_zero() -> None
     assert gone["gateway"] == {"lines": ["missing"], "version": "", "state": "quiet", "count": 0}
 
 
-def test_a_box_names_the_versions_of_all_its_processes_its_alarm_and_what_was_held_back() -> None:
-    two = [role("explore") | {"instance": f"explore/{at}", "version": at} for at in (3, 5)]
-    odd = role("serve") | {"version": -1, "alarms": ["engine is odd"]}
-    found = figures(state(*two, role("train"), odd), Stable(version=2), held=3)
-    assert (found["explorers"]["version"], found["explorers"]["count"]) == ("v3 to v5", 2)
-    assert found["trainer"]["version"] == "v3" and found["gateway"]["version"] == "no version"
-    assert (found["gateway"]["state"], found["trainer"]["state"]) == ("alarm", "")
-    assert found["versions"]["lines"] == ["v3 published", "v2 stable", "v3 held back"]
-    trial = figures(ALL, Stable(version=2, trial=3), held=1)["versions"]["lines"]
-    assert trial == ["v3 published", "v2 stable", "v3 on trial"], "a box has three lines"
-
-
-def test_labels_are_added_up_and_the_largest_is_named_in_words() -> None:
-    found, more = rates("serve", RATES, IN_TABLE)
-    meanings = {row["name"]: row["meaning"] for row in found}
-    assert more == 0 and meanings["requests"] == "requests by route and status" and meanings["of_a_plugin"] == ""
-    assert [(row["name"], row["per_s"], row["labels"]) for row in found] == [
-        ("requests", 3.0, "most route /v1/chat/completions, status 200, 2.5"), ("answers", 2.0, "end whole"),
-        ("recorded", 2.0, ""), ("of_a_plugin", 1.0, ""),
-    ], "in the order of the metrics; what stands still and what is time is left out"  # fmt: skip
-
-
-def test_however_many_counters_a_role_has_a_page_shows_a_number_of_them_and_says_how_many_more() -> None:
-    many = {f"counter_{at:03}": 1.0 for at in range(300)} | {f"many{{label={at}}}": 1.0 for at in range(300)}
-    found, more = rates("serve", many, IN_TABLE)
-    assert len(found) == IN_TABLE and more == 301 - IN_TABLE
-    (row,) = [row for row in rates("serve", many, 400)[0] if row["name"] == "many"]
-    assert (row["per_s"], row["labels"]) == (300.0, "most label 0, 1")
-
-
 def test_a_value_of_a_step_is_said_by_name_and_lane_since_when_and_how_often() -> None:
     counts = ((0, 2.0), (10, 2.0), (20, 3.0), (26, 5.0), (30, 6.0), (32, 6.0))
     (found,) = alarms(state_of(*[(at, progress("train", **{CHI2: count})) for at, count in counts], now_s=33), {})
@@ -180,22 +147,6 @@ def test_a_value_of_a_step_is_said_by_name_and_lane_since_when_and_how_often() -
     )
     assert found["about"] == "chi2 of lane live (estimate of χ²(π‖μ)), at train/1"
     assert (found["since_ms"], found["times"], found["lately"]) == (START_MS + 20_000, 4.0, 4.0)
-
-
-def test_a_process_that_counts_anew_under_its_name_is_no_error() -> None:
-    counts = ((0, 9.0), (70, 0.0), (80, 1.0))
-    (found,) = alarms(state_of(*[(at, progress("train", **{CHI2: count})) for at, count in counts], now_s=81), {})
-    assert (found["since_ms"], found["times"]) == (START_MS + 80_000, 1.0)
-
-
-def test_labels_of_other_counters_are_words_too_and_a_counter_without_any_names_its_process() -> None:
-    counters = {"feedback_polls_failed{reason=timeout,source=crm}": 1.0, "rollbacks": 2.0}
-    seen = state_of((0, progress("process")), (10, progress("process", **counters)), now_s=11)
-    assert [(alarm["name"], alarm["about"]) for alarm in alarms(seen, {})] == [
-        ("A feedback system does not answer", "reason timeout, source crm, at process/1"),
-        ("The trainer went back", "at process/1"),
-    ]
-    assert value_words("reward_collapse") == "reward collapse" and value_words("live/odd") == "odd of lane live"
 
 
 def test_what_goes_on_is_seen_since_it_was_first_there_and_is_forgotten_when_it_ends() -> None:
@@ -334,27 +285,3 @@ def test_a_spike_in_a_long_curve_is_drawn_and_what_is_not_finite_is_not() -> Non
     points[5] = (5, 5, math.nan, None, None)
     kept = [point[0] for point in thin(points)]
     assert len(kept) <= MAX_POINTS and {4_321, 8_765, 0, 9_999} <= set(kept) and kept == sorted(kept)
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 0), (3, 8), (0, 119), (0, 120), (7, 2_600), (2_000_001, 2_000_301)])
-def test_areas_over_however_many_versions_name_whole_ones_each_once_and_lose_no_answer(
-    tmp_path: Path, low: int, high: int
-) -> None:
-    async def nothing(log: Log) -> None:
-        pass
-
-    index = folded(tmp_path, nothing)
-    fates = [(version, 0, fate, 2) for version in {low, (low + high) // 2, high} for fate in ("trained", "too old", "")]
-    fates += [(high, 0, f"reason {at}", 1) for at in range(9)]
-    index.database.executemany("INSERT INTO fates VALUES (?, ?, ?, ?)", fates)
-    chart = fates_chart(index.database, by_time=False)
-    index.close()
-    named: list[int] = []
-    for label in chart["labels"]:
-        first, _, last = label.partition(" to ")
-        named += range(int(first.removeprefix("v")), int((last or first).removeprefix("v")) + 1)
-    assert named[: high - low + 1] == [*range(low, high + 1)] and len(chart["x"]) <= MAX_BINS + 1
-    totals = {line["name"]: line["total"] for line in chart["series"]}
-    assert sum(totals.values()) == sum(fate[3] for fate in fates)
-    assert next(iter(totals)) == "trained" and totals["trained"] == 2 * len({low, (low + high) // 2, high})
-    assert "others" in totals and "pending" in totals

@@ -13,29 +13,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.cli.console.answers import beside
 from infra.cli.console.app import HEADERS, MAX_FIELDS
 from infra.cli.console.flow import alarms
 from infra.cli.console.pages import ARCHIVED, BEING_READ, HELP, HOWTO
-from infra.cli.console.reading import History, IndexState, NotReadYet, Reading
+from infra.cli.console.reading import IndexState, NotReadYet
 from infra.cli.console.serve import open_source
-from infra.cli.console.versions import MAX_PAIRED, MAX_TASKS, SHOWN, Budget, marked, timeline, version_rows
-from infra.cli.govern.channel import ChannelDecision
+from infra.cli.console.versions import MAX_PAIRED, MAX_TASKS, Budget, marked
 from infra.cli.options import SettingsFile
 from infra.cli.repeat.export import fill as fill_archive
 from infra.cli.repeat.source import ReplaySource
 from infra.cli.settings import Settings
 from infra.cli.terminal import printable
 from infra.ledger.archive import writing
-from infra.ledger.index import FILE, NEWEST, PAGED, LogIndex, trim
+from infra.ledger.index import FILE, PAGED
 from infra.log.bus import Partition, Reader
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from infra.policies.fold import Stable
 from infra.settings.config import PolicyConfig, Use
 from infra.store.memory import MemoryStore
 from infra.store.seal import seal_text
-from schemas import Batch, BatchItem, Block, EvalResult, Feedback, Message, PolicyEvent, Span, make_experience, topics
+from schemas import Block, EvalResult, Feedback, Message, PolicyEvent, Span, make_experience, topics
 from schemas.errors import BrokerUnavailable
 from schemas.ids import answer_id
 from schemas.topics import topic_name
@@ -48,7 +45,6 @@ from tests.infra.cli.console_rig import (
     console,
     fill,
     filled,
-    folded,
     live,
     look,
     looking,
@@ -201,33 +197,6 @@ def test_an_index_that_is_not_there_and_a_page_that_broke_say_so_under_the_same_
     asyncio.run(main())
 
 
-def test_what_was_read_before_a_decision_is_read_again_after_it(tmp_path: Path) -> None:
-    """A reading that began before somebody decided something, and ended after it."""
-
-    async def main() -> None:
-        reading = Reading(Settings(app="t", folder=tmp_path), await filled(), tmp_path)
-        go_on, told = asyncio.Event(), ["before"]
-
-        async def read() -> str:
-            word = told[-1]
-            await go_on.wait()
-            return word
-
-        early = asyncio.create_task(reading.held("word", read))
-        with pytest.raises(NotReadYet):
-            await reading.held("word", read, wait_s=0.01)
-        told.append("after")
-        reading.forget_fresh()
-        late = asyncio.create_task(reading.held("word", read))
-        await asyncio.sleep(0)
-        go_on.set()
-        assert (await early, await late) == ("before", "after")
-        assert await reading.held("word", read) == "after"
-        await reading.close()
-
-    asyncio.run(main())
-
-
 def test_a_log_whose_beginning_was_removed_shows_what_is_left_and_says_what_is_gone(tmp_path: Path) -> None:
     async def remove(log: Log) -> None:
         for topic in (topics.EXPERIENCES, topics.VERIFIED, topics.BUFFER, topics.BATCHES):
@@ -307,30 +276,6 @@ def test_a_run_of_which_nothing_is_there_says_so_on_every_page(tmp_path: Path) -
         ), path
 
 
-def test_where_orders_went_for_the_bound_the_page_says_which_its_counts_cover(tmp_path: Path) -> None:
-    """Of twice as many as stay every second opened an answer; the first one stays listed however many come after it."""
-    _, most = NEWEST["orders"]
-
-    async def main() -> None:
-        async with looking(tmp_path, await filled()) as (client, _):
-            for first, last in ((0, most), (most, 2 * most)):
-                with closing(LogIndex(tmp_path / "state" / FILE, run="t", policy="main")) as index:
-                    with index.database as database:
-                        database.executemany(
-                            "INSERT INTO orders (n, offset, time_ms, word, owner, about, reason)"
-                            " VALUES (?, ?, 0, ?, 'a', 'b', 'c')",
-                            [(n + 1, 100 + n, "open" if n % 2 else "forget") for n in range(first, last)],
-                        )
-                    trim(index.database, 0)
-                text = page_text(await client.get("/privacy"))
-                assert f"{most // 2:,} times something sealed" in text and "no user was forgotten" not in text
-                assert (f"Counted are the newest {most:,} orders" in text) is (first > 0), (
-                    "at the bound nothing went yet"
-                )
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize(
     ("alarm", "section"),
     [
@@ -348,19 +293,6 @@ def test_an_alarm_leads_to_the_section_of_the_runbook_that_says_what_to_do(
     (answer,) = look(tmp_path, f"/help/{page}")
     assert (f'id="{name}"' in answer.text) is bool(name)
     assert page in HELP and all((HOWTO / f"{each}.md").is_file() for each in HELP)
-
-
-@pytest.mark.parametrize("address", ["10.0.0.7:8400", "Train-Box:8400", "[fd00::7]:8400"])
-def test_the_pages_answer_at_the_address_they_were_bound_to_and_at_no_other(tmp_path: Path, address: str) -> None:
-    """Whatever `[console] listen` says: `--listen` may have said another."""
-
-    async def main() -> None:
-        settings = Settings(app="t", folder=tmp_path)
-        async with looking_at(settings, await filled(), tmp_path / "state", address=address) as (client, _):
-            assert (await client.get("/versions")).status_code == 200
-            assert (await client.get("/versions", headers={"host": "elsewhere.example:8400"})).status_code == 400
-
-    asyncio.run(main())
 
 
 def test_an_answer_of_a_task_whose_id_has_a_slash_has_its_page(tmp_path: Path) -> None:
@@ -416,15 +348,6 @@ def test_an_answer_that_waits_and_one_to_a_suite_say_so(tmp_path: Path) -> None:
     assert "Not learned from: it was asked to evaluate a version." in page_text(evaluated)
 
 
-def test_what_the_trainer_dropped_says_so_on_its_page(tmp_path: Path) -> None:
-    name = live(3, "", "").id
-    item = BatchItem(id=name, partition=0, offset=0, index=0, lane="live", advantage=0.5, min_version=3)
-    batch = Batch(run="t", token=1, step=10, version=4, items=(), dropped=(item,), dropped_because=("too old",))
-    (page,) = look(tmp_path, f"/answers/{name}", more=lambda log: log.publish(topics.BATCHES, batch))
-    text = page_text(page)
-    assert "Not learned from: too old." in text and "became too old" in text.partition("Its way")[2]
-
-
 def test_what_was_written_of_an_answer_is_shown_where_it_is_of_nobody_and_else_stays_sealed(tmp_path: Path) -> None:
     nobodys = live(90, "sum", "it is 4", id="sum-7.0-0-0", group="sum-7", lane="usual", turn=-1)
 
@@ -441,25 +364,6 @@ def test_what_was_written_of_an_answer_is_shown_where_it_is_of_nobody_and_else_s
     assert "a fine answer" in shown and "a fine answer" not in shut and "text sealed" in shut
 
 
-def test_beside_an_answer_are_its_group_or_the_turns_of_its_session_around_it(tmp_path: Path) -> None:
-    group = [
-        live(0, "2+2=", f"it is {at}", id=f"sum-7.0-{at}-0", group="sum-7", episode=at, lane="usual", turn=-1)
-        for at in range(4)
-    ]
-
-    async def talk(log: Log) -> None:
-        await log.publish(topics.EXPERIENCES, Block(tuple(group)))
-        for at in range(200):
-            await log.publish(topics.EXPERIENCES, Block((live(at, f"turn {at}", "so"),)))
-
-    index = folded(tmp_path, talk)
-    turns = [row["id"] for row in index.database.execute("SELECT id FROM answers WHERE session != '' ORDER BY n")]
-    assert [row["id"] for row in beside(index.database, turns[150])] == turns[119:183]
-    assert [row["id"] for row in beside(index.database, turns[2])] == turns[:35]
-    assert [row["answered"] for row in beside(index.database, group[2].id)] == [f"it is {at}" for at in range(4)]
-    index.close()
-
-
 @pytest.mark.parametrize("has_gate", [False, True])
 def test_a_version_that_nobody_decided_says_why_which_version_customers_get_and_the_command(has_gate: bool) -> None:
     gate = '[[master.evals]]\nsuite = "dev"\n[master.gate.suites.dev]\nat_least = 0.5\n' if has_gate else ""
@@ -473,19 +377,6 @@ def test_a_version_that_nobody_decided_says_why_which_version_customers_get_and_
         held = page_text(client.get("/versions/5"))
         assert "Held back by gate: dev: 0.500, expected at least 0.600. Customers get version 2 ." in held
         assert client.get("/versions/99").status_code == client.get("/versions/x").status_code == 404
-
-
-def test_the_timeline_and_the_list_have_the_newest_versions_first_and_a_bound() -> None:
-    events = [(1000 * at, PolicyEvent(event="published", policy="main", version=at)) for at in range(1000)]
-    decided = [ChannelDecision(1000 * at, "promoted", at, "ann", "") for at in (10, 500)]
-    history = History(events, Stable(version=500), decided, is_whole=True)
-    drawn = timeline(history)
-    assert drawn["num_published"] == 1000 and len(drawn["published"]) <= 500
-    stable = [(round(at, 2), round(end, 2), version) for at, end, version in drawn["stable"]]
-    assert stable == [(0.01, 0.5, 10), (0.5, 1.0, 500)]
-    assert [row["version"] for row in version_rows(history, {}, None, every=False)] == [999, 500, 10]
-    assert [row["version"] for row in version_rows(history, {}, 900, every=True)] == [*range(899, 899 - SHOWN, -1)]
-    assert timeline(History([], Stable(), [], is_whole=True))["stable"] == []
 
 
 def test_whole_answers_are_compared_and_what_is_not_shown_of_them_is_said(tmp_path: Path) -> None:

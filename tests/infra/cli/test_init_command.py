@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
@@ -16,20 +15,17 @@ from actors.engines.scripted import ScriptedEngine
 from actors.gateway.config import GatewayConfig
 from actors.rollout.session import Session
 from actors.rollout.workflow import Workflows
-from infra.chain.processor import Memory
 from infra.cli.commands.init import EXAMPLES, example_files
 from infra.cli.main import app
 from infra.cli.run.roles import read_webhooks
 from infra.cli.run.up import ROLES, roles_to_start, say_door
 from infra.cli.settings import load_settings
 from infra.settings.plugin import add_plugin_folders, load
-from schemas import Feedback, Message, Task
+from schemas import Task
 from schemas.errors import ConfigError
-from streams.stages.chain_builder import build_tasks
 from tests.actors.rig import EOS
 from tests.actors.turns import SAMPLING, TurnTokenizer
 from tests.infra.test_docs import parse
-from tests.infra.test_sdk import said
 
 
 def headrace(*arguments: str) -> Result:
@@ -173,44 +169,10 @@ def test_every_folder_is_an_example_and_the_help_of_init_says_what_it_is() -> No
     assert [name for name in NAMES if name not in shown] == []
 
 
-def test_every_game_of_the_agents_sdk_is_a_task_of_its_own(tmp_path: Path) -> None:
-    """None of them is taken for the repetition of another, though all ask the same; the service reads the number."""
-    settings = load_settings(copied("openai_agents", tmp_path / "games"))
-    read: Any = load("actors.tasksets.files:tasks", {"path": str(tmp_path / "games" / "tasks.jsonl")}, "test")
-    rows: list[Task] = list(read())
-    assert [(row.split, row.meta["number"]) for row in rows] == [
-        (split, str(number)) for split in ("train", "all-numbers") for number in range(1, 17)
-    ]
-    (dedupe,) = [task for task in build_tasks(settings.streams()) if task.name == "dedupe"]
-    memory = Memory(dedupe.memory)
-    assert [dedupe.function(row, memory=memory) for row in rows] == rows
-
-
 def plugin(use: str, name: str, tmp_path: Path) -> Any:
     settings = load_settings(copied(name, tmp_path / name))
     add_plugin_folders(settings.folder, settings.plugins)
     return load(use, {}, "test")
-
-
-def test_the_sources_and_scores_of_agent_say_what_its_readme_says(tmp_path: Path) -> None:
-    read = plugin("mine:csat", "agent", tmp_path)
-    assert read({"answer_id": "hr-t.0.0-0-0", "ticket": "1", "stars": 5}) == Feedback(
-        ref="hr-t.0.0-0-0", id="1", value=1.0
-    )
-    assert read({}) is None
-    assert load("mine:brief", {"words": 1}, "test")(said("two words")) == 0.0  # type: ignore[operator]
-
-
-def test_sorting_scores_the_words_in_order(tmp_path: Path) -> None:
-    tasks = list(plugin("sorting:words_to_sort", "sorting", tmp_path)())
-    assert [sum(task.split == split for task in tasks) for split in ("train", "held-out")] == [2000, 50]
-    assert len({task.messages for task in tasks}) == len(tasks)
-    score: Any = load("sorting:in_order", {}, "test")
-
-    def verdict(text: str) -> float:
-        return float(score(msgspec.structs.replace(said(text), answer="ash elder")))
-
-    assert [verdict(text) for text in ("ash elder", "Sure:\nAsh elder", "elder ash", " ")] == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_guess_is_won_by_bisection_through_the_engine(tmp_path: Path) -> None:
@@ -240,11 +202,3 @@ def test_guess_is_won_by_bisection_through_the_engine(tmp_path: Path) -> None:
         return [await won(task) for task in tasks[:16]]
 
     assert asyncio.run(run()) == [1.0] * 16
-
-
-def test_what_cannot_be_read_as_a_guess_is_answered_and_ends_no_game_early(tmp_path: Path) -> None:
-    game = plugin("guess:Guess", "guess", tmp_path)
-    game.reset(Task(id="g", messages=(Message(role="user", content="?"),), answer="3"), seed=0)
-    assert [game.step(said).end for said in ("what?", "99999999999999999999", "1", "2", "4")] == [None] * 4 + [
-        "terminal"
-    ]

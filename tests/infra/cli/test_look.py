@@ -13,25 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from infra.cli.govern.words import PolicyWords
-from infra.cli.look.peek import one_line, show
-from infra.cli.look.reader import LastHour, newest, newest_and_next
+from infra.cli.look.peek import show
+from infra.cli.look.reader import LastHour, newest
 from infra.cli.look.trace import answer_json, show_answer, waits_for
 from infra.cli.settings import Settings, load_settings
 from infra.ledger.index import LogIndex
 from infra.ledger.trace import trace_answer
-from infra.log.bus import Partition, Record
+from infra.log.bus import Record
 from infra.log.follower import Follower
 from infra.log.log import Log, LogMessage
 from infra.log.memory import MemoryBus
 from schemas import (
-    Batch,
-    BatchItem,
     Block,
     Closure,
     Control,
-    DeadLetter,
-    Directive,
     Drawn,
     DropMarker,
     Feedback,
@@ -43,41 +38,17 @@ from schemas import (
     make_experience,
     topics,
 )
-from schemas.errors import BadFrame
 from schemas.fields import Lane, Span
 from schemas.ids import experience_id
 from schemas.topics import BATCHES, BUFFER, EXPERIENCES, POLICIES, PROGRESS, VERIFIED, Topic
 from tests.infra.ledger.ledger_records import RUN, batch, closure
-from tests.schemas.record_samples import CONTROL_KINDS, blocks, controls, example_of, group_block
+from tests.schemas.record_samples import CONTROL_KINDS, blocks, controls, example_of
 
 
 async def filled_log(bus: MemoryBus) -> Log:
     log = Log(bus, "app")
     await log.create_topics(partitions=2, keep_ms=-1)
     return log
-
-
-def test_words_about_a_policy_read_on_are_those_read_at_once() -> None:
-    async def check() -> None:
-        log = await filled_log(MemoryBus())
-        held, open_held = PolicyWords("main"), PolicyWords("main")
-        follower = Follower(log, (topics.POLICIES,))
-        token = (await log.publish(topics.POLICIES, PolicyEvent(event="lease", policy="main"))).offset
-        for version in range(3):
-            await log.publish(
-                topics.POLICIES, PolicyEvent(event="published", policy="main", version=version, token=token)
-            )
-            await log.publish(topics.POLICIES, Directive(order="pause", owner="ann", reason=f"{version}"))
-            await held.read_on(log)
-            await open_held.read_on(log, follower)
-        at_once = PolicyWords("main")
-        await at_once.read_on(log)
-        assert (held.events, held.orders, held.stable) == (at_once.events, at_once.orders, at_once.stable)
-        assert (open_held.events, open_held.orders, open_held.stable) == (held.events, held.orders, held.stable)
-        assert [event.version for _, event in held.events] == [0, 1, 2]
-        assert [order.reason for _, order in held.orders] == ["0", "1", "2"]
-
-    asyncio.run(check())
 
 
 def ticks(log: Log, *partitions: int, first: int = 0):
@@ -94,29 +65,6 @@ def test_the_newest_records_are_the_last_stored_over_all_partitions(partitions: 
             await sent
         found = [item.value.due_ms for item in await newest(log, topics.VERIFIED, last) if isinstance(item.value, Tick)]
         assert found == list(range(len(partitions)))[-last:] if last else found == []
-
-    asyncio.run(main())
-
-
-def test_reading_on_behind_the_newest_misses_nothing_and_repeats_nothing() -> None:
-    async def main() -> None:
-        times = iter(range(10_000))
-        log = Log(MemoryBus(lambda: next(times)), "t")
-        await log.create_topics(partitions=2, keep_ms=-1)
-        for sent in ticks(log, 0, 1, 0, 1):
-            await sent
-        await log.bus.delete_records(Partition(log.name(topics.VERIFIED), 0), 1)
-        found, following = await newest_and_next(log, topics.VERIFIED, 2)
-        for sent in ticks(log, 1, 0, first=10):
-            await sent
-        later: list[LogMessage] = []
-        async with asyncio.timeout(10):
-            async for message in log.tail(topics.VERIFIED, following):
-                later.append(message)
-                if len(later) == 2:
-                    break
-        due = [item.value.due_ms for item in (*found, *later) if isinstance(item.value, Tick)]
-        assert due[:2] == [2, 3] and sorted(due[2:]) == [10, 11]
 
     asyncio.run(main())
 
@@ -186,46 +134,6 @@ def test_every_record_is_one_line_that_says_where_it_lies(kind: type) -> None:
     ]
     for fact in facts:
         assert fact in line, f"{fact} is not in {line}"
-
-
-def test_a_block_shows_its_question_once_and_a_line_per_answer() -> None:
-    head, *answers = shown(message(group_block(10))).splitlines()
-    assert "add-3745.2" in head and "You add. 37+45=" in head and "10 of 10" in head
-    assert len(answers) == 9 and answers[-1].strip() == "… and 2 more"
-    assert all("v12" in line and "exact 1" in line and "5 tokens" in line for line in answers[:8])
-
-
-def test_a_dead_letter_says_what_it_held() -> None:
-    letter = DeadLetter(
-        topic="experiences", partition=2, offset=77, stage="verify", reason="too large", error="12 MB",
-        value=encode(group_block(2)),
-    )  # fmt: skip
-    line = one_line(letter)
-    assert "experiences 2/77" in line and "verify: too large: 12 MB" in line and "held a block of add-3745.2" in line
-    assert "held tick partition=1" in one_line(
-        msgspec.structs.replace(letter, value=encode(Tick(partition=1, due_ms=5)))
-    )
-    assert r"held 4 bytes b'\x00\xff\x01\x02'" in one_line(msgspec.structs.replace(letter, value=b"\x00\xff\x01\x02"))
-
-
-def test_a_batch_is_counted_not_listed() -> None:
-    items = tuple(
-        BatchItem(id=f"i{at}", partition=0, offset=0, index=at, lane="usual" if at else "expert") for at in range(5)
-    )
-    line = one_line(msgspec.structs.replace(example_of(Batch), items=items, drops={"stale": 3}))
-    assert line == "batch step=40 version=40 phase=train token=17 expert=1 usual=4 dropped[stale]=3"
-
-
-def test_bytes_that_are_no_record_are_shown_with_the_reason() -> None:
-    bad = LogMessage(Record("t.x", 3, 77, 0, b"", b"junk"), error=BadFrame("magic: got b'ju'"))
-    assert "unreadable: magic: got b'ju'" in shown(bad)
-
-
-def test_a_block_whose_text_is_damaged_is_shown_as_unreadable() -> None:
-    data = bytearray(encode(group_block(2)))
-    data[-3] ^= 0xFF  # the last section is the text
-    damaged = LogMessage(Record("t.x", 3, 77, 0, b"", bytes(data)), value=decode(bytes(data)))
-    assert "unreadable:" in shown(damaged)
 
 
 @settings(max_examples=60)

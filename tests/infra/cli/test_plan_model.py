@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from infra.cli.main import app
-from infra.cli.plan.model import ROUGH, LearnerPlan, Machine, learner_needs, learner_state, most_at_once, plan_model
+from infra.cli.plan.model import ROUGH, LearnerPlan, Machine, learner_state, plan_model
 from infra.cli.settings import load_settings
 from infra.model.size import model_size
 from tests.contracts.test_learner import batch, opened
@@ -119,54 +119,6 @@ def test_every_rank_of_zero_3_holds_its_share(tmp_path: Path) -> None:
     beside = msgspec.structs.replace(plan, reference=2, critic=True)
     rows = learner_state(size, beside)
     assert rows["reference"] == size.trained * 2 / 8 and rows["critic"] == size.trained * (4 + 4 + 4 + 8) / 8
-
-
-@pytest.mark.parametrize(
-    ("model", "gathered", "message"),
-    [
-        ("qwen3-8b", 1_000_000_000, 50_000_000 + 151_936 * 4096),
-        ("llama-70b", 128_256 * 8192, 50_000_000 + 128_256 * 8192),  # its embedding alone
-    ],
-)
-def test_zero_3_gathers_a_billion_values_of_a_large_model(model: str, gathered: int, message: int) -> None:
-    assert gathered_rows(CONFIGS / model) == [2 * gathered, 2 * message]
-
-
-def test_zero_3_has_gathered_a_small_model_by_the_end_of_its_forward(tmp_path: Path) -> None:
-    folder = build_family(tmp_path / "qwen3", "qwen3")
-    assert gathered_rows(folder) == [2 * model_size(folder).trained] * 2
-
-
-def gathered_rows(folder: Path) -> list[float]:
-    """Bytes of weights that a rank gathers, where activations decide which moment needs most."""
-    plan = LearnerPlan(ranks=2, stage=3, dtype="bfloat16", tokens=2**20, recomputes=False)
-    return [value for what, value in most_at_once(model_size(folder), plan).items() if what.startswith("weights")]
-
-
-def test_what_comes_and_goes_counts_at_the_moment_that_needs_most_of_it() -> None:
-    size = model_size(CONFIGS / "qwen3-8b")
-    few = LearnerPlan(ranks=2, stage=2, dtype="bfloat16", tokens=1, recomputes=True)
-    update = f"what AdamW makes of gradients{ROUGH}"
-    assert most_at_once(size, few) == {update: 8 * size.trained / 2}
-    exchange = most_at_once(size, msgspec.structs.replace(few, ranks=2**16))
-    assert exchange[f"gradients on their way{ROUGH}"] == 2 * 4 * 20_000_000
-    forward = most_at_once(size, msgspec.structs.replace(few, ranks=2**16, tokens=2**20))
-    assert {what.split()[0] for what in forward} == {"activations", "logits"}
-    alone = msgspec.structs.replace(few, ranks=1, stage=-1)
-    assert {what.split()[0] for what in most_at_once(size, alone)} == {"activations", "logits"}
-    offloaded = msgspec.structs.replace(few, offload=True)
-    assert update not in most_at_once(size, offloaded) and update in learner_needs(size, offloaded)["host"]
-
-
-def test_ranks_that_share_rows_hold_their_part_of_a_microbatch(tmp_path: Path) -> None:
-    learner = 'ranks = 4\nlearner = { use = "trainer.learners.deepspeed:DeepSpeedLearner", options = {%s} }'
-    found = [
-        plan_model(
-            load_settings(plan_config(tmp_path, "qwen3-8b", learner % item), []), Machine(80e9, 500e9, 1e9, 10.0)
-        ).plan.tokens
-        for item in ("stage = 3", "stage = 3, sequence_parallel = 4")
-    ]
-    assert found == [16384, 4096]
 
 
 def test_what_will_not_fit_names_the_setting_and_with_that_setting_it_fits(tmp_path: Path) -> None:

@@ -98,18 +98,6 @@ rates = st.builds(
 )  # fmt: skip
 
 
-@given(rates, st.floats(1, 100))
-def test_more_of_everything_never_needs_less(rates: Rates, times: float) -> None:
-    more = msgspec.structs.replace(rates, groups=times * rates.groups, requests=times * rates.requests)
-    longer = msgspec.structs.replace(rates, prompt=rates.prompt + 10, answer=rates.answer + 10)
-    before = plan_rates(rates, COSTS)
-    for after in (plan_rates(more, COSTS), plan_rates(longer, COSTS)):
-        for part, grown in zip(before.parts, after.parts, strict=True):
-            assert part.needs is not None and grown.needs is not None and part.needs <= grown.needs
-        assert all(need.per_s <= after.topics[topic].per_s for topic, need in before.topics.items())
-        assert len(problems(before)) <= len(problems(after))
-
-
 @given(rates)
 @example(
     Rates(

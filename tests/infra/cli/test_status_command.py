@@ -4,8 +4,6 @@ import asyncio
 import io
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -137,15 +135,6 @@ def test_a_step_that_fails_more_often_than_it_may_is_an_alarm_that_names_it(
     assert len(found) == alarms and all(line.startswith(said) for line in found)
 
 
-def test_a_pause_is_shown_with_who_asked_for_it_until_somebody_resumes() -> None:
-    paused = (1.0, Directive(order="pause", owner="ann@ops-1", reason="odd feedback"))
-    state = state_of(paused, (1.5, Directive(order="forget", about="9f")), (2, progress("train")), now_s=3)
-    assert state["learning"]["state"] == "paused" and state["alarms"] == []
-    assert "paused by ann@ops-1" in shown(state) and "odd feedback" in shown(state)
-    resumed = state_of(paused, (2.0, Directive(order="continue")), (2, progress("train")), now_s=3)
-    assert resumed["learning"] == {"state": "on"} and "paused" not in shown(resumed)
-
-
 def test_accuracy_is_the_newest_of_each_suite_with_its_interval_and_pass_at_k() -> None:
     results = [
         (0.0, EvalResult(policy="main", version=version, suite=suite, num_tasks=10, num_correct=version))
@@ -262,25 +251,6 @@ def test_a_trainer_without_a_step_says_what_it_waits_for_and_why(reports: tuple[
     assert {role["role"]: role["state"] for role in state["roles"]}["train"] == said
 
 
-@pytest.mark.parametrize(
-    ("now_s", "clock", "silent"),
-    [
-        (9.5, "", False),
-        (12, "", False),
-        (-3600, "this machine's clock is 60 min behind the log's: ages are since the newest report", False),
-        (7230, "the newest report is 2 h old: no role runs, or this machine's clock is ahead of the log's", True),
-    ],
-)
-def test_ages_are_by_the_log_s_clock_which_is_at_its_newest_report_at_least(
-    now_s: float, clock: str, silent: bool
-) -> None:
-    state = state_of((9, progress("explore")), (10, progress("train")), now_s=now_s)
-    assert state["clock"] == clock and [role["silent"] for role in state["roles"]] == [silent, silent]
-    assert (
-        state["roles"][0]["age_s"] - state["roles"][1]["age_s"] == pytest.approx(1.0) and "-" not in shown(state)[:200]
-    )
-
-
 def test_status_of_a_usual_run_fits_80_columns_and_24_lines() -> None:
     counters = dict.fromkeys(("steps", "experiences_trained", "tokens", "policy_versions", "tokens_masked"), 123_456.0)
     drops = {"dropped{reason=equal}": 4012.0, "dropped{reason=stale}": 300.0, "episodes_cancelled{reason=enough}": 9.0}
@@ -366,11 +336,6 @@ def test_what_is_kept_is_shown_with_its_size_and_its_bound_and_without_rows_wher
     assert "kept the newest 50,000 versions: index policies 0 rows, index curves 7 rows" in lines
     (tmp_path / "state" / FILE).write_bytes(b"no index at all" * 1000)
     assert look(tmp_path)[0]["index curves"] == Kept("index curves", "the newest 50,000 versions", None, "rows")
-
-
-def test_looking_at_what_is_kept_loads_no_torch() -> None:
-    said = "import sys, infra.cli.look.status; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", said], capture_output=True, text=True).stdout == "False\n"
 
 
 NOW_S = 1_763_715_600.0

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from infra.cli.demo.char_model import build_char_model
-from infra.cli.exit_codes import CONFIG_ERROR, is_final, last_error
+from infra.cli.exit_codes import CONFIG_ERROR
 from infra.cli.options import SettingsFile
 from infra.cli.run.roles import gateway_config
 from infra.cli.run.stay_down import VARIABLE
@@ -114,27 +114,6 @@ Traceback (most recent call last):
     raise RuntimeError(
 RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
 """
-
-
-@pytest.mark.parametrize(
-    ("log", "cause", "final"),
-    [
-        (None, "", False),
-        ("", "", False),
-        ("a line\n", "a line", False),
-        ("x" * 100_000 + "\nheadrace: cannot \x1b[2Jlisten\n\n", "cannot \x1b[2Jlisten", False),
-        ("ValueError: old\nINFO started role=train pid=2\nINFO killed\n", "INFO killed", False),
-        ("torch.OutOfMemoryError: no room\nWARNING bye\n", "torch.OutOfMemoryError: no room", False),
-        (VLLM, "ValueError: To serve at least one request with the model's max seq len (4096), (0.5 GiB KV cache is "
-         "needed, which is larger than the available KV cache memory (0.1 GiB).", True),
-    ],
-)  # fmt: skip
-def test_the_cause_of_a_role_s_end_is_read_from_its_log(
-    tmp_path: Path, log: str | None, cause: str, final: bool
-) -> None:
-    if log is not None:
-        (tmp_path / "serve.log").write_text(log)
-    assert last_error(tmp_path / "serve.log") == cause and is_final(cause) == final
 
 
 def test_up_prints_the_cause_of_a_role_that_cannot_start_once_and_an_alarm_where_it_goes_on(tmp_path: Path) -> None:

@@ -39,10 +39,6 @@ from tests.streams.collect.collecting import answer
 from tests.streams.collect.collecting import block as answer_block
 
 
-def test_a_second_delivery_is_published_once() -> None:
-    assert account({"experiences": [block("a.0"), block("a.0")]}).published == 2
-
-
 def test_trained_comes_before_any_reason() -> None:
     found = account(
         {

@@ -1,7 +1,5 @@
 """The stable channel follows from the events of `policies` alone."""
 
-from typing import get_args
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +7,7 @@ from msgspec.structs import replace
 
 from infra.policies.fold import MASTERS, PolicyFeed, Stable, fenced, is_overtaken, moved
 from schemas import Directive, PolicyEvent
-from schemas.fields import DirectiveKind, PolicyEventKind
+from schemas.fields import PolicyEventKind
 
 
 def after(*moves: tuple[PolicyEventKind, int], policy: str = "main") -> Stable:
@@ -68,13 +66,6 @@ def test_what_an_overtaken_master_decides_moves_nothing_in_a_log_without_the_lea
     assert not is_overtaken(stable, again) and moved(stable, again, "main").version == 8, "a master decides twice"
 
 
-def test_no_other_directive_and_no_trainers_lease_takes_the_word_from_a_master() -> None:
-    stable = Stable(version=4, promoted=4, lease=3)
-    for order in get_args(DirectiveKind):
-        assert fenced(stable, Directive(order=order), 9).lease == (9 if order == "lease" else 3)
-    assert moved(stable, PolicyEvent(event="lease", policy="main", owner="train"), "main") == stable
-
-
 @given(
     st.lists(
         st.tuples(st.sampled_from(["published", "lease", "orphaned", "held", "promoted"]), st.integers(-1, 50)),
@@ -130,29 +121,6 @@ def trainer_lease() -> PolicyEvent:
     return PolicyEvent(event="lease", policy="main")
 
 
-def test_the_newest_version_is_next() -> None:
-    feed = PolicyFeed("main")
-    for offset, version in enumerate((1, 2, 3)):
-        assert feed.apply(published(version), offset)
-    event = feed.next(0, pinned=(), refused=())
-    assert event is not None and event.version == 3
-
-
-def test_an_engine_never_goes_back() -> None:
-    feed = PolicyFeed("main")
-    feed.apply(published(3), 0)
-    assert feed.next(3, pinned=(), refused=()) is None
-    assert feed.next(5, pinned=(3,), refused=()) is None
-
-
-def test_a_refused_version_is_passed_over() -> None:
-    feed = PolicyFeed("main")
-    feed.apply(published(1), 0)
-    feed.apply(published(2), 1)
-    event = feed.next(0, pinned=(), refused=(2,))
-    assert event is not None and event.version == 1
-
-
 def test_lower_tokens_after_a_newer_lease_count_for_nothing() -> None:
     feed = PolicyFeed("main")
     feed.apply(trainer_lease(), 0)
@@ -199,14 +167,6 @@ def test_only_an_event_with_weights_of_the_followed_policy_announces_any() -> No
     assert not feed.events and feed.newest == 0
     assert feed.apply(said("rolled_back", 4, manifest="m"), 1) is True
     assert list(feed.events) == [4]
-
-
-def test_an_engine_forgets_what_is_older_than_it_holds_and_nothing_else() -> None:
-    feed = PolicyFeed("main")
-    for version in (1, 2, 3):
-        feed.apply(published(version), version)
-    feed.forget_below(2)
-    assert list(feed.events) == [2, 3]
 
 
 def test_the_oldest_that_an_evaluation_waits_for_comes_first() -> None:

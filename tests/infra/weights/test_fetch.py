@@ -40,16 +40,6 @@ class Counting(MemoryStore):
         return super().get(key)
 
 
-def test_fetching_the_held_version_reads_only_its_manifest() -> None:
-    store = Counting()
-    events, weights = put_run(store, 3)
-    follower = PolicyFetcher(store, "main")
-    follower.fetch(events[2])
-    store.read.clear()
-    assert dict(follower.fetch(events[2]).tensors) == weights[2]
-    assert store.read == [events[2].manifest]
-
-
 def test_touched_counts_from_what_the_engine_confirmed() -> None:
     store = MemoryStore()
     weights = [first_weights()]
@@ -89,15 +79,6 @@ def test_an_unreachable_store_is_retriable_and_changes_nothing() -> None:
     assert follower.version == 0
     store.offline = False
     assert dict(follower.fetch(events[1]).tensors) == weights[1]
-
-
-def test_an_event_of_another_policy_or_without_a_manifest_is_the_callers_mistake() -> None:
-    for event in (
-        PolicyEvent(event="lease", policy="main"),
-        PolicyEvent(event="published", policy="other", manifest="x"),
-    ):
-        with pytest.raises(ValueError, match="expected a version of 'main'"):
-            PolicyFetcher(MemoryStore(), "main").fetch(event)
 
 
 # What must be refused ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.policies.chain import NUM_SLICES, names_of_slice, read_manifest
+from infra.policies.chain import NUM_SLICES, read_manifest
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy import Adapter, Probe
 from infra.policies.publish import NewVersion, publish, publish_shares
@@ -121,16 +121,6 @@ def test_after_the_first_anchor_every_version_is_a_delta_and_a_slice() -> None:
     for first in range(39 - NUM_SLICES):
         names = [name for one in slices[first : first + NUM_SLICES] for name in one.names]
         assert sorted(names) == sorted(NAMES), "so many in a row hold each tensor once"
-
-
-def test_slices_share_the_bytes_evenly() -> None:
-    sizes = {f"layers.{layer}.{part}": 1000 * part + 1 for layer in range(64) for part in range(9)}
-    slices = [names_of_slice(sizes, index) for index in range(NUM_SLICES)]
-    assert sorted(name for names in slices for name in names) == sorted(sizes)
-    shares = [sum(sizes[name] for name in names) * NUM_SLICES / sum(sizes.values()) for names in slices]
-    assert max(shares) < 1.1
-    assert [names_of_slice({"only": 5}, index) for index in range(NUM_SLICES)].count(("only",)) == 1
-    assert [name for index in range(NUM_SLICES) for name in names_of_slice({"none": 0, "some": 1}, index)]
 
 
 def test_a_version_that_changes_more_than_an_eighth_has_an_anchor_beside_its_delta() -> None:

@@ -1,10 +1,8 @@
 """A version's tensors in one file of this host's memory, shared by whoever holds them."""
 
-import gc
 import logging
 import multiprocessing
 import os
-import resource
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -228,19 +226,6 @@ def test_a_version_that_another_fills_is_waited_for_and_not_filled_twice(tmp_pat
     assert other.process.exitcode == 0 and left(tmp_path) == [placed.path]
 
 
-def test_a_forked_child_lets_go_of_nothing_that_its_parent_holds(tmp_path: Path) -> None:
-    placed = files_in(tmp_path).place(SHA256, ENTRIES, fill, check)
-    assert placed is not None
-    path = placed.path
-    child = os.fork()
-    if not child:
-        del placed
-        gc.collect()
-        os._exit(0 if path.exists() else 1)
-    assert os.waitpid(child, 0)[1] == 0 and path.exists()
-    assert VersionFiles([tmp_path]) and path.exists(), "its lock is held still"
-
-
 def made(files: VersionFiles, number: int, *, num_values: int = 2**18) -> tuple[FileTensors, dict[str, Tensor]]:
     """A version of more than a MiB in a file, and what it should be."""
     wanted = {"l": from_numpy(np.arange(num_values, dtype=np.float32) + number), "s": bf16(number)}
@@ -256,19 +241,3 @@ def made(files: VersionFiles, number: int, *, num_values: int = 2**18) -> tuple[
     placed = files.place(f"{number:064}", tensor_entries(wanted), put_all, look)
     assert placed is not None
     return placed, wanted
-
-
-def test_a_place_that_fills_up_while_a_file_is_written_is_passed_over_and_nothing_is_left_in_it(tmp_path: Path) -> None:
-    files = files_in(tmp_path)
-    files.metrics = Metrics("explore")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def full(to: Put) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (600, before[1]))  # the kernel gives no more
-        try:
-            fill(to)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-    assert files.place(SHA256, ENTRIES, full, check) is None
-    assert files.metrics.counters() == {"version_files_no_room": 1} and not left(tmp_path)

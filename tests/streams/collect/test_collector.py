@@ -282,13 +282,3 @@ def test_what_new_rules_would_have_closed_by_now_closes_in_portions() -> None:
         closed.append(len(decisions(folded(inbox, now, state=state))))
     assert closed == [PORTION + 1, PORTION + 1, 498, 0], "and the last two when their own time comes"
     assert state.waits() == FeedbackWait()
-
-
-def test_rules_that_did_not_change_move_nothing() -> None:
-    waiting = block(answer("a1b2.0", 0, size=1, lane="live"))
-    inbox = FakePartition().extend([said("hr-none.0.0-0-0", 1.0), block(answer("t.0", 0)), waiting, said(REF, 1.0)])
-    given, state = rules(csat=DAY_MS, user=HOUR_MS), State()
-    folded(inbox, given, state=state)
-    before = {name: group.due_ms for name, group in state.groups.items()}
-    assert len(before) == 3 and go_by(state, given) == 0
-    assert {name: group.due_ms for name, group in state.groups.items()} == before

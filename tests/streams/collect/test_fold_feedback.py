@@ -21,8 +21,6 @@ from streams.collect.feedback import (
     FeedbackRules,
     credited,
     learn_usual,
-    named_answer,
-    newest_edit,
     ratings,
     returns,
     take_feedback,
@@ -195,23 +193,6 @@ def test_four_sessions_of_ten_turns_praised_once_each_are_four_ratings_and_none_
     assert [rating.value for rating in rated] == [1.0] * 4
 
 
-def test_a_rating_is_what_stands_of_each_source_and_rater() -> None:
-    inbox = live_inbox().extend(
-        [
-            said(REF, 0.0, id="1", rater="ann"),
-            said(REF, 1.0, id="2", rater="bob"),
-            said(REF, 0.5, id="3", rater="ann"),
-            said(REF, 0.0, id="4", rater="bob", type="retraction"),
-        ]
-    )
-    assert [values(closure) for closure in closures(inbox)] == [
-        [("ann", 0.0)],
-        [("ann", 0.0), ("bob", 1.0)],
-        [("bob", 1.0), ("ann", 0.5)],
-        [("ann", 0.5)],
-    ]
-
-
 def test_silence_and_its_default_are_no_rating() -> None:
     inbox = live_inbox()
     inbox.append(tick(), after_ms=WINDOW_MS)
@@ -350,32 +331,6 @@ def test_a_retraction_takes_back_all_of_its_rater_at_its_source_and_nobody_elses
     assert on_answer.edits == 2, "no edit was among them"
 
 
-def test_an_edit_counts_once_for_each_change_of_what_stands() -> None:
-    on_answer = AnswerFeedback()
-    assert newest_edit(on_answer) is None
-    for number, (text, rater, edits) in enumerate(
-        [("one", "ann", 1), ("one", "bob", 1), ("two", "bob", 2), ("two", "ann", 2), ("", "ann", 2)]
-    ):
-        edit(on_answer, number, text, rater=rater)
-        assert on_answer.edits == edits
-    assert newest_edit(on_answer) == "two"
-
-
-def test_the_newest_edit_that_can_still_be_opened_stands() -> None:
-    on_answer, asked = AnswerFeedback(), []
-    edit(on_answer, 1, "old", rater="ann", ref=f"hr-{ANSWER}")
-    edit(on_answer, 2, "new", rater="bob")
-    take(on_answer, 3, rater="cid", type="label", text="no edit")
-
-    def opened(text: str, of: str) -> str | None:
-        asked.append((text, of))
-        return None if text == "new" else text.upper()
-
-    assert newest_edit(on_answer, opened) == "OLD" and asked == [("new", ANSWER), ("old", ANSWER)]
-    assert newest_edit(on_answer, lambda text, of: None) is None
-    assert named_answer(f"hr-{ANSWER}") == named_answer(ANSWER) == ANSWER
-
-
 def test_ratings_are_the_newest_of_each_rater_of_each_answer_in_log_order() -> None:
     first, second = AnswerFeedback(), AnswerFeedback()
     take(first, 1, 0.5, rater="ann")
@@ -439,11 +394,3 @@ def test_rating_one_answer_and_taking_it_back_moves_nothing() -> None:
         learn_usual(memories, "acme", {}, {"csat": 1.0})
         learn_usual(memories, "acme", {"csat": 1.0}, {})
     assert usual_value(memories, "acme", "csat") == pytest.approx(before)
-
-
-def test_the_usual_verdict_follows_the_last_ones_with_a_fixed_share() -> None:
-    memories: dict[str, Memory] = {}
-    for value in [1.0] * USUAL_WINDOW + [0.0] * 3:
-        learn_usual(memories, "acme", {}, {"csat": value, "judge": 0.5})
-    assert usual_value(memories, "acme", "csat") == pytest.approx((1 - 1 / USUAL_WINDOW) ** 3)
-    assert usual_value(memories, "acme", "judge") == 0.5

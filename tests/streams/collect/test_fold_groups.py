@@ -8,10 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from infra.chain.chain import ChainResult, Context, Dropped
-from schemas import Closure, Experience, encode
-from schemas.experience import MAX_MEMBERS, is_withdrawal
+from schemas import Closure, Experience
+from schemas.experience import is_withdrawal
 from schemas.ids import request_group
-from schemas.wire.block import split_blocks
 from streams.collect.decision import (
     Chain,
     Decision,
@@ -21,12 +20,9 @@ from streams.collect.feedback import FeedbackRules, take_feedback
 from streams.collect.fold import MAX_ANSWERS
 from streams.collect.rules import Rules
 from streams.collect.state import (
-    MAX_CACHED_BYTES,
-    MEMBER_BYTES,
     AnswerFeedback,
     Attempt,
     BlockPlace,
-    Frames,
     Group,
     LoggedFeedback,
     State,
@@ -165,17 +161,6 @@ def test_closed_groups_are_forgotten_after_keep() -> None:
     assert not state.groups
 
 
-def test_blocks_are_of_one_group_each_in_order_and_of_a_bounded_size() -> None:
-    many = [answer("a.0", number, size=200) for number in range(MAX_MEMBERS + 1)]
-    blocks = split_blocks([many[0], answer("b.0", 0), *many[1:]])
-    assert [(sent_block.group, len(sent_block.experiences)) for sent_block in blocks] == [
-        ("a.0", 64),
-        ("a.0", 1),
-        ("b.0", 1),
-    ]
-    assert [member.episode for member in blocks[0].experiences] == list(range(64)) and split_blocks([]) == ()
-
-
 async def halve(experiences: Sequence[Experience], context: Context) -> ChainResult:
     """A chain that drops even episodes, and rewards the others by their number."""
     odd = tuple(
@@ -265,37 +250,6 @@ def test_what_was_made_of_a_group_goes_on_under_its_own_name_also_where_the_grou
 
 def attempt(number: int = 0, size: int = 2) -> Attempt:
     return Attempt(number, size, "usual", 412, 1_000)
-
-
-def test_decoded_blocks_are_kept_up_to_a_bound_the_oldest_going_first() -> None:
-    member = block(answer("a.0", 0), answer("a.0", 1))
-    half = bytes(MAX_CACHED_BYTES // 2 - 2 * MEMBER_BYTES)
-    saved: list[int] = []
-
-    def load(offset: int) -> bytes:
-        saved.append(offset)
-        return encode(member)
-
-    frames = Frames(load)
-    for offset in range(2):
-        frames.put(offset, member, half)
-    frames.mark_saved()
-    assert frames.get(0) is frames.get(1) is member and not saved, "just what fits"
-    frames.put(2, member, b"x")
-    frames.mark_saved()
-    assert frames.get(1) is frames.get(2) is member and not saved
-    assert frames.get(0) == member and saved == [0]
-    frames.put(3, member, bytes(2 * MAX_CACHED_BYTES))
-    frames.mark_saved()
-    assert frames.get(3) is member and saved == [0], "the newest is always kept"
-    assert frames.get(0) == member and saved == [0, 0], "and alone"
-    frames.remove(0)
-    saved.pop()
-    frames.remove(3)
-    for offset in range(4, 6):
-        frames.put(offset, member, half)
-    frames.mark_saved()
-    assert frames.get(4) is frames.get(5) is member and saved == [0], "what was removed takes no room"
 
 
 def rules(late: str = "amend", window_ms: int = 5_000, **more: object) -> Rules:
