@@ -3,7 +3,7 @@
 Expected are the roles of the settings: as many as [expect] says, or else as many as run, and those that failed within the last
 hour and were not replaced by a process that began later. A process that is started again on any machine replaces itself, so
 none is missing. A process that was stopped in order is missing only where it was the last of its role.
-An app whose master has come to its end expects nothing.
+An app whose master has come to its end expects nothing, and one that began less than STARTING_S ago still loads its models.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +13,7 @@ import msgspec
 from infra.cli.settings import Expect
 
 SEEN_S = 3600.0  # a process that reported within the last hour and did not end in order should still run
+STARTING_S = 60.0  # of the app's first report: a role that neither reported nor failed may still load a model
 OVER = ("stopped", "done", "failed")  # states of a role's last report
 
 
@@ -54,11 +55,14 @@ def missing(wanted: Mapping[str, int], heard: Iterable[Heard], now_s: float, gon
     running = [process for process in processes if now_s - process.last_s < gone_s and process.state not in OVER]
     if not running and any(process.role == "master" and process.state == "done" for process in processes):
         return []
+    starting = bool(running) and now_s - min(process.first_s for process in running) < STARTING_S
     found = []
     for role, number in wanted.items():
         of_role = [process for process in processes if process.role == role]
         here = [process for process in of_role if process in running]
         lost = vacant(of_role, here, now_s)
+        if starting and not here and not lost:
+            continue
         expected = number or max(1, len(here) + len(lost))
         if len(here) < expected:
             count = f"no {role} runs" if not here else f"{len(here)} of {expected} {role} run"

@@ -353,6 +353,7 @@ def heard(name: str, *, ago_s: float = 1.0, began_s: float = 7200.0, state: str 
 OTHERS = (heard("master 1"), heard("process 3"), heard("train 4"))
 ALIVE = (heard("master 1"), heard("process 3"), heard("explore 11"))
 ONE = (*OTHERS, heard("explore 11"))
+BEGUN = (heard("master 1", began_s=9.0), heard("process 3", began_s=4.0))
 LOST = (*ONE, heard("explore 12", ago_s=60.0))
 KILLED = heard("serve 5/0badcafe", ago_s=60.0)
 CRASHES = [
@@ -384,6 +385,9 @@ CRASHES = [
         ((*ONE, heard("explore 12", ago_s=3610.0)), Expect(), ""),  # over an hour ago
         (ONE, Expect(explore=3), "1 of 3 explore run: none has ever reported; see its log"),
         (LOST, Expect(explore=1), ""),  # the file comes first
+        (BEGUN, Expect(), ""),  # models load
+        ((*BEGUN, heard("train 9", ago_s=1.0, began_s=2.0, state="failed", reason="no fit")), Expect(),
+         f"no train runs: train/{VM}/9 ended 1 s ago: no fit"),
     ],
 )  # fmt: skip
 def test_a_role_of_which_too_few_run_is_missing_until_a_later_process_takes_its_place(
