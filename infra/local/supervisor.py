@@ -58,7 +58,7 @@ class Child(msgspec.Struct, frozen=True, kw_only=True):
 class ChildEvent(msgspec.Struct, frozen=True, kw_only=True):
     """A change of a child's state. kind: failing comes once, after ALARM_AFTER failed starts in a row.
 
-    exit_code: -n for signal n.
+    exit_code: -n for signal n. stopping: the supervisor asked the child to stop.
     """
 
     name: str
@@ -66,6 +66,7 @@ class ChildEvent(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     exit_code: int | None = None
     restarts: int = 0
+    stopping: bool = False
 
 
 class ChildState(msgspec.Struct, kw_only=True):
@@ -234,6 +235,7 @@ class Supervisor:
                     pid=state.pid or 0,
                     exit_code=state.exit_code,
                     restarts=state.restarts,
+                    stopping=child.name in self._stopping,
                 )
             )
 

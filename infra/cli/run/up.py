@@ -213,6 +213,8 @@ def end_cause(event: ChildEvent, log: Path) -> str:
     """Why a child has ended, "" where it was stopped or has done its work."""
     if event.exit_code in (0, None, STOPPED):
         return ""
+    if event.exit_code == -signal.SIGKILL and event.stopping:
+        return "killed: it was asked to stop and did not end in time"
     if event.exit_code < 0:
         memory = ", perhaps for want of memory" if event.exit_code == -signal.SIGKILL else ""
         return f"ended by signal {-event.exit_code}{memory}"

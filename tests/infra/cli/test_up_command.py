@@ -20,7 +20,7 @@ from infra.cli.exit_codes import CONFIG_ERROR
 from infra.cli.options import SettingsFile
 from infra.cli.run.roles import gateway_config
 from infra.cli.run.stay_down import VARIABLE
-from infra.cli.run.up import ROLES, broker_child, failed_roles, role_child, roles_to_start, teller
+from infra.cli.run.up import ROLES, broker_child, end_cause, failed_roles, role_child, roles_to_start, teller
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen
 from infra.files import lock_folder
@@ -135,6 +135,18 @@ def test_up_prints_the_cause_of_a_role_that_cannot_start_once_and_an_alarm_where
         "explore has failed 3 times in a row; it is tried again at least every 30 s",
         "explore is not started again: a restart cannot fix this",
     ]
+
+
+@pytest.mark.parametrize(
+    ("stopping", "cause"),
+    [
+        (False, "ended by signal 9, perhaps for want of memory"),
+        (True, "killed: it was asked to stop and did not end in time"),
+    ],
+)
+def test_a_kill_by_up_itself_is_not_told_as_want_of_memory(tmp_path: Path, stopping: bool, cause: str) -> None:
+    event = ChildEvent(name="serve", kind="exited", pid=1, exit_code=-signal.SIGKILL, stopping=stopping)
+    assert end_cause(event, tmp_path / "serve.log") == cause
 
 
 def test_up_obeys_nothing_that_a_role_wrote(tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def test_tiers_stop_from_the_highest_and_a_deaf_child_is_killed(tmp_path: Path) 
     stopped = [event for event in events if event.kind == "stopped"]
     assert {event.name for event in stopped[:2]} == {"role", "deaf"}
     assert stopped[2].name == "broker"
+    assert all(event.stopping for event in stopped)
     codes = {event.name: event.exit_code for event in stopped}
     assert codes == {"broker": -signal.SIGTERM, "role": -signal.SIGTERM, "deaf": -signal.SIGKILL}
 
