@@ -228,8 +228,9 @@ class TrainerConfig(Section, frozen=True):
     """Maximum tokens of a microbatch, which bounds memory; a longer sequence is a microbatch by itself."""
     activation_checkpointing: bool = False
     """Whether the backward computes activations again instead of keeping them."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the forward pass and of published weights."""
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
+    """Type of the forward pass and of published weights. "auto", for an engine's `dtype` too: bfloat16 with an NVIDIA GPU, AMX
+    or AVX512-BF16, else float32."""
     threads: NonNegative = 1
     """CPU threads, pinned. 0 leaves the choice to torch."""
     checkpoint_every: Positive = 20

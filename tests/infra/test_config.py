@@ -17,7 +17,7 @@ from actors.rollout.environments.openenv import OpenEnv
 from actors.rollout.tools.mcp import McpServer
 from actors.rollout.workflow import EpisodeFailed
 from infra.cli.run.roles import read_webhooks
-from infra.cli.settings import load_settings
+from infra.cli.settings import load_settings, usual_dtype
 from infra.settings.config import Duration, Floor, Section, Use, decode, duration_s, read_toml
 from infra.settings.outside import checked_url
 from infra.settings.secret import bearer, read_secret
@@ -346,3 +346,34 @@ def test_an_answer_of_a_service_takes_no_more_memory_than_its_limit(
 
     asyncio.run(scene())
     assert requests and all(b"accept-encoding: identity\r\n" in request for request in requests)
+
+
+@pytest.mark.parametrize(
+    ("flags", "card", "dtype"),
+    [
+        ("fpu avx512_bf16", False, "bfloat16"),
+        ("amx_bf16", False, "bfloat16"),
+        ("avx2", False, "float32"),
+        ("avx2", True, "bfloat16"),
+        (None, False, "float32"),
+    ],
+)
+def test_auto_is_bfloat16_where_the_machine_multiplies_it(
+    flags: str | None, card: bool, dtype: str, tmp_path: Path
+) -> None:
+    if flags is not None:
+        (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
+    if card:
+        (tmp_path / "nvidiactl").touch()
+    assert usual_dtype(tmp_path / "cpuinfo", tmp_path / "nvidiactl") == dtype
+
+
+def test_auto_is_resolved_for_the_trainer_and_every_engine(tmp_path: Path) -> None:
+    (tmp_path / "headrace.toml").write_text(
+        'app = "bot"\n[engine]\nuse = "a:b"\noptions = { dtype = "auto", seed = 3 }\n[trainer]\ndtype = "auto"\n[gateway]\n'
+        '[gateway.engine]\nuse = "a:b"\noptions = { dtype = "auto" }\n'
+    )
+    settings = load_settings(tmp_path / "headrace.toml")
+    assert settings.gateway is not None and settings.gateway.engine is not None
+    assert settings.engine.options == {"dtype": usual_dtype(), "seed": 3}
+    assert settings.trainer.dtype == settings.gateway.engine.options["dtype"] == usual_dtype()

@@ -71,15 +71,6 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.task == TRAFFIC.name
 
 
-def cpu_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """bfloat16 where the CPU multiplies it in hardware (AVX512-BF16 or AMX), else float32."""
-    try:
-        flags = cpuinfo.read_text(encoding="utf-8").split()
-    except OSError:
-        return "float32"
-    return "bfloat16" if {"avx512_bf16", "amx_bf16"} & set(flags) else "float32"
-
-
 def task_of(name: str) -> DemoTask:
     """The task of that name. Raises ConfigError where there is none."""
     if name not in TASKS:
@@ -99,7 +90,7 @@ def demo_toml(options: DemoOptions) -> str:
         raise ConfigError(f"--agent: got one with --task {options.task}, expected --task {playable}")
     usual, expert = task.lanes[options.control]
     toy = task.vocabulary is not None
-    dtype = "float32" if toy else cpu_dtype()
+    dtype = "float32" if toy else "auto"
     engine = ENGINES[options.engine].format(
         dtype=dtype, max_model_len=task.max_model_len, max_sequences=256 if toy else 128
     )

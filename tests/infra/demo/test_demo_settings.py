@@ -13,7 +13,7 @@ from actors.tasksets.guess import HIGH, HIGHER, INVALID, LOWER, TURNS, guess, gu
 from actors.tasksets.taskset import Demonstration
 from infra.cli.demo.char_model import build_char_model
 from infra.cli.demo.demo import write_settings
-from infra.cli.demo.settings import ENGINES, TASKS, DemoOptions, cpu_dtype, demo_toml
+from infra.cli.demo.settings import ENGINES, TASKS, DemoOptions, demo_toml
 from infra.cli.demo.tasks import DemoTask
 from infra.cli.settings import Settings, load_settings
 from infra.settings.plugin import find
@@ -193,12 +193,3 @@ def test_the_same_folder_goes_on_only_with_the_same_options(tmp_path: Path) -> N
     settings(tmp_path, seed=1)
     with pytest.raises(ConfigError, match="other options"):
         settings(tmp_path, seed=2)
-
-
-@pytest.mark.parametrize(
-    ("flags", "dtype"), [("fpu avx512_bf16", "bfloat16"), ("amx_bf16", "bfloat16"), ("avx2", "float32")]
-)
-def test_a_chat_model_learns_in_bfloat16_where_the_cpu_multiplies_it(flags: str, dtype: str, tmp_path: Path) -> None:
-    (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
-    assert cpu_dtype(tmp_path / "cpuinfo") == dtype
-    assert cpu_dtype(tmp_path / "none") == "float32"
