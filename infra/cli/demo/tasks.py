@@ -145,6 +145,7 @@ INSTRUCTIONS = DemoTask(
         learning_rate="3e-5",
         trainer="""\
 dtype = "{dtype}"
+threads = 2
 max_tokens_per_microbatch = 2048
 """,
         lanes="the demonstrations are for the warm-up alone",

@@ -80,7 +80,8 @@ def console_child(settings: Settings, chosen: SettingsFile, link: str) -> Child:
 
 def child_environment(settings: Settings) -> dict[str, str]:
     """Environment of every role: one thread each where cores are few, and compiled modules kept where Python may not."""
-    environment = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # A thread of OpenMP that waits gives its core away: the roles have more threads than the machine has cores.
+    environment = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE"}
     if (os.cpu_count() or 1) <= 4:
         environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     if os.environ.get("PYTHONDONTWRITEBYTECODE"):
