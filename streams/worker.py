@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from infra.chain.chain import Step
 from infra.log.bus import Partition, RecordPosition
@@ -86,19 +86,6 @@ class HeldTopic(NamedTuple):
     marks: dict[int, int]
 
 
-@runtime_checkable
-class Companion(Protocol):
-    """A step's function that also runs beside the stages."""
-
-    async def accompany(self, log: Log, metrics: Metrics) -> None:
-        """Run until cancelled."""
-
-
-def companions(steps: Sequence[Step]) -> list[Companion]:
-    functions: list[object] = [step.function for step in steps]
-    return [function for function in functions if isinstance(function, Companion)]
-
-
 async def run_worker(
     role: Role,
     config: StreamsConfig,
@@ -134,15 +121,10 @@ async def run_worker(
                 )
                 _feed(hosts[-1], role, tasks, steps, settings, log_time)
             listening = tasks.create_task(run_sources(sources, log, metrics, folder.path))
-            beside = [
-                tasks.create_task(companion.accompany(log, metrics))
-                for companion in companions([*steps["verify"], *steps["collect"]])
-            ]
             try:
                 await _host(hosts, role, log_time)
             finally:
-                for task in (listening, *beside):
-                    task.cancel()
+                listening.cancel()
     except BaseExceptionGroup as errors:
         raise causes(errors)[0] from errors
     finally:

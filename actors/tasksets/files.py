@@ -12,7 +12,7 @@ import csv
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,7 +22,7 @@ from schemas.errors import ConfigError
 
 Row = TypeVar("Row", Task, Demonstration, Preference)
 
-MAX_LINE_BYTES = 16 * 1024 * 1024
+MAX_CELL_CHARS = 16 * 1024 * 1024
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 TEXTS = ("id", "answer", "response", "chosen", "rejected")
 
@@ -97,17 +97,16 @@ def count_rows(path: Path) -> int | None:
         return None
     try:
         with path.open("rb") as file:
-            return sum(1 for line in _bounded(file) if line.strip()) - (path.suffix in SEPARATORS)
+            return sum(1 for line in file if line.strip()) - (path.suffix in SEPARATORS)
     except OSError as error:
         raise _unreadable(path, error) from error
 
 
 def _cells(path: Path) -> Iterator[tuple[str, Cells | Broken]]:
     if path.is_dir() or path.suffix == ".parquet":
-        from actors.tasksets.arrow import read_apart
+        from actors.tasksets.arrow import read_table
 
-        for where, cells in read_apart(path):
-            yield where, Broken(where, cells) if isinstance(cells, str) else cells
+        yield from read_table(path)
     elif path.suffix in SEPARATORS:
         yield from _csv(path, SEPARATORS[path.suffix])
     else:
@@ -117,24 +116,14 @@ def _cells(path: Path) -> Iterator[tuple[str, Cells | Broken]]:
 def _json_lines(path: Path) -> Iterator[tuple[str, Cells | Broken]]:
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(_bounded(file), start=1):
+            for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield f"{path}:{number}", _object(line, f"{path}:{number}")
     except OSError as error:
         raise _unreadable(path, error) from error
 
 
-def _bounded(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file; of one that is too long its first MAX_LINE_BYTES + 1 bytes, so that it is known by its length."""
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        yield line
-        while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):  # the rest of it
-            line = file.readline(MAX_LINE_BYTES + 1) or b"\n"
-
-
 def _object(line: bytes, where: str) -> Cells | Broken:
-    if len(line) > MAX_LINE_BYTES:
-        return Broken(where, f"got a line of more than {MAX_LINE_BYTES} bytes, expected at most as many")
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -142,10 +131,10 @@ def _object(line: bytes, where: str) -> Cells | Broken:
 
 
 def _csv(path: Path, separator: str) -> Iterator[tuple[str, Cells | Broken]]:
-    csv.field_size_limit(MAX_LINE_BYTES)
+    csv.field_size_limit(MAX_CELL_CHARS)
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
-            rows = csv.reader(_bounded_text(lines, path), delimiter=separator, strict=True)
+            rows = csv.reader(lines, delimiter=separator, strict=True)
             header = next(rows, [])
             while True:
                 where = f"{path}:{rows.line_num + 1}"
@@ -160,13 +149,6 @@ def _csv(path: Path, separator: str) -> Iterator[tuple[str, Cells | Broken]]:
                     yield where, _named(header, row, where)
     except (OSError, csv.Error) as error:
         raise _unreadable(path, error) from error
-
-
-def _bounded_text(file: TextIO, path: Path) -> Iterator[str]:
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        if len(line) > MAX_LINE_BYTES:
-            raise ConfigError(f"{path}: got a line of more than {MAX_LINE_BYTES} characters, expected at most as many")
-        yield line
 
 
 def _named(header: list[str], row: list[str], where: str) -> Cells | Broken:

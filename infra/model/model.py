@@ -407,12 +407,25 @@ class Classifier:
         return [float(value) for value in logits]
 
 
-def build_classifier(folder: str | Path) -> Classifier:
-    """The sequence classifier that a folder's config.json describes, with weights yet to be loaded. Raises ConfigError."""
+def load_classifier(folder: str | Path) -> Classifier:
+    """The sequence classifier of a folder, in float32. Raises ConfigError, also where a weight is not in its files."""
+    import torch
     from transformers import AutoModelForSequenceClassification
 
+    expected = "config.json of a sequence classifier and *.safetensors"
     try:
-        model = AutoModelForSequenceClassification.from_config(own_kernels(folder), trust_remote_code=False)
+        with no_progress_bars():
+            model, found = AutoModelForSequenceClassification.from_pretrained(
+                str(folder),
+                config=own_kernels(folder),
+                dtype=torch.float32,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        if missing := sorted(found["missing_keys"]):
+            raise ValueError(f"no weights of {missing[0]} ({len(missing)} are missing)")
     except (OSError, ValueError) as error:
-        raise not_loadable("classifier", folder, "config.json of a sequence classifier", error) from error
-    return Classifier(model.float().eval())
+        raise not_loadable("classifier", folder, expected, error) from error
+    return Classifier(model.eval())

@@ -20,7 +20,7 @@ from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.model.model import folder_tensors, load_tokenizer
 from infra.store.store import Store
-from schemas import Batch, Closure, DeadLetter, DropMarker, EvalResult, Experience, PolicyEvent, Progress, Task, topics
+from schemas import Batch, Closure, DeadLetter, DropMarker, EvalResult, Experience, Progress, Task, topics
 from schemas.ids import task_of
 from tests.actors.rig import TopicArrivals, folder_store, running, until
 from tests.e2e.demo_run import last_words
@@ -121,11 +121,10 @@ async def roles(settings: Settings, log: Log, store: Store) -> AsyncIterator[Non
         await asyncio.wait(tasks, timeout=60)
 
 
-async def turn(file: Path, settings: Settings, store: Store, quality: PolicyEvent) -> tuple[Flow, Result]:
+async def turn(file: Path, settings: Settings, store: Store) -> tuple[Flow, Result]:
     """Let the loop turn, change a chain under it, and let it turn on; what went through, and the status then."""
     log = Log(KafkaBus(settings.kafka.bootstrap_servers), settings.app, store=store)
     await log.bus.start()
-    await log.publish(topics.POLICIES, quality)
     flow = Flow(log)
     worker = role_child(settings, SettingsFile(file), "process")
     listening = [asyncio.create_task(item.listen()) for item in flow.heard.values()]
@@ -148,10 +147,10 @@ def test_every_box_does_its_part_and_a_chain_is_changed_while_the_others_run(
     sandbox_or_skip()
     store = folder_store(tmp_path / "store")
     with services() as address:
-        file, quality = prepare(tmp_path, app_name, kafka, address, store)
+        file = prepare(tmp_path, app_name, kafka, address)
         load(file)
         try:
-            flow, status = asyncio.run(turn(file, load_settings(file), store, quality))
+            flow, status = asyncio.run(turn(file, load_settings(file), store))
         except AssertionError as error:
             raise AssertionError(f"{error}{last_words(tmp_path)}") from error
     tasks_were_prepared(flow)
@@ -207,7 +206,7 @@ def answers_were_judged(flow: Flow) -> None:
     models = {
         score.version for item in flow.experiences(topics.VERIFIED) for score in item.scores if score.name == "quality"
     }
-    assert models == {"1+quality-0"}
+    assert models == {"2"}
     counted = {
         name for entry in flow.of(topics.REPORTS, Progress) if entry.role == "process" for name in entry.counters
     }

@@ -9,12 +9,11 @@ from typing import Any
 from actors.engines.engine import Completion, OnChunk, Sampling
 from actors.engines.torch import TorchEngine
 from infra.cli.demo.char_model import CHARACTERS, TURNS_TEMPLATE, Size, Vocabulary, build_char_model
-from infra.model.model import Tokenizer, build_classifier, model_tensors
-from infra.policies.publish import NewVersion, publish
+from infra.model.model import Tokenizer
 from infra.store.images import Pixels
-from infra.store.store import Store
-from schemas import PolicyEvent, Span
+from schemas import Span
 from tests.http_endpoint import http_endpoint
+from tests.streams.scores.test_model_score import classifier
 
 VOCABULARY = Vocabulary(words=CHARACTERS, pattern=r"[\s\S]", chat_template=TURNS_TEMPLATE)
 TESTS = json.dumps({"function": "double", "calls": [{"args": [4], "equals": 8}]})
@@ -169,7 +168,7 @@ options = {{ endpoint = {{ url = "{services}/rubric", model = "j" }}, criteria =
 name = "quality"
 use = "streams.scores.model:Model"
 timeout_s = 60
-options = {{ folder = "{folder}/quality", policy = "quality", wait_s = 30 }}
+options = {{ folder = "{folder}/quality" }}
 
 [reward]
 blend = {{ exact = 1, math = 1, k12 = 1, vision = 1, code = 1, environment = 1, judge = 0.5, rubric = 0.5, quality = 0.1 }}
@@ -205,8 +204,8 @@ def change_chain(file: Path) -> None:
     file.write_text(file.read_text() + NOTICED)
 
 
-def prepare(folder: Path, app: str, broker: str, services: str, store: Store) -> tuple[Path, PolicyEvent]:
-    """Write settings, plugin, rows and models; publish a reward model. Returns the TOML and the event to announce."""
+def prepare(folder: Path, app: str, broker: str, services: str) -> Path:
+    """Write settings, plugin, rows and models. Returns the TOML."""
     (folder / "plugins").mkdir()
     (folder / "plugins" / "whole.py").write_text(PLUGIN)
     file = folder / "headrace.toml"
@@ -214,15 +213,8 @@ def prepare(folder: Path, app: str, broker: str, services: str, store: Store) ->
     for name, rows in ROWS.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{no row\n")
     build_char_model(folder / "model", 3, VOCABULARY, Size(hidden=64, layers=2))
-    quality = build_char_model(folder / "quality", 4, VOCABULARY, Size(hidden=64, layers=1))
-    config = json.loads((quality / "config.json").read_text())
-    labels = {"id2label": {"0": "good"}, "label2id": {"good": 0}, "architectures": ["Qwen3ForSequenceClassification"]}
-    (quality / "config.json").write_text(json.dumps({**config, **labels}))
-    tensors = model_tensors(build_classifier(quality).module)
-    event = publish(
-        store, NewVersion(policy="quality", token=0, version=0, parent=-1, step=0), tensors, previous=None, probe=None
-    )
-    return file, event
+    classifier(folder / "quality", 0.01, VOCABULARY)
+    return file
 
 
 @contextmanager

@@ -4,11 +4,8 @@ import importlib.metadata
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from actors.tasksets.arrow import read_apart
 from infra.cli.options import SettingsFile
 from infra.cli.run.up import ROLES, broker_child, index_child, role_child
 from infra.cli.settings import load_settings
@@ -55,9 +52,7 @@ def test_no_role_imports_a_module_from_the_current_folder(hostile: Path, tmp_pat
 def test_no_helper_process_imports_a_module_from_the_current_folder(
     hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "tasks.parquet")
     monkeypatch.chdir(hostile)
-    assert [cells for _, cells in read_apart(tmp_path / "tasks.parquet")] == [{"prompt": "a"}]
     child = ScoreChild("streams.scores.pattern_worker")
     child.close()
     assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
