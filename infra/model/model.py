@@ -5,7 +5,7 @@ its chat template writes, whatever its messages and tools say (see `infra.model.
 """
 
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -223,24 +223,30 @@ def load_model(folder: str | Path, *, dtype: str = "float32") -> "torch.nn.Modul
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
-    import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = AutoModelForImageTextToText if takes_pictures(folder) else AutoModelForCausalLM
+    return _loaded(kind, "model", folder, "config.json", dtype)[0]
+
+
+def _loaded(kind: Any, what: str, folder: str | Path, config: str, dtype: str) -> "tuple[torch.nn.Module, list[str]]":
+    """The model of a folder as this class of transformers, and the names of weights that its files lack."""
+    import torch
+
     try:
         with no_progress_bars():
-            model = kind.from_pretrained(
+            model, found = kind.from_pretrained(
                 str(folder),
                 config=own_kernels(folder),
                 dtype=getattr(torch, dtype),
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
+                output_loading_info=True,
             )
     except (OSError, ValueError) as error:
-        raise not_loadable("model", folder, "config.json and *.safetensors", error) from error
-    module: torch.nn.Module = model.eval()
-    return module
+        raise not_loadable(what, folder, f"{config} and *.safetensors", error) from error
+    return model.eval(), sorted(found["missing_keys"])
 
 
 def meta_model(folder: str | Path, *, dtype: str = "float32") -> "torch.nn.Module":
@@ -395,37 +401,20 @@ def not_loadable(what: str, folder: str | Path, expected: str, error: Exception)
     return ConfigError(f"{what}: cannot be loaded from {folder}, expected a local folder with {expected}: {first_line}")
 
 
-class Classifier:
-    def __init__(self, module: "torch.nn.Module") -> None:
-        self.module = module
-
-    def logits(self, tokens: Sequence[int]) -> list[float]:
-        import torch
-
-        with torch.inference_mode():
-            logits = self.module(input_ids=torch.tensor([list(tokens)])).logits[0]
-        return [float(value) for value in logits]
-
-
-def load_classifier(folder: str | Path) -> Classifier:
-    """The sequence classifier of a folder, in float32. Raises ConfigError, also where a weight is not in its files."""
+def load_classifier(folder: str | Path) -> Callable[[Sequence[int]], list[float]]:
+    """The sequence classifier of a folder, in float32: logits of tokens. Raises ConfigError, also where a weight is not in its
+    files.
+    """
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    expected = "config.json of a sequence classifier and *.safetensors"
-    try:
-        with no_progress_bars():
-            model, found = AutoModelForSequenceClassification.from_pretrained(
-                str(folder),
-                config=own_kernels(folder),
-                dtype=torch.float32,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
-        if missing := sorted(found["missing_keys"]):
-            raise ValueError(f"no weights of {missing[0]} ({len(missing)} are missing)")
-    except (OSError, ValueError) as error:
-        raise not_loadable("classifier", folder, expected, error) from error
-    return Classifier(model.eval())
+    kind, described = AutoModelForSequenceClassification, "config.json of a sequence classifier"
+    module, missing = _loaded(kind, "classifier", folder, described, "float32")
+    if missing:
+        raise ConfigError(f"classifier: {folder} has no weights of {missing[0]} ({len(missing)} are missing)")
+
+    def logits(tokens: Sequence[int]) -> list[float]:
+        with torch.inference_mode():
+            return [float(value) for value in module(input_ids=torch.tensor([list(tokens)])).logits[0]]
+
+    return logits

@@ -33,7 +33,7 @@ class Model:
         self.folder = folder
         self.label = label
         self.max_tokens = max_tokens
-        self._classifier, self._tokenizer = load_classifier(folder), load_tokenizer(folder)
+        self._logits, self._tokenizer = load_classifier(folder), load_tokenizer(folder)
 
     def __call__(self, experience: Experience) -> Verdict:
         """Raises ValueError for a verdict that is not finite."""
@@ -41,7 +41,7 @@ class Model:
         tokens = self._tokenizer.encode_chat(text)[-self.max_tokens :]
         if not tokens:
             return Verdict(reason="nothing to judge")
-        return Verdict(value=probability(self._classifier.logits(tokens), self.label))
+        return Verdict(value=probability(self._logits(tokens), self.label))
 
 
 def ending(messages: Sequence[Message], max_chars: int) -> tuple[Message, ...]:
