@@ -29,10 +29,10 @@ def drop_weak(
 ) -> tuple[Experience | Drop, ...]:
     """Drop an experience whose advantages, also those of its turns, are smaller than `below` in size; one without passes.
 
-    What is left of a lane weighs less by as much as was dropped, so that each of its tokens adds what it would have added
-    to the whole. below: size of an advantage; the default drops what is 0 but for rounding. mean: what the lanes' losses
-    are means over (sequences for gspo, topr and opmd). What a loss adds whatever the advantage (its pull to μ, the lane's
-    kl and entropy) is lost with what is dropped.
+    What is left of a lane weighs less by as much as was dropped, so that each of its tokens adds what it would have added to
+    the whole. below: size of an advantage; the default drops what is 0 but for rounding. mean: items that the lanes' losses are
+    means over (sequences for gspo, topr and opmd). What a loss adds whatever the advantage (its pull to μ, the lane's kl and
+    entropy) is lost with what is dropped.
     """
     gone = [
         experience.advantage is not None
@@ -73,8 +73,8 @@ def normalize_advantages(
     """(A - mean) / (std + epsilon) over the members of a lane that have an advantage; the others pass. REINFORCE++,
     arXiv 2501.03262. A lane's advantages are of its own kind (a task's group, a person's rating): others do not scale them.
 
-    Each sequence counts once, however long; by how much its turns differ from it is not scaled. Fewer
-    than two, or all alike, pass unchanged. center: whether the mean is taken off. epsilon: keeps a tiny std from dividing.
+    Each sequence counts once, however long; by how much its turns differ from it is not scaled. Fewer than two, or all alike,
+    pass unchanged. center: whether the processor subtracts the mean. epsilon: keeps a tiny std from dividing.
     """
     values: dict[str, list[float]] = {}
     for experience in batch:

@@ -46,11 +46,11 @@ Finished = asyncio.Future[Completion]
 
 
 class TorchEngine:
-    """model: a folder, or a name in the local Hugging Face cache. dtype: of weights and computation, as torch names it.
+    """model: a folder, or a name in the local Hugging Face cache. dtype: torch's name of the type of weights and computation.
     max_model_len: tokens of prompt and answer together; left out, what the model says. max_sequences: sequences sampled at
-    once; more wait. threads: torch's, None leaves them alone. routing: record the experts of each token, for
-    `trainer.routing = "replay"`. kv: what a reload does with the keys and values of running sequences; layers that remember
-    otherwise are computed anew at every step.
+    once; more wait. threads: torch's, None leaves them alone. routing: record the experts of each token, for `trainer.routing =
+    "replay"`. kv: treatment of the keys and values of running sequences at a reload; layers that remember otherwise are
+    computed anew at every step.
     """
 
     def __init__(

@@ -30,16 +30,15 @@ from schemas.errors import ConfigError
 
 class ProgramOptions(Section, frozen=True):
     """One of use, command and url. use: a function, `module:name`, sync or async, that takes any of task, base_url, key and
-    model. command: what is run for each episode, with the task as JSON on its standard input; OPENAI_BASE_URL, OPENAI_API_KEY,
-    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and HEADRACE_MODEL are set. url: of a service that is sent task, base_url, api_key
-    and model. What it returns, prints as its last line, or answers: nothing, a number, or {"reward": 1.0, "rewards": {…},
-    "turns": [{"id": "…", "rewards": {…}}], "answer": "…", "end": "truncated"}.
+    model. command: command that runs for each episode, with the task as JSON on its standard input; OPENAI_BASE_URL,
+    OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and HEADRACE_MODEL are set. url: address of a service that receives
+    task, base_url, api_key and model. What it returns, prints as its last line, or answers: nothing, a number, or {"reward":
+    1.0, "rewards": {…}, "turns": [{"id": "…", "rewards": {…}}], "answer": "…", "end": "truncated"}.
 
-    options: of the function. environment: variables of the command. sandbox: confines the command. listen: host:port where
-    programs reach the policy; another address than loopback's is for a service that runs elsewhere: whoever reaches it and has
-    an episode's key can ask. sampling: "task" draws as the task says, "program" with the temperature, top_p and seed that the
-    program asks for.
-    at_once, requests: of one episode; more are refused.
+    options: options of the function. environment: variables of the command. sandbox: confines the command. listen: host:port
+    where programs reach the policy; another address than loopback's is for a service that runs elsewhere: whoever reaches it
+    and has an episode's key can ask. sampling: "task" draws as the task says, "program" with the temperature, top_p and seed
+    that the program asks for. at_once, requests: concurrent and total requests of an episode; further ones are refused.
 
     Example: ProgramOptions(command=("node", "agent.mjs"))
     """

@@ -49,8 +49,8 @@ def raise_broken(broken: Broken) -> None:
 def tasks(*, path: str, fields: dict[str, str] | None = None, split: str = "") -> Iterator[Task]:
     """The tasks of a file, as a taskset. Raises ConfigError for a broken row.
 
-    path: of the JSONL or Parquet file, or of a folder of such. fields: our name to the file's, as {"prompt": "question"}; left
-    out where they are the same. split: of rows without one, "" for none.
+    path: a JSONL or Parquet file, or a folder of such files. fields: our name to the file's, as {"prompt": "question"}; left
+    out where they are the same. split: split of rows without a split, "" for none.
     """
     return read_rows(Path(path), Task, fields=fields, split=split)
 

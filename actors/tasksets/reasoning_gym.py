@@ -11,8 +11,8 @@ from schemas.errors import ConfigError
 def reasoning_gym(
     *, generator: str, size: int = 1000, seed: int = 0, split: str = "train", options: dict[str, Any] | None = None
 ) -> Iterator[Task]:
-    """Tasks of a generator of reasoning-gym. size: how many. split: of all of them. generator: its name, as "chain_sum".
-    options: of the generator. Another split needs another seed.
+    """Tasks of a generator of reasoning-gym. size: number of tasks. split: split of all tasks. generator: its name, as
+    "chain_sum". options: options of the generator. Another split needs another seed.
 
     Raises ConfigError for a generator or an option that does not exist.
     """

@@ -73,14 +73,13 @@ class HiddenTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Code:
     """1.0 where the last code block of the response passes all tests of meta[tests], else 0.0; None without tests.
 
-    meta[tests] is JSON: {"function": "add", "calls": [{"args": [2, 3], "equals": 5}]}, or for programs
-    {"runs": [{"stdin": "2 3", "stdout": "5"}]}. All calls share one process, each run has its own. Without a fenced
-    block the whole response is the code. tests: name in meta of the hidden tests. partial: the share of tests passed
-    instead. command: how a program is run, {file} in it is its path (["perl", "{file}"], ["sh", "-c", "g++ -o /tmp/a {file}
-    && /tmp/a"]); calls are for Python only. suffix: of that file. tolerance: relative, of numbers with a fraction (a whole
-    number must be met to 1e-6). limits: of each process, see `infra.sandbox.command.Limits`. readable: host paths that
-    programs may read. concurrency: runs at once, 0 is one per CPU; the step's timeout_s has to cover the time spent waiting
-    for the others.
+    meta[tests] is JSON: {"function": "add", "calls": [{"args": [2, 3], "equals": 5}]}, or for programs {"runs": [{"stdin": "2
+    3", "stdout": "5"}]}. All calls share one process, each run has its own. Without a fenced block the whole response is the
+    code. tests: name in meta of the hidden tests. partial: the share of tests passed instead. command: command that runs a
+    program; {file} in it is its path (["perl", "{file}"], ["sh", "-c", "g++ -o /tmp/a {file} && /tmp/a"]); calls are for Python
+    only. suffix: suffix of that file. tolerance: relative, of numbers with a fraction (a whole number must be met to 1e-6).
+    limits: limits of each process, see `infra.sandbox.command.Limits`. readable: host paths that programs may read.
+    concurrency: runs at once, 0 is one per CPU; the step's timeout_s has to cover the time spent waiting for the others.
     """
 
     def __init__(

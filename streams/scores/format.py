@@ -16,9 +16,9 @@ class Format:
     r"""1.0 where the regular expression matches the whole response, else 0.0. pattern: it, as Python writes it. dotall: "."
     matches line ends too.
 
-    The whole response, not a part of it: an answer that quotes the shape on the way has not kept to it. Longer
-    responses than 65,536 characters have not either. timeout_s: of one match; a pattern that backtracks without end, such
-    as (a+)+b, holds nothing but its own process, and the answer is dropped as "score timed out".
+    The whole response, not a part of it: an answer that quotes the shape on the way has not kept to it. Longer responses than
+    65,536 characters have not either. timeout_s: seconds for a match; a pattern that backtracks without end, such as (a+)+b,
+    holds nothing but its own process, and the answer is dropped as "score timed out".
 
     Example: pattern = "<think>(?:(?!</?think>).)*</think>\\s*<answer>(?:(?!</?answer>).)*</answer>"
     """

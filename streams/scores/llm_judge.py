@@ -37,9 +37,9 @@ class Criterion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Rubric:
     """The weight of met criteria over all weight, 0 to 1. endpoint: see `EndpointConfig`.
 
-    criteria: texts, or tables with text and weight (above 0). key: of meta, where a task brings its own criteria as a
-    JSON list; they come after those of all tasks. Without any criterion there is no verdict. answer:
-    the reference that is shown, see `Experience.reference`.
+    criteria: texts, or tables with text and weight (above 0). key: name in meta where a task has its own criteria as a JSON
+    list; they come after those of all tasks. Without any criterion there is no verdict. answer: the reference that is shown,
+    see `Experience.reference`.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ FRAME = (
 @score(version=1)
 class Judge:
     """The judge's grade as 0 to 1. low: the worst grade, which becomes 0. high: the best, which becomes 1. endpoint: see
-    `EndpointConfig`. instruction: what to grade by. answer: the reference that is shown, see `Experience.reference`; "" for
+    `EndpointConfig`. instruction: rules of the grade. answer: the reference that is shown, see `Experience.reference`; "" for
     none.
     """
 

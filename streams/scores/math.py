@@ -31,9 +31,9 @@ _FORMULA = re.compile(r"[\^_=+*<>\\{}]")
 class Math:
     """1.0 where the last answer equals the reference, 0.0 where it differs or is missing; None without a reference.
 
-    The answer is the last \\boxed{…}; else, in the last line, what follows "answer is" or "answer:"; else that line if
-    it is a bare expression, or its only number (a sentence with a formula has none). answer: see
-    `Experience.reference`. boxed: only \\boxed{…} counts. timeout_s: of one comparison.
+    The answer is the last \\boxed{…}; else, in the last line, what follows "answer is" or "answer:"; else that line if it is a
+    bare expression, or its only number (a sentence with a formula has none). answer: see `Experience.reference`. boxed: only
+    \\boxed{…} counts. timeout_s: seconds for a comparison.
     """
 
     def __init__(self, *, answer: str = "answer", boxed: bool = False, timeout_s: float = 5.0) -> None:

@@ -22,8 +22,8 @@ class Model:
     """The probability that a classifier gives to `label`: softmax over its classes, or the sigmoid of its only one.
 
     folder: config.json, weights, tokenizer and chat template, relative to where the worker runs; read when it starts. label:
-    index of the class, -1 the last. max_tokens: of the conversation, the end of which counts; of its text no more than 8
-    characters per token are read.
+    index of the class, -1 the last. max_tokens: limit of the conversation, whose end counts; the score reads at most 8
+    characters of text per token.
     """
 
     def __init__(self, *, folder: str, label: int = -1, max_tokens: int = 2048) -> None:

@@ -129,16 +129,14 @@ _DENIAL = re.compile(r"\b(?:not|never|no\s+longer)\b|n't\b|\bor\b", re.IGNORECAS
 class Vision(msgspec.Struct, frozen=True, kw_only=True):
     """1.0 where the answer is right, else 0.0; None without a reference, or where no kind is asked for.
 
-    answer: see `Experience.reference`.
-    kind: "" takes meta["kind"]; a task that says none, or one of another score, asks nothing of an image. count: one
-    number, in digits or words. read: at most max_error edits per character of the reference; max_error: of read, 0.1 allows
-    one edit in ten characters; case: upper and lower case differ; white space runs are one space. choose: see `k12`, with
-    meta[options]; options: name in meta of what may be chosen.
-    box: every box of the JSON in the reference is met by one of the answer's, and none is left over, where met means
-    intersection over union of `threshold` or more; format: of the answer's boxes: left, top and right, bottom or width,
-    height; reference_format: of the reference's;
-    threshold: of that intersection over union.
-    partial: for read 1 − edits per character; for boxes 2 · met / (given + wanted), the F1.
+    answer: see `Experience.reference`. kind: "" takes meta["kind"]; a task that says none, or one of another score, asks
+    nothing of an image. count: one number, in digits or words. read: at most max_error edits per character of the reference;
+    max_error: limit of read: 0.1 allows one edit in ten characters; case: upper and lower case differ; white space runs are one
+    space. choose: see `k12`, with meta[options]; options: name in meta of what may be chosen. box: every box of the JSON in the
+    reference is met by one of the answer's, and none is left over, where met means intersection over union of `threshold` or
+    more; format: numbers of the answer's boxes: left, top and right, bottom or width, height. reference_format: numbers of the
+    reference's boxes. threshold: least intersection over union. partial: partial scores: for read 1 − edits per character; for
+    boxes 2 · met / (given + wanted), the F1.
     """
 
     kind: Literal["", "count", "read", "choose", "box"] = ""

@@ -65,8 +65,8 @@ def langfuse_score(
     """A score of Langfuse that names an answer: in its metadata (`answer_id` or `gen_ai.response.id`), or because it is of a
     session or an observation with the answer's id.
 
-    lowest, highest: what a numeric score is measured on; it becomes 0 to 1. categories: values of those of a categorical one;
-    one that is not there is a label. A score that names no answer is ignored.
+    lowest, highest: ends of the scale of a numeric score, which becomes 0 to 1. categories: values of those of a categorical
+    one; one that is not there is a label. A score that names no answer is ignored.
     """
     if not isinstance(score.get("id"), str):
         raise ValueError("id: expected a text")

@@ -29,8 +29,8 @@ def evaluation_result(
 ) -> Feedback | None:
     """An evaluation of OpenTelemetry's semantic conventions on the answer that its `gen_ai.response.id` names.
 
-    name: of the evaluation, `gen_ai.evaluation.name`; others are ignored. lowest, highest: what a score value is measured
-    on; it becomes 0 to 1. labels: values of those that have a label alone; one that is not there is a label.
+    name: name of the evaluation (`gen_ai.evaluation.name`); the source ignores others. lowest, highest: ends of the scale of a
+    score value, which becomes 0 to 1. labels: values of those that have a label alone; one that is not there is a label.
     """
     if "resourceLogs" in record:
         raise ValueError("resourceLogs: expected log records of OTLP as JSON")

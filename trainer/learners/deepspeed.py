@@ -59,10 +59,10 @@ WRITE_S = 24 * 3600.0  # of one rank's upload against another's; a rank that han
 
 
 class DeepSpeedLearner:
-    """A `Learner` of several ranks. stage: of ZeRO. offload: optimizer state in host memory. sequence_parallel: so
-    many ranks share each row, for rows that one GPU cannot hold; it divides the ranks and the model's heads, and a microbatch's
-    `max_tokens_per_microbatch` are those of all of them. json: DeepSpeed's own settings under its own names, laid over ours;
-    see `trainer.learners.engines` for those that are ours.
+    """A `Learner` of several ranks. stage: stage of ZeRO. offload: whether the optimizer state lies in host memory.
+    sequence_parallel: number of ranks that share each row, for rows that one GPU cannot hold; it divides the ranks and the
+    model's heads, and a microbatch's `max_tokens_per_microbatch` are those of all of them. json: DeepSpeed's own settings under
+    its own names, laid over ours; see `trainer.learners.engines` for those that are ours.
 
     rank: only rank 0 is called; a process with another one calls `follow`. A reference model is whole on every rank below
     stage 3, and sharded there.

@@ -21,7 +21,7 @@ SIZE = 8
 class ScriptedLearner:
     """Weights are a hash chain of what was trained. fail_at: seeds of steps that report a loss that is not finite.
 
-    device: what it says it computes on. drift: added to every weight at every step, as other kernels would.
+    device: name of the device that it reports. drift: added to every weight at every step, as other kernels would.
     """
 
     adapter: Adapter | None = None

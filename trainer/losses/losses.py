@@ -53,10 +53,10 @@ def grpo(
 ) -> LossOutput:
     """-min(wA, clip(w, 1-low, 1+high)A) + kl·KL(π_θ, π_ref). arXiv 2402.03300 eq. 3 and 4.
 
-    estimator: k3 is differentiated as written in eq. 4, which is not the gradient of this KL; k1 so, would have no
-    gradient on average (2506.09477), so it enters as the weight of log π_θ. The lane's own `kl` serves any loss and is
-    unbiased: prefer it. kl: weight of the KL to the reference model, 0 for none. low, high: how far below and above 1 the
-    ratio still has a gradient. minibatches: optimizer steps per batch. dual_clip_at: see `dual_clip`, 3 in its paper.
+    estimator: k3 is differentiated as written in eq. 4, which is not the gradient of this KL; k1 so, would have no gradient on
+    average (2506.09477), so it enters as the weight of log π_θ. The lane's own `kl` serves any loss and is unbiased: prefer it.
+    kl: weight of the KL to the reference model, 0 for none. low, high: distances below and above 1 within which the ratio has a
+    gradient. minibatches: optimizer steps per batch. dual_clip_at: see `dual_clip`, 3 in its paper.
     """
     log_weight = inputs.log_weight
     weight = log_weight.exp()
@@ -82,7 +82,7 @@ def ppo(
 ) -> LossOutput:
     """-min(wA, clip(w, 1-low, 1+high)A) with A from GAE(γ, λ). arXiv 1707.06347 eq. 7, advantages 1506.02438 eq. 16.
 
-    The old policy is the one that sampled. low, high: how far below and above 1 the ratio still has a gradient.
+    The old policy is the policy that sampled. low, high: distances below and above 1 within which the ratio has a gradient.
     minibatches: optimizer steps per batch, of policy and critic alike. dual_clip_at: see `dual_clip`, 3 in its paper.
     """
     weight = inputs.log_weight.exp()
@@ -94,8 +94,8 @@ def ppo(
 def gspo(inputs: LossInputs, *, low: float = 3e-4, high: float = 4e-4, minibatches: int = 1) -> LossOutput:
     """-min(sA, clip(s, 1-low, 1+high)A) with s = (π_θ(y)/μ(y))^(1/|y|), mean over sequences. arXiv 2507.18071 eq. 5, 7.
 
-    The bounds are the paper's: a mean over tokens moves far less than one token does. low, high: how far below and
-    above 1 the ratio still has a gradient. minibatches: optimizer steps per batch.
+    The bounds are the paper's: a mean over tokens moves far less than a token does. low, high: distances below and above 1
+    within which the ratio has a gradient. minibatches: optimizer steps per batch.
     """
     sequence = required(inputs.sequence, "sequence")
     ratio = means(inputs.log_weight, sequence).exp()
@@ -108,9 +108,9 @@ def gspo(inputs: LossInputs, *, low: float = 3e-4, high: float = 4e-4, minibatch
 def dppo(inputs: LossInputs, *, delta: float = 0.2, cap: float = 5.0, tau: float = 1e-3) -> LossOutput:
     """-sg(min(w, cap))·A·log π_θ·1[not masked] + τ(log w)². arXiv 2602.04879.
 
-    The weight is a constant: differentiating min(w, cap) instead is flat above the cap, so a bad token that has grown
-    would get no push down. delta: in probability. cap: the largest w. tau: pulls every token,
-    masked or not, towards μ.
+    The weight is a constant: differentiating min(w, cap) instead is flat above the cap, so a bad token that has grown would get
+    no push down. delta: bound of the change of a token's probability. cap: the largest w. tau: pulls every token, masked or
+    not, towards μ.
     """
     log_weight = inputs.log_weight
     masked = divergence_mask(inputs.logprob.detach(), inputs.behaviour, inputs.advantage, delta)
@@ -132,8 +132,8 @@ def tis(inputs: LossInputs, *, cap: float = 2.0) -> LossOutput:
 def cispo(inputs: LossInputs, *, low: float = 1.0, high: float = 4.0) -> LossOutput:
     """-sg(clip(w, 1-low, 1+high))·A·log π_θ. MiniMax-M1, arXiv 2506.13585 eq. 4 and 5.
 
-    clipped: where a bound acts. low: how far below 1 the weight may be; 1 is no lower bound, as the paper trains. high: how far
-    above 1; the paper gives no value.
+    clipped: where a bound acts. low: distance below 1 of the least weight; 1 is no lower bound, as the paper trains. high:
+    distance above 1 of the largest weight; the paper gives no value.
     """
     weight = inputs.log_weight.detach().exp()
     bounded = weight.clamp(1 - low, 1 + high)
@@ -196,11 +196,10 @@ def decoupled(
 ) -> LossOutput:
     """-sg(min(ρ, cap))·min(rA, clip(r, 1-low, 1+high)A). arXiv 2110.00641 eq. 4; for LLMs AReaL, 2505.24298 eq. 5.
 
-    proximal: the policy before the batch, by a forward of its own, or interpolated in log space (2512.06547).
-    minibatches: optimizer steps per batch, at least 2 with "recompute": with one, r is 1 everywhere and no clip acts. Each
-    is a step at the full learning rate, so a version moves further than under a loss that takes one. cap: the largest ρ;
-    neither paper truncates ρ; AReaL's code drops the tokens above it. low, high: how far below and above 1 the ratio still
-    has a gradient.
+    proximal: the policy before the batch, by a forward of its own, or interpolated in log space (2512.06547). minibatches:
+    optimizer steps per batch, at least 2 with "recompute": with one, r is 1 everywhere and no clip acts. Each is a step at the
+    full learning rate, so a version moves further than under a loss that takes one. cap: the largest ρ; neither paper truncates
+    ρ; AReaL's code drops the tokens above it. low, high: distances below and above 1 within which the ratio has a gradient.
     """
     inputs.require_ratio()
     anchor = inputs.proximal

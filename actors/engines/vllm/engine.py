@@ -199,7 +199,7 @@ class VllmEngine:
     model: folder, or name in the local Hugging Face cache. options: vLLM's engine arguments. group_max_tokens: longest calls
     that become one request. routing: record the experts of each token, for `trainer.routing = "replay"`; on a GPU only, and not
     for answers that are streamed. lora: rank, alpha and targets where versions are adapters of the model; `max_loras` of them
-    live at once. kv: what a reload does with the keys and values of running requests; a request under an adapter keeps its
+    live at once. kv: treatment of the keys and values of running requests at a reload; a request under an adapter keeps its
     version, and them with it.
 
     On a CPU `kv_cache_memory_bytes`, memory for keys and values, is by default enough for `max_num_seqs` requests of

@@ -13,9 +13,9 @@ _NUMBER = re.compile(r"-?\d{1,9}")
 
 
 class Guess:
-    """low, high: the range. turns: guesses; a hit within them is worth 1, a miss 0. higher, lower, invalid: what the world
-    says. shaped: reward of every guess for what it ruled out, as a share of log(range): potential-based, so that the best
-    play stays the best (Ng, Harada, Russell 1999, "Policy invariance under reward transformations", theorem 1).
+    """low, high: the range. turns: guesses; a hit within them is worth 1, a miss 0. higher, lower, invalid: words of the world.
+    shaped: reward of every guess for what it ruled out, as a share of log(range): potential-based, so that the best play stays
+    the best (Ng, Harada, Russell 1999, "Policy invariance under reward transformations", theorem 1).
 
     Example: Guess(low=1, high=15, turns=4)
     """

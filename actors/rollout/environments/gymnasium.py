@@ -24,11 +24,11 @@ MAX_SHOWN_CHARS = 100
 
 
 class Gymnasium:
-    """id: as gymnasium.make takes it, "module:Name-v0" for one that a module registers. options: of the environment.
+    """id: name for gymnasium.make; "module:Name-v0" where a module registers it. options: options of the environment.
 
-    actions: names of the actions of a Discrete space, in their order. digits: of numbers in observations. write: "module:name"
-    of a function of the observation and the info that returns text. read: of a function of what the agent said that returns
-    an action, or raises ValueError with what the agent reads.
+    actions: names of the actions of a Discrete space, in their order. digits: digits of numbers in observations. write:
+    "module:name" of a function of the observation and the info that returns text. read: "module:name" of a function of the
+    agent's text that returns an action, or raises ValueError with a text for the agent.
 
     Example: Gymnasium(id="FrozenLake-v1", options={"render_mode": "ansi"}, actions=["left", "down", "right", "up"])
     """

@@ -35,10 +35,11 @@ class _HttpReply(msgspec.Struct, frozen=True):
 
 
 class HttpEnvironment:
-    """url: where the service listens. timeout_s: of one request. retries: of a request that may be sent twice.
+    """url: address of the service. timeout_s: seconds for a request. retries: further tries of a request that may be sent
+    twice.
 
     token_env: environment variable that holds a bearer token; it is sent, and never logged. token_file: a file that holds it,
-    instead; an absolute path. closes: it wants a call when an episode is over.
+    instead; an absolute path. closes: whether the service wants a call at the end of an episode.
 
     Example: HttpEnvironment(url="http://shop-simulator:8080", timeout_s=20)
     """

@@ -46,12 +46,13 @@ class _Message(msgspec.Struct):
 
 
 class OpenEnv(msgspec.Struct, kw_only=True, dict=True):
-    """url: where the server listens, http or https. field: of the action that takes what the agent says; "" where that is JSON.
+    """url: address of the server, http or https. field: field of the action that takes the agent's text; "" where the text is
+    JSON.
 
     action: further fields of every action. shown: field of the observation that the agent sees; "" for all, as JSON. read,
     write: "module:name" of functions of your own in their place, of a text that returns an action, and of an observation that
     returns a text. token_env: environment variable that holds a bearer token; it is sent, and never logged. token_file: a file
-    that holds it, instead; an absolute path. retries: where the server is full or away.
+    that holds it, instead; an absolute path. retries: further tries while the server is full or away.
 
     Example: OpenEnv(url="http://echo:8000", field="message", shown="echoed_message")
     """

@@ -21,7 +21,7 @@ RUNS_ANSWERS = frozenset({
 
 
 class ReasoningGym:
-    """tries: answers at most. again: the text after a wrong answer. options: of the generator, as of the taskset.
+    """tries: answers at most. again: the text after a wrong answer. options: options of the generator, as in the taskset.
 
     Example: ReasoningGym(tries=3)
     """

@@ -46,11 +46,12 @@ LOST = (
 
 
 class McpServer:
-    """command: starts a server that speaks over standard input and output. url: of one that speaks streamable HTTP.
+    """command: starts a server that speaks over standard input and output. url: address of a server that speaks streamable
+    HTTP.
 
     environment: variables of the command, besides a few like PATH. token_env: variable that holds a bearer token for the url;
     it is sent, and never logged. token_file: a file that holds it, instead; an absolute path. only: names of the tools that may
-    be called, empty for all. timeout_s: of one call. start_s: until it has listed its tools.
+    be called, empty for all. timeout_s: seconds for a call. start_s: seconds until the server has listed its tools.
 
     Example: McpServer(command=["npx", "-y", "@modelcontextprotocol/server-filesystem", "/data"], only=["read_text_file"])
     """

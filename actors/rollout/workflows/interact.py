@@ -24,8 +24,8 @@ CHAT = Use(use="actors.rollout.agent:Chat")
 
 
 class Interact(Section, frozen=True):
-    """environment, agent: plugins. max_turns: of the agent. score: name of the rewards. timeout_s: of one reset or step.
-    observations: role of the messages that carry them.
+    """environment, agent: plugins. max_turns: turns of the agent at most. score: name of the rewards. timeout_s: seconds for a
+    reset or a step. observations: role of the messages that carry them.
 
     Example: Interact(environment=Use(use="actors.rollout.environments.guess:Guess"), max_turns=4)
     """

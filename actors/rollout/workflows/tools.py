@@ -36,11 +36,11 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class ToolsOptions(Section, frozen=True):
-    """tools: what may be called. servers: what offers more of them, as `actors.rollout.tools.mcp:McpServer`.
+    """tools: tools that the policy may call. servers: servers of further tools, as `actors.rollout.tools.mcp:McpServer`.
 
-    max_rounds: turns with calls. max_calls: in one turn; more are refused.
+    max_rounds: turns with calls. max_calls: calls in a turn; further ones are refused.
 
-    timeout_s: of one call. system: {tools} becomes the signatures. answers: role of the messages with the responses.
+    timeout_s: seconds for a call. system: {tools} becomes the signatures. answers: role of the messages with the responses.
 
     Example: ToolsOptions(tools=(Use(use="support:lookup"),), max_rounds=4)
     """
