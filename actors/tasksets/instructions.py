@@ -111,7 +111,8 @@ HELD_OUT_ENDINGS = (
 SAID = (
     "Many people like {}.", "I often think about {}.", "There is a lot to say about {}.", "My day begins with {}.",
     "Nothing is quite like {}.", "We talked about {} for an hour.", "A story about {} never gets old.",
-    "You can learn a lot from {}.", "Some songs are about {}.", "My sister knows everything about {}.",
+    "You can learn a lot from {}.", "Some songs are about {}.", "My sister knows everything about {}.", "I like {}.",
+    "Look at {}.", "Think of {}.", "{} is nice.", "Everyone knows {}.", "We all need {}.",
 )  # fmt: skip
 
 
@@ -219,18 +220,23 @@ def demonstrations(*, seed: int = 0, num_train: int = 360, num_validation: int =
 
 
 def _shown(kind: str, argument: Any, topic: str, random: Random) -> str:
+    """An answer in which whatever the instruction leaves open varies: how many sentences, and whether in lower case."""
     said = [sentence.format(topic) for sentence in random.sample(SAID, 3)]
+    said = [f"{sentence[0].upper()}{sentence[1:]}" for sentence in said]
+    if kind == "lower_case" or random.random() < 0.3:
+        said = [sentence.lower() for sentence in said]
+    some = " ".join(said[: random.randint(1, 3)])
     match kind:
         case "sentences":
             return " ".join(said[:argument])
         case "lower_case":
-            return said[0].lower()
+            return some
         case "ending":
             return f"{said[0].rstrip('.')}, {argument}."
         case "bullets":
             return "\n".join(f"- {sentence}" for sentence in said[:argument])
         case "quotes":
-            return f'"{said[0]}"'
+            return f'"{some}"'
         case _:
             return json.dumps({key: f"the {key} of {topic}" for key in argument})
 

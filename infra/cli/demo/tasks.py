@@ -142,7 +142,7 @@ INSTRUCTIONS = DemoTask(
     {{ suite = "dev", every = 10, tasks = 64, score = "instructions" }},""",
         score="instructions",
         tables=scored("instructions", "streams.scores.instructions:instructions"),
-        learning_rate="3e-5",
+        learning_rate="5e-5",
         trainer="""\
 dtype = "{dtype}"
 threads = 2
