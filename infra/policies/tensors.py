@@ -218,6 +218,16 @@ def from_torch(tensor: "torch.Tensor", rooms: Rooms | None = None) -> Tensor:
     return _copied(tensor, rooms, unseen)
 
 
+def in_place(tensor: "torch.Tensor") -> Tensor:
+    """A torch tensor of the host's memory without a copy: later in-place changes reach it."""
+    import torch
+
+    if not tensor.is_contiguous():
+        return from_torch(tensor)
+    data = tensor.detach().view(-1).view(torch.uint8).numpy().data
+    return Tensor(_dtype_name(tensor), tuple(tensor.shape), data if len(data) else b"")
+
+
 def place_of(tensor: "torch.Tensor") -> Hashable:
     """The same for tied tensors: the same values of the same memory."""
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -13,6 +13,7 @@ from trainer_samples import make_item, random_items
 from infra.cli.demo.char_model import build_char_model
 from infra.model.model import load_model
 from infra.policies.tensors import from_torch, to_numpy, to_torch
+from infra.store.memory import MemoryStore
 from schemas import BadFrame, Block, Span, decode, encode
 from schemas.errors import ConfigError
 from schemas.wire.teacher import SECTION, teacher_logprobs, with_teacher_logprobs
@@ -21,8 +22,10 @@ from trainer.batch.split import split
 from trainer.config import CriticConfig, LaneConfig, TrainerConfig
 from trainer.learners.forward import PackedModel
 from trainer.learners.lanes import microbatch_loss, step_context
+from trainer.learners.learner import take_snapshot
 from trainer.learners.torch import TorchLearner
 from trainer.losses.loss import Objective, open_objectives
+from trainer.state import index_hash, whole_hash
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +176,16 @@ def test_the_reference_is_the_policy_at_the_start_of_its_phase_and_is_saved(mode
     assert restored.step(batch, learning_rate=1e-9, seed=2).grad_norm == away
     learner.begin_phase("train")
     assert learner.step(batch, learning_rate=1e-9, seed=3).grad_norm < 1e-6
+
+
+def test_a_checkpoint_on_the_cpu_takes_no_copy_of_the_state_and_no_later_step_reaches_it(model):
+    learner, batch = opened(model, dtype="bfloat16"), pack(near_uniform(1, advantage=1.0), max_tokens=1000)
+    learner.step(batch, learning_rate=1e-3, seed=0)
+    store, before, held = MemoryStore(), learner.save(), learner.held()
+    assert held is not None and whole_hash(held) == whole_hash(before)
+    taken = take_snapshot(learner, store, "checkpoint")
+    learner.step(batch, learning_rate=1e-3, seed=1)
+    assert index_hash(taken.write()) == whole_hash(before) != whole_hash(held), "held is the state itself"
 
 
 def test_learning_rate_follows_the_effective_sample_size_when_asked(model):

@@ -56,18 +56,22 @@ class Snapshot:
         self._folder = folder
         self._layout = layout
         self._pieces = pieces
+        self._index: Index | None = None
 
     def write(self) -> Index:
-        """Store the pieces; nothing names them before a manifest does. On rank 0 the index of all; StoreError names the rank
-        that failed.
+        """Store the pieces, once; nothing names them before a manifest does. On rank 0 the index of all; StoreError names the
+        rank that failed.
         """
+        if self._index is not None:
+            return self._index
         reports = self._channel.gather(msgspec.msgpack.encode(self._stored()))
         self._pieces = []
         found = [msgspec.msgpack.decode(data, type=_Report) for data in reports]
         if failed := [f"rank {rank}: {report.error}" for rank, report in enumerate(found) if report.written is None]:
             raise StoreError("; ".join(failed))
         parts = [report.written for report in found if report.written is not None]
-        return joined_index(self._layout, parts) if parts else Index(0, (), {})
+        self._index = joined_index(self._layout, parts) if parts else Index(0, (), {})
+        return self._index
 
     def hash(self) -> str:
         """`trainer.state.state_hash` of the whole state, on rank 0; nothing is stored."""

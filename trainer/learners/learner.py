@@ -127,12 +127,24 @@ class Ranks(Protocol):
         """Take over a few tensors of a state that rank 0 has."""
 
 
+@runtime_checkable
+class InHostMemory(Protocol):
+    """A learner that may hold its state in host memory, where a copy for a checkpoint would take as much again."""
+
+    def held(self) -> dict[str, Tensor] | None:
+        """The state of `save` without a copy, until the next step; None where it lies elsewhere."""
+
+
 def take_snapshot(learner: Learner, store: Store, folder: str) -> Snapshot:
-    """The state of any learner, in host memory."""
+    """The state of any learner: a copy in host memory, or written already where it lies there itself. Raises StoreError."""
     if isinstance(learner, Ranks):
         return learner.snapshot(store, folder)
-    state = learner.save()
-    return Snapshot(Channel(alone=True), store, folder, find_layout(state), whole_pieces(state))
+    held = learner.held() if isinstance(learner, InHostMemory) else None
+    state = learner.save() if held is None else held
+    snapshot = Snapshot(Channel(alone=True), store, folder, find_layout(state), whole_pieces(state))
+    if held is not None:
+        snapshot.write()
+    return snapshot
 
 
 @runtime_checkable

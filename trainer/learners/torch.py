@@ -16,7 +16,7 @@ import torch
 from infra.model.model import model_tensors
 from infra.model.names import published
 from infra.policies.policy import Probe
-from infra.policies.tensors import Rooms, Tensor, from_torch, to_torch
+from infra.policies.tensors import Rooms, Tensor, from_torch, in_place, to_torch
 from trainer.batch.batch import PackedBatch
 from trainer.config import TrainerConfig
 from trainer.learners.card.tensors import CardCopies, CardTensors
@@ -122,7 +122,14 @@ class TorchLearner:
 
     def save(self) -> dict[str, Tensor]:
         """Float32 weights, optimizer moments, phase, and the reference and the critic where there are such."""
-        state = {name: from_torch(value) for name, value in self._state(self._optimizer)}
+        return self._saved(from_torch)
+
+    def held(self) -> dict[str, Tensor] | None:
+        """What `save` copies, without a copy, until the next step; None on a GPU."""
+        return self._saved(in_place) if self.model.device.type == "cpu" else None
+
+    def _saved(self, taken: Callable[[torch.Tensor], Tensor]) -> dict[str, Tensor]:
+        state = {name: taken(value) for name, value in self._state(self._optimizer)}
         state["phase"] = from_torch(torch.tensor(PHASES.index(self._phase), dtype=torch.uint8))
         return state | adapter_state(self.adapter)
 

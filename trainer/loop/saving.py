@@ -63,7 +63,8 @@ async def write_checkpoint(run: Run, version: int) -> None:
 
 
 async def snapshot(run: Run, version: int) -> Unwritten:
-    """A checkpoint of now; no later step reaches it."""
+    """A checkpoint of now; no later step reaches it. Waits for room on the disk."""
+    await wait_for_room(run)
     intake = run.supply.intake
     run.advance(buffer_next=intake.buffer_next, progress_next=intake.progress_next)
     uses, references = intake.buffer.uses.copy(), tuple(intake.buffer.references())
@@ -81,7 +82,6 @@ async def snapshot(run: Run, version: int) -> Unwritten:
 
 async def store(run: Run, unwritten: Unwritten) -> None:
     """Write a snapshot, manifest last."""
-    await wait_for_room(run)
     state = unwritten.checkpoint
     index = await run.saving.in_thread(unwritten.snapshot.write)
     saved = Saved(
