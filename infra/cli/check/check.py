@@ -40,7 +40,7 @@ async def check(
     chosen: SettingsFile,
     create: Annotated[bool, typer.Option("--create", help="Create missing topics in the broker.")] = False,
     connect: Annotated[
-        bool, typer.Option("--connect", help="Try broker, topics, groups and store instead, and say what is missing.")
+        bool, typer.Option("--connect", help="Try broker, topics, groups and store instead, and name what is missing.")
     ] = False,
     role: Annotated[
         str, typer.Option(help="Whose rights --connect tries: master, train, process, explore, serve, operator.")

@@ -33,7 +33,9 @@ class Lost(msgspec.Struct, frozen=True):
 @command
 async def skip(
     chosen: SettingsFile,
-    group: Annotated[Group, typer.Argument(help="Who is stuck: a stage of the stream workers, or the explorers.")],
+    group: Annotated[
+        Group, typer.Argument(help="Consumers that are stuck: a stage of the stream workers, or the explorers.")
+    ],
 ) -> int:
     """Go on behind records that retention deleted before they were read, and say which are lost.
 

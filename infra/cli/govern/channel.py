@@ -60,7 +60,7 @@ async def unpin(chosen: SettingsFile, why: Why = "") -> int:
 
 @command
 async def rollback(chosen: SettingsFile, version: Version, why: Why = "") -> int:
-    """Take customers back to an older version. Training continues, and what it publishes has to pass the gate again.
+    """Take customers back to an older version. Training continues, and new versions have to pass the gate again.
 
     Example: [cyan]headrace rollback 120 --why "refuses too often"[/]
     """

@@ -37,7 +37,7 @@ PATIENCE_S = 30.0  # with a busy machine, whose keeper of the index runs in its 
 async def trace(
     chosen: SettingsFile,
     answer: Annotated[str | None, typer.Argument(help="An answer id (hr-…) or an experience id.")] = None,
-    policy: Annotated[int | None, typer.Option(help="A version: show what it learned from.")] = None,
+    policy: Annotated[int | None, typer.Option(help="A version, to show the answers that it learned from.")] = None,
     keep_up: Annotated[
         bool, typer.Option("--keep-up", help="Ask nothing: keep the index up until stopped, as `up` does.")
     ] = False,
@@ -45,10 +45,10 @@ async def trace(
 ) -> int:
     """Follow an answer to the steps that trained on it, or a policy back to its answers.
 
-    Who sampled what, what every processor and score said, the feedback and when it came, how the group ended, the steps
-    that used it with their advantages, and the first version that learned from it, or what is waited for and until when.
-    Where the records lie is kept in an index next to the TOML, which `headrace up` keeps up with the log; without it the
-    first trace reads the whole log, and the next ones what has come since.
+    It shows the version that sampled the answer, the result of every processor and score, the feedback and its time, the end of
+    the group, the steps that trained on the answer with their advantages, and the first version that learned from it. A pending
+    answer shows the record that it waits for, and the deadline. An index next to the TOML holds the places of the records;
+    `headrace up` keeps it up to date. Without it the first trace reads the whole log, and later ones read new records alone.
 
     Example: [cyan]headrace trace hr-add-37-45.2.0-7-0[/], [cyan]headrace trace --policy 40[/]
     """

@@ -61,9 +61,9 @@ async def reprocess(
 ) -> int:
     """Run a stage over any part of the log again, exactly as the workers do, and see what it would have changed.
 
-    The app that is read is only read; with the settings and processors that made the record, nothing differs.
-    Offsets belong to the stage's input: taskset.raw, experiences (or --topic), verified.
-    dead-letters delivers each letter that decodes by now once more to where it came from.
+    It writes nothing to the app; with the settings and processors that made the record, nothing differs. Offsets belong to the
+    stage's input: taskset.raw, experiences (or --topic), verified. dead-letters delivers each letter that decodes by now once
+    more to where it came from.
 
     Example: [cyan]headrace reprocess verify --from 2026-11-20 --with stricter.toml --diff[/]
     """
