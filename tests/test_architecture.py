@@ -72,9 +72,9 @@ MAX_FUNCTION_LINES = 60
 # Lines of Python, blank ones and docstrings included, and files. Lower a number when a folder shrinks; raise one only with the
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
-    "schemas": 2_700, "infra": 17_520, "infra/cli": 7_850, "infra/cli/console": 2_595, "infra/cli/demo": 1_730,
+    "schemas": 2_700, "infra": 17_540, "infra/cli": 7_850, "infra/cli/console": 2_595, "infra/cli/demo": 1_730,
     "streams": 9_630,
-    "actors": 18_050, "actors/master/gate": 995, "trainer": 12_525, "tests": 68_790, "tests/bench": 4_000,
+    "actors": 18_060, "actors/master/gate": 995, "trainer": 12_550, "tests": 68_830, "tests/bench": 4_000,
 }  # fmt: skip
 MAX_PRODUCT_FILES, MAX_TEST_FILES = 390, 365
 MAX_PARAMETERS = 8
