@@ -21,7 +21,6 @@ and nothing is sent between its sending and the change of the salt.
 
 import asyncio
 import gc
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -41,7 +40,7 @@ from actors.engines.engine import Completion, EngineStopped, KvMode, LoadReport,
 from actors.engines.grammar import Grammars, folder_vocabulary
 from actors.engines.trace import RequestImages
 from actors.engines.vllm.adapters import Adapters, Attempts, check_adapted
-from actors.engines.vllm.requests import Requests, layers_that_route, stream, whole
+from actors.engines.vllm.requests import Requests, layer_name, layers_that_route, stream, whole
 from actors.engines.vllm.settings import (
     GRAMMARS,
     argument_names,
@@ -66,7 +65,6 @@ from schemas.errors import ConfigError, PolicyRefused
 
 Scores = list[tuple[float, ...]]
 Loaded = tuple[float, str]  # of a worker, see `actors.engines.vllm.worker`
-_LAYER = re.compile(r"^(.*?\.\d+)\.")
 # Above this share of the bytes everything is sent: a partial load makes vLLM complain about each layer left out.
 WHOLE_MODEL_SHARE = 0.5
 PART_BYTES = 32 * 2**20  # loaded between two steps on a CPU, some tens of milliseconds; one layer or module at least
@@ -116,6 +114,8 @@ class Swap:
         if error := next((result for result in results if isinstance(result, BaseException)), None):
             self._refuse(label, error)
         began_s = min(self._loaded(label, cast(list[Loaded], results[2])))
+        if not keep and results[3] is not True:
+            self._refuse(label, RuntimeError("its prefix cache still holds what older weights computed"))
         sequences = probe.sequences if probe else ()
         ended_s, *scores = await asyncio.gather(self._resumed(), *map(self._requests.submit_score, sequences))
         scored = [await score() for score in scores]
@@ -179,18 +179,6 @@ def reload_parts(
         parts[-1] += names
         room -= sizes[layer]
     return parts
-
-
-def layer_name(name: str) -> str:
-    """Name of the layer of a tensor, or of its module outside the layers.
-
-    >>> layer_name("model.layers.3.self_attn.q_proj.weight")
-    'model.layers.3'
-    >>> layer_name("model.multi_modal_projector.linear_1.bias")
-    'model.multi_modal_projector.linear_1'
-    """
-    found = _LAYER.match(name)
-    return found[1] if found else name.rpartition(".")[0]
 
 
 class VllmEngine:

@@ -18,17 +18,19 @@ when it likes, would keep several versions.
 The sums are exact: the bits of each row and of each column, added as integers, so that every changed or moved value shows. On a
 CPU vLLM packs a matrix into a kernel that cannot be read. There the output for a one-hot input is a column of the matrix to the
 bit, since all other products are zero; each load compares other columns. A module that a load does not send must hold what it
-held when the engine started. The comparison trusts vLLM's loaders to put a tensor where it belongs: a fault there shows in
-float32, where the tests of the engine compare every logprob.
+held when the engine started. A module that a load sends must be loaded. The comparison trusts vLLM's loaders to put a
+tensor where it belongs in its module: what they do otherwise, the probe has to show.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from actors.engines.vllm.requests import layer_name
 
 COLUMNS = 32  # of a packed matrix, compared at each load
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -216,6 +218,8 @@ class Stage:
         self._expected |= expected_values(loaded, new, noted, tensors)
         self._staged |= {name: _staged(new[name]) for name in loaded}
         check_copied(tensors.values(), (new[name] for name in loaded))
+        if name := left_out(tensors, loaded, new):
+            raise HoldsOther(name)
 
     def take_over(self) -> None:
         """Have the model compute with what was loaded."""
@@ -249,11 +253,19 @@ def load_in_place(config: Any, model: Any, held: WeightChecksums, tensors: Mappi
     with _experts_packed_again(model):
         with noting(held.modules, held) as noted:
             layerwise.initialize_layerwise_reload(model)
-            model.load_weights(tensors.items())
-            loaded = _loaded(held.modules)
-            layerwise.finalize_layerwise_reload(model, config.model_config)
+            try:
+                model.load_weights(tensors.items())
+                loaded = _loaded(held.modules)
+                unfilled = left_out(tensors, loaded, held.modules)
+            except Exception:
+                _forget_loaded(model)
+                raise
+            finally:
+                layerwise.finalize_layerwise_reload(model, config.model_config)
         check_copied(tensors.values(), (held.modules[name] for name in loaded))
         held.expect(expected_values(loaded, held.modules, noted, tensors))
+        if unfilled:
+            raise HoldsOther(unfilled)
 
 
 def expected_values(
@@ -274,6 +286,15 @@ def expected_values(
                 found[part] = sums(given.to(value.dtype))
         expected[name] = Expected(found)
     return expected
+
+
+def _forget_loaded(model: Any) -> None:
+    """Have vLLM put back what the modules held that a load did not finish: else the next load would go on with this one."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for module in model.modules():
+        info = get_layerwise_info(module)
+        info.load_numel, info.loaded_weights = 0, []
 
 
 def _loaded(modules: Mapping[str, Any]) -> list[str]:
@@ -315,6 +336,20 @@ def check_copied(tensors: Iterable[torch.Tensor], modules: Iterable[Any]) -> Non
         for name, value in (*module.named_parameters(), *module.named_buffers()):
             if value.numel() and value.untyped_storage().data_ptr() in of_file:
                 raise RuntimeError(f"{name} lies in the file itself, expected a copy")
+
+
+def left_out(sent: Iterable[str], loaded: Collection[str], modules: Mapping[str, Any]) -> str:
+    """The first module that vLLM's loaders left as it was though its layer was sent, all of it; "" for none."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    layers = {layer_name(name) for name in sent}
+    for name, module in modules.items():
+        has_values = any(value is not None and value.numel() for value in module._parameters.values())
+        if name in loaded or not has_values or is_deferred_attention_layer(module):  # whose scales are vLLM's own
+            continue
+        if layer_name(f"{name}.weight") in layers:
+            return name
+    return ""
 
 
 @contextmanager

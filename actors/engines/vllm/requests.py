@@ -32,6 +32,7 @@ NO_IMAGES = RequestImages()
 NEVER = -100.0  # the lowest logit bias there is
 MAX_BIASED = 1024  # tokens of a request that vLLM takes a bias for
 
+_LAYER = re.compile(r"^(.*?\.\d+)\.")
 _OF_EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts\b")
 
 _log = logging.getLogger(__name__)
@@ -370,6 +371,18 @@ def layers_that_route(names: Iterable[str]) -> tuple[int, ...]:
     (1,)
     """
     return tuple(sorted({int(found[1]) for name in names if (found := _OF_EXPERTS.search(name))}))
+
+
+def layer_name(name: str) -> str:
+    """Name of the layer of a tensor, or of its module outside the layers.
+
+    >>> layer_name("model.layers.3.self_attn.q_proj.weight")
+    'model.layers.3'
+    >>> layer_name("model.multi_modal_projector.linear_1.bias")
+    'model.multi_modal_projector.linear_1'
+    """
+    found = _LAYER.match(name)
+    return found[1] if found else name.rpartition(".")[0]
 
 
 def prompt_input(tokens: Sequence[int], pictures: RequestImages, vision: Vision | None, salt: str = "") -> Input:

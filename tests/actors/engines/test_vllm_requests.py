@@ -23,13 +23,15 @@ NOTHING = Path("none"), [["part"], ["another"]]
 
 
 class FakeCore(FakeVllm):
-    """Stands in for AsyncLLM: keeps what is sent to its core, in the order of sending. reason: why the worker refuses."""
+    """Stands in for AsyncLLM: keeps what is sent to its core, in the order of sending. reason: why the worker refuses.
+    forgets: whether it gives up its prefix cache.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[str] = []
         self.output_processor = SimpleNamespace(request_states={})
-        self.reason = ""
+        self.reason, self.forgets = "", True
         self.engine_core = SimpleNamespace(pause_scheduler_async=self.pause)
         self.scheduler_config = SimpleNamespace(async_scheduling=False)
 
@@ -44,8 +46,9 @@ class FakeCore(FakeVllm):
             return [(True, 2), (True, 1)]
         return [(1.0, ""), (2.0, self.reason if name == "compare" else "")]
 
-    async def reset_prefix_cache(self, *, reset_running_requests: bool) -> None:
+    async def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
         await self.utility("forget")
+        return self.forgets
 
     async def update_weight_version(self, label: str) -> None:
         await self.utility("label")
@@ -100,6 +103,17 @@ def test_where_all_is_computed_again_no_request_has_a_salt() -> None:
     sent, _, _ = asyncio.run(sent_around_a_load(keep=False))
     orders = [label for label in sent if label]
     assert orders[3:] == ["stage", "pause", "apply", "forget", "label", "resume", "compare", "compare"]
+
+
+def test_a_version_is_refused_where_vllm_keeps_what_older_weights_cached() -> None:
+    async def check() -> None:
+        llm, attempts = FakeCore(), Attempts()
+        llm.forgets = False
+        swap = Swap(llm, keeping(llm, attempts), sees=False)
+        with pytest.raises(PolicyRefused, match="prefix cache still holds"):
+            await swap.put(*NOTHING, attempts.begin(4), None, keep=False)
+
+    asyncio.run(check())
 
 
 def test_a_load_that_vllm_holds_otherwise_leaves_new_requests_the_salt_of_its_attempt() -> None:
