@@ -21,6 +21,7 @@ FULL = {
     "transport": "--rounds 1 --answers 16",
     "start": "--roles master --no-demo",
     "reload": "--versions 3 --groups 1 --long 1 --modes keep",
+    "weight-bugs": "--rooms torch",
 }
 CASES = [pytest.param(*each, marks=pytest.mark.slow) for each in QUICK.items()]
 CASES += [pytest.param(*each, marks=pytest.mark.full) for each in FULL.items()]
