@@ -19,10 +19,13 @@ from infra.model.model import (
     model_tensors,
     own_kernels,
 )
+from infra.model.spelling import TokenizerFile
 from infra.policies.manifest import hash_tensor
 from infra.policies.tensors import Tensor, from_numpy, save_tensors
 from schemas import Message
 from schemas.errors import ConfigError
+from streams.config import CollectConfig, CorrectConfig, StreamsConfig
+from streams.stages.chain_builder import build_collect
 from tests.infra.chat_models import CHATML, STYLES, build_chat_model
 
 pytestmark = pytest.mark.slow  # importing transformers alone takes seconds
@@ -170,3 +173,22 @@ def test_the_chat_template_is_told_what_the_settings_say(tmp_path: Path) -> None
             tokenizer.encode_request([{"role": "user", "content": "Hi"}]),
         ):
             assert tokenizer.decode(tokens).endswith("assistant\n" if thinks else "assistant\n<think>\n\n</think>\n\n")
+
+
+CORRECTING = StreamsConfig(collect=CollectConfig(correct=CorrectConfig(on=True)))
+
+
+def test_text_is_spelled_as_a_demonstration_of_the_loader_is(tmp_path: Path) -> None:
+    folder = build_char_model(tmp_path / "model", seed=0)
+    reference, speller = load_tokenizer(folder), TokenizerFile(str(folder))
+    for text in ("280", "", "37+45=", "<eos> in the midst", "é is unknown"):
+        assert speller.encode(text) == reference.encode(text)
+    assert speller.end == reference.eos_ids[0]
+    assert build_collect(CORRECTING, str(folder))[0].stamp == "correct@1"
+
+
+def test_a_folder_without_an_end_token_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}')
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="end token"):
+        TokenizerFile(str(tmp_path))

@@ -14,6 +14,7 @@ from infra.policies.policy import Policy, Probe
 from schemas.errors import PolicyRefused
 from tests.actors.engines.honest_reloads import as_engine, as_trainer, build, planted, probes, reload
 from tests.contracts.test_learner import batch, opened
+from tests.contracts.weight_bugs import BUGS, exhibits
 from tests.infra.tiny_families import build_family
 
 pytestmark = pytest.mark.slow  # importing transformers alone takes seconds
@@ -85,3 +86,12 @@ def test_an_engine_that_holds_anything_else_after_a_load_is_refused_and_goes_on_
             await engine.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "room", [pytest.param(room, marks=pytest.mark.full if room != "torch" else ()) for room in BUGS]
+)
+def test_each_public_weight_sync_bug_is_refused_by_its_keeper_and_costs_no_request(tmp_path: Path, room: str) -> None:
+    for shown in exhibits(room, tmp_path / "model"):
+        assert (shown.keeper, shown.lost) == (shown.bug.keeper, 0), f"{shown.bug.name}: {shown.said}"
+        assert shown.apart is None or shown.apart > 0.01, f"{shown.bug.name} does no harm: what does it show?"

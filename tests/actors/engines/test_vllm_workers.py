@@ -1,7 +1,7 @@
 """vLLM in several processes, each with a shard of every matrix: all of them hold a version, or none serves it."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ WORKERS = 2
 MATRIX = "model.layers.1.self_attn.o_proj"  # cut by its inputs, packed on a CPU
 PROMPTS = ((1, 22, 33), (1, 20), (1, 44, 5, 9))
 GREEDY = Sampling(max_tokens=24, temperature=0.0)
-Fault = Callable[[Any], None]
 
 
 def started(folder: Path, **options: object) -> Case:
@@ -117,61 +116,6 @@ def test_workers_have_no_named_memory_that_would_outlive_them(case: Case) -> Non
         names = [[name for name, _ in entry] for entry in found]
         assert not share or (all(names) and len({str(name) for name in names}) == WORKERS)
         assert not [name for entry in found for name, stays in entry if stays]
-
-    case.run(check)
-
-
-def holds_another(worker: Any, rank: int) -> None:
-    """One worker's part of a matrix × 1.01, until it is loaded again."""
-    if worker.rank == rank:
-        module = worker.model_runner.model.get_submodule(MATRIX)
-        kernel = module.cpu_linear
-        module.cpu_linear = lambda x, weight, bias: kernel(x * 1.01, weight, bias)
-
-
-def fails_once(worker: Any, rank: int) -> None:
-    """One worker cannot load what comes next."""
-    if worker.rank == rank:
-        held = worker.headrace_held
-
-        def fail(*_: object) -> None:
-            del held.loading
-            raise MemoryError("planted")
-
-        held.loading = fail
-
-
-@pytest.mark.parametrize("rank", range(WORKERS))
-@pytest.mark.parametrize(
-    ("fault", "scale", "said"),
-    [(holds_another, 1.0, f"holds other values in {MATRIX}"), (fails_once, 1.05, r"could not load it: .*planted")],
-)
-def test_a_version_that_one_worker_does_not_hold_is_refused_for_all_of_them(
-    case: Case, rank: int, fault: Callable[..., None], scale: float, said: str
-) -> None:
-    async def refused(case: Case, policy: Policy, prompts: Sequence[tuple[int, ...]]) -> None:
-        served = case.engine.version
-        running = [asyncio.create_task(case.engine.generate(prompt, Sampling(max_tokens=60))) for prompt in prompts]
-        await asyncio.sleep(0)
-        with pytest.raises(PolicyRefused, match=said):
-            await case.engine.load(policy)
-        assert case.engine.version == served
-        for prompt, completion in zip(prompts, await asyncio.gather(*running), strict=True):
-            assert {span.version for span in completion.spans} == {served}
-            case.assert_reproduced(prompt, completion, 1.0)
-
-    async def check(case: Case) -> None:
-        if fault is fails_once:
-            await asked(case, partial(fault, rank=rank))
-            await refused(case, case.next_policy(scale=scale), PROMPTS)
-        else:  # what runs before the load is sampled with the fault
-            await asked(case, partial(fault, rank=rank))
-            await refused(case, case.next_policy(scale=scale), ())
-        await assert_shards(case)
-        await answers(case)
-        await case.load(case.next_policy(scale=1.02, only="o_proj"))
-        await assert_shards(case)
-        await answers(case)
 
     case.run(check)
 
