@@ -73,9 +73,6 @@ class Reader(Protocol):
         Raises OffsetOutOfRange, BrokerUnavailable.
         """
 
-    def rest(self) -> None:
-        """Ask the broker for nothing until the next read; what was asked for before may still come."""
-
     def seek(self, partition: Partition, offset: int) -> None:
         """Next read of `partition` starts at `offset`."""
 

@@ -1,20 +1,16 @@
 """Repeated reads of several topics by one reader that stays open.
 
 `Log.chunks` connects a reader for each call, which costs both sides milliseconds. Here one connection serves all calls that go
-on where the one before ended, and asks the broker for nothing between them. A call that begins elsewhere connects
-anew: a fetch that waits at the log's end would have to time out before another begins, which takes a hundred times as long.
-Delivery and order are those of `Log.chunks`: the caller says where to begin, so nothing is skipped, however the call before it
-ended.
+on where the one before ended. A call that begins elsewhere connects anew: a fetch that waits at the log's end would have to
+time out before another begins. Delivery and order are those of `Log.chunks`: the caller says where to begin, so nothing is
+skipped, however the call before it ended.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from infra.log.bus import Partition, Reader, Record
 from infra.log.log import Log
 from schemas.topics import Topic
-
-REST_S = 0.2
 
 
 class Follower:
@@ -26,7 +22,6 @@ class Follower:
         self._reader: Reader | None = None
         self._nexts: dict[Partition, int] = {}  # the offset that the next chunk begins with
         self._early: dict[Partition, list[Record]] = {}  # read, and behind the end that a caller named
-        self._resting: asyncio.TimerHandle | None = None  # when it will
 
     async def chunks(
         self, topic: Topic, starts: Mapping[int, int], stops: Mapping[int, int], *, max_records: int = 500
@@ -40,7 +35,6 @@ class Follower:
         if not ends:
             return
         is_whole = False
-        self._cancel_rest()
         try:
             # Those without news too: retention may have passed where they wait.
             reader = await self._at({Partition(name, index): start for index, start in starts.items()})
@@ -56,24 +50,16 @@ class Follower:
                 at: max(self._nexts[at], stop) for at, stop in ends.items()
             }  # compaction may have taken the last
             is_whole = True
-            # Not at once: the next topic's records came with these.
-            self._resting = asyncio.get_running_loop().call_later(REST_S, reader.rest)
         finally:
             if not is_whole:
                 await self.close()
 
     async def close(self) -> None:
-        self._cancel_rest()
         reader, self._reader = self._reader, None
         self._nexts.clear()
         self._early.clear()
         if reader is not None:
             await reader.close()
-
-    def _cancel_rest(self) -> None:
-        if self._resting is not None:
-            self._resting.cancel()
-            self._resting = None
 
     async def _at(self, starts: Mapping[Partition, int]) -> Reader:
         """The reader, at `starts` in these partitions and where it was in the others."""

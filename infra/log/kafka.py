@@ -434,14 +434,10 @@ class KafkaReader:
         self._consumer = consumer
         self._group = group
         self._subscribed = subscribed
-        self._rests = False
         self._heard_s = self._probed_s = self._next_s = time.monotonic()
 
     async def get_many(self, *, timeout_s: float, max_records: int = 500, topic: str | None = None) -> list[Record]:
         wanted = [at for at in self._consumer.assignment() if at.topic == topic] if topic is not None else []
-        if self._rests:
-            self._consumer.resume(*self._consumer.assignment())
-            self._rests = False
         if timeout_s > 0 and (early_s := self._next_s - time.monotonic()) > 0:
             await asyncio.sleep(min(early_s, timeout_s))
         try:
@@ -471,10 +467,6 @@ class KafkaReader:
         if len(records) < max_records:
             self._next_s = self._heard_s + MIN_INTERVAL_S
         return records
-
-    def rest(self) -> None:
-        self._consumer.pause(*self._consumer.assignment())
-        self._rests = True
 
     def seek(self, partition: Partition, offset: int) -> None:
         try:

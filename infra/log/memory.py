@@ -228,9 +228,6 @@ class MemoryReader:
         except TimeoutError:
             return []
 
-    def rest(self) -> None:
-        pass
-
     def seek(self, partition: Partition, offset: int) -> None:
         self._follow()
         if partition not in self._positions:
