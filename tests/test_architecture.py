@@ -72,11 +72,11 @@ MAX_FUNCTION_LINES = 60
 # Lines of Python, blank ones and docstrings included, and files. Lower a number when a folder shrinks; raise one only with the
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
-    "schemas": 2_700, "infra": 17_540, "infra/cli": 7_850, "infra/cli/console": 2_595, "infra/cli/demo": 1_730,
+    "schemas": 2_700, "infra": 17_505, "infra/cli": 7_850, "infra/cli/console": 2_595, "infra/cli/demo": 1_730,
     "streams": 9_630,
-    "actors": 18_090, "actors/master/gate": 995, "trainer": 12_550, "tests": 69_180, "tests/bench": 3_860,
+    "actors": 18_090, "actors/master/gate": 995, "trainer": 12_550, "tests": 68_535, "tests/bench": 3_775,
 }  # fmt: skip
-MAX_PRODUCT_FILES, MAX_TEST_FILES = 390, 365
+MAX_PRODUCT_FILES, MAX_TEST_FILES = 390, 364
 MAX_PARAMETERS = 8
 TOP = {
     "schemas", "infra", "streams", "actors", "trainer", "tests", "pyproject.toml", "README.md", "Makefile", "LICENSE",

@@ -1,13 +1,9 @@
 """What a soak says of growth: lines that bursts do not move, lives that begin anew, processes with all they started."""
 
-import ctypes
-import io
 import json
 import os
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,8 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
-from tests.growth import DISK, Look, ProcessLife, longest, of_process, plot, size_mb, slope, tables
-from tests.held import parts, tell, types
+from tests.growth import DISK, Look, ProcessLife, longest, of_process, plot, slope, tables
 from tests.soak import APP, on_disk
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,10 +34,6 @@ def test_a_burst_does_not_move_the_line() -> None:
     assert slope(looks(values), "MB") == pytest.approx(10.0, rel=0.2)
 
 
-def test_two_looks_are_no_line() -> None:
-    assert slope(looks([1.0, 2.0]), "MB") is None
-
-
 def test_a_process_that_came_back_begins_anew_and_the_longest_life_counts() -> None:
     first = ProcessLife("explore", 0.0, looks([500.0] * 30))
     second = ProcessLife("explore", 150.0, looks([200.0 + at / 720 for at in range(200)], from_s=150.0))
@@ -51,17 +42,6 @@ def test_a_process_that_came_back_begins_anew_and_the_longest_life_counts() -> N
     name, lives, minutes, held, growth, *_ = said(processes)
     assert (name, lives, minutes, growth) == ("explore", "2", "16", "+1.0")
     assert held.startswith("200")
-
-
-def test_what_comes_before_it_has_settled_is_left_out() -> None:
-    life = ProcessLife("train", 100.0, looks([50.0 * at for at in range(20)] + [1000.0] * 20, from_s=100.0))
-    assert slope(life.settled(0.0), "MB") != 0.0
-    assert slope(life.settled(100.0), "MB") == 0.0
-
-
-def test_a_life_that_was_too_short_has_no_growth() -> None:
-    processes, _ = tables([ProcessLife("explore 2", 0.0, looks([1.0] * 10))], settle_s=600.0)
-    assert said(processes)[:5] == ["explore 2", "1", "0", "", ""]
 
 
 def said(table: Table) -> list[str]:
@@ -95,12 +75,6 @@ def test_what_lies_on_disk_is_counted_by_topic_and_by_version(tmp_path: Path) ->
     assert found["versions"] == 4 and found["KB per version"] == pytest.approx(256, abs=16)
 
 
-def test_a_file_of_holes_takes_no_disk(tmp_path: Path) -> None:
-    with (tmp_path / "index").open("wb") as file:
-        file.truncate(2**26)
-    assert size_mb(tmp_path) < 1
-
-
 def test_tables_and_picture_of_a_whole_run_are_made(tmp_path: Path) -> None:
     disk = ProcessLife(
         DISK, 0.0, [Look(5.0 * at, {"topic tasks MB": at / 720, "versions": float(at)}) for at in range(30)]
@@ -115,30 +89,6 @@ def test_tables_and_picture_of_a_whole_run_are_made(tmp_path: Path) -> None:
     assert (tmp_path / "soak.png").read_bytes().startswith(b"\x89PNG")
 
 
-def hold() -> None:
-    """Take memory of each kind, and look after each."""
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    libc.free.argtypes = [ctypes.c_void_p]
-    before, known = parts(), types()
-    block = libc.malloc(40 * 2**20)
-    ctypes.memset(block, 1, 40 * 2**20)
-    kept = [[] for _ in range(50_000)]
-    now, names = parts(), types()
-    libc.free(block)
-    assert now["heap used"] - before["heap used"] == pytest.approx(40, abs=2)
-    assert names.total() - known.total() == pytest.approx(50_000, abs=5_000)
-    assert now["resident"] - before["resident"] > 40 and names[list] - known[list] >= len(kept)
-    assert parts()["heap used"] - before["heap used"] < 5
-
-
-def test_what_a_process_holds_is_seen_by_kind() -> None:
-    """In a process of its own: threads and searches for garbage of other tests would be counted."""
-    code = "from tests.test_growth import hold; hold()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_command_is_looked_at_from_beside_its_main_thread(tmp_path: Path) -> None:
     path = tmp_path / "held.jsonl"
     done = subprocess.run(
@@ -146,21 +96,3 @@ def test_a_command_is_looked_at_from_beside_its_main_thread(tmp_path: Path) -> N
     )
     assert done.stdout.startswith("headrace ")
     assert json.loads(path.read_text().splitlines()[0])["resident"] > 1
-
-
-def make_tuples(until: threading.Event) -> int:
-    """As a role does all the time, through a generator; how many."""
-    made = 0
-    while not until.is_set():
-        made += sum(len(tuple(number for number in range(300))) for _ in range(100))
-    return made
-
-
-def test_a_look_does_no_harm_to_what_another_thread_is_making() -> None:
-    done = threading.Event()
-    with ThreadPoolExecutor() as pool:
-        making = pool.submit(make_tuples, done)
-        for _ in range(100):
-            tell(io.StringIO())
-        done.set()
-        assert making.result() > 0

@@ -17,11 +17,6 @@ ROOT = Path(__file__).parents[2]
 WINGS = ("infra", "streams", "actors", "trainer")
 
 
-def test_at_least_forty_points_each_with_something_to_do() -> None:
-    assert len(POINTS) >= 40
-    assert all({"kill", "stop", "delay"} <= set(point.actions) for point in POINTS.values())
-
-
 def test_every_name_in_the_table_stands_in_the_code_and_every_name_in_the_code_in_the_table() -> None:
     named = set()
     for path in [path for wing in WINGS for path in (ROOT / wing).rglob("*.py")]:

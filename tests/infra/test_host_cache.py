@@ -17,16 +17,14 @@ import pytest
 from infra.cli.connect import cache_folder
 from infra.cli.settings import Settings
 from infra.observe.metrics import Metrics
-from infra.policies.fetch import PolicyFetcher
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, from_numpy
 from infra.settings.config import StoreConfig
 from infra.store.directory import DirectoryStore
-from infra.store.host_cache import CachedStore, HostCache
-from infra.store.memory import MemoryStore
+from infra.store.host_cache import HostCache
 from infra.store.store import Hashed, Store, digest_of
 from schemas import PolicyEvent
-from schemas.errors import PolicyRefused, StoreError
+from schemas.errors import StoreError
 from tests.infra.host_processes import fetched_by_a_holder_that_hangs, follow
 from tests.stored import content_name
 
@@ -227,35 +225,6 @@ def test_a_full_disk_is_gone_on_without_counted_and_said_once(tmp_path: Path, ca
     assert counters(metrics) == {"misses": 3.0, "skipped": 3.0} and not files(tmp_path)
     assert [record.getMessage().split()[0] for record in caplog.records] == ["host_cache_skipped"]
     assert got(cache, *held(1)) and len(files(tmp_path)) == 1, "it is used again once it can be"
-
-
-def test_a_cache_of_another_store_with_the_same_keys_is_harmless(tmp_path: Path) -> None:
-    ours, other = MemoryStore(), MemoryStore()
-    events, weights = published(ours)
-    new = NewVersion(policy="main", token=3, version=0, parent=-1, step=0)
-    theirs = {name: from_numpy(np.full((8, 64), 7, np.float32)) for name in weights[0]}
-    event = publish(other, new, theirs, previous=None, probe=None, shard_bytes=4096)
-    cache = HostCache(tmp_path, max_bytes=10_000_000, metrics=Metrics("x"))
-    assert dict(PolicyFetcher(CachedStore(other, cache), "main").fetch(event).tensors) == theirs
-    for version, expected in enumerate(weights):
-        assert dict(PolicyFetcher(CachedStore(ours, cache), "main").fetch(events[version]).tensors) == expected
-    with pytest.raises(PolicyRefused):
-        PolicyFetcher(CachedStore(ours, cache), "main").fetch(event)
-
-
-def test_objects_that_lie_under_the_names_of_another_version_are_fetched_again(tmp_path: Path) -> None:
-    store, metrics = MemoryStore(), Metrics("x")
-    events, weights = published(store)
-    cache = HostCache(tmp_path, max_bytes=10_000_000, metrics=metrics)
-    for event in events:
-        PolicyFetcher(CachedStore(store, cache), "main").fetch(event)
-    paths = sorted(files(tmp_path))
-    contents = [path.read_bytes() for path in paths]
-    for path, data in zip(paths, [*contents[1:], contents[0]], strict=True):
-        path.write_bytes(data)
-    for version, expected in enumerate(weights):
-        assert dict(PolicyFetcher(CachedStore(store, cache), "main").fetch(events[version]).tensors) == expected
-    assert counters(metrics)["damaged"] == len(paths) > NUM_VERSIONS
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from infra.files import free_and_usable
-from infra.policies.tensors import LEAST_BYTES, Rooms, from_torch_all
+from infra.policies.tensors import LEAST_BYTES, Rooms
 from infra.store.directory import STALE_AFTER_S, DirectoryStore
 from infra.store.open import open_store
 from schemas.errors import ConfigError, StoreError
@@ -110,22 +109,3 @@ def test_a_room_comes_back_once_nothing_of_it_is_in_use() -> None:
     taken = [rooms.take(LEAST_BYTES) for _ in range(3)]
     assert place in map(place_of, taken) and all(one.flags.writeable for one in taken)
     assert len({*map(place_of, taken)}) == 3
-
-
-def test_copies_of_a_model_take_turns_in_two_rooms_and_stay_what_they_were() -> None:
-    rooms = Rooms()
-    value = torch.zeros(2**19, dtype=torch.bfloat16)
-    small = torch.zeros(3)
-    previous = from_torch_all({"w": value, "s": small}, rooms)
-    places = set()
-    for version in range(1, 6):
-        value.fill_(version)
-        small.fill_(version)
-        newest = from_torch_all({"w": value, "s": small, "tied": value}, rooms)
-        assert newest["tied"] is newest["w"]
-        for found, expected in ((previous, version - 1), (newest, version)):
-            assert (torch.frombuffer(bytearray(found["w"].data), dtype=torch.bfloat16) == expected).all()
-            assert (torch.frombuffer(bytearray(found["s"].data), dtype=torch.float32) == expected).all()
-        places.add(place_of(np.frombuffer(newest["w"].data, np.uint8)))
-        previous = newest
-    assert len(places) == 2

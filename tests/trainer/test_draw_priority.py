@@ -13,16 +13,12 @@ from hypothesis import strategies as st
 from infra.settings.config import decode
 from infra.store.memory import MemoryStore
 from schemas import Batch
-from schemas.errors import BadFrame, ConfigError
-from tests.trainer.buffered_blocks import block
+from schemas.errors import ConfigError
 from tests.trainer.memory_run import CONFIG, filled_log, journal, train
-from trainer.buffer.buffer import Buffer
-from trainer.buffer.draw import FAIR, NO_LIMITS, ShareLimits, blended, chances, draw_by_priority, find_room
+from trainer.buffer.draw import FAIR, ShareLimits, blended, draw_by_priority, find_room
 from trainer.buffer.pool import Candidate, make_pool
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.scripted import ScriptedLearner
-
-CROWD = ShareLimits(tenant=0.34, subject=0.1)
 
 
 def lane_of(priorities: Iterable[float], num_experiences: int = 1) -> list[Candidate]:
@@ -48,25 +44,6 @@ def crowd(num: int, *, sizes: Sequence[int] = (1,), seed: int = 0) -> list[Candi
 
 def value(candidate: Candidate) -> float:
     return 0.1 + 0.5 * candidate.priority
-
-
-@pytest.mark.parametrize(
-    "limits", [NO_LIMITS, ShareLimits(tenant=0.5, subject=0.25), CROWD], ids=["none", "default", "tight"]
-)
-@pytest.mark.parametrize("wanted", [7, 16, 64])
-def test_the_mean_weight_of_a_step_is_1_under_any_share(wanted: int, limits: ShareLimits) -> None:
-    """Exactly: each group's chance times its weight, summed, is the number of groups."""
-    order = make_pool(sorted(crowd(2000), key=lambda each: (each.tenant, each.subject)))
-    chance_N, _ = chances(order, find_room(order, wanted, limits))
-    assert chance_N.sum() == pytest.approx(wanted) and 0 < chance_N.min() <= chance_N.max() <= 1
-    weights = [
-        experience.weight
-        for seed in range(300)
-        for experience in draw_by_priority(order, num_experiences=wanted, max_uses=1, seed=seed, limits=limits).taken
-    ]
-    error = np.std(weights) / len(weights) ** 0.5
-    assert abs(np.mean(weights) - 1) < 4 * error and error < 0.02
-    assert max(weights) < 2 / FAIR
 
 
 @pytest.mark.parametrize(("by_tokens", "sizes"), [(False, (1,)), (True, (1,)), (True, (1, 2, 3, 4)), (False, (8,))])
@@ -158,18 +135,6 @@ def test_where_each_group_is_trained_once_the_mean_of_what_is_trained_is_that_of
     assert abs(streamed(crowd(8_000), lane, waiting=0, come=40, drawn=80)) < 0.015, "the trainer is the faster one"
 
 
-def test_weights_for_the_pool_turn_priority_into_its_opposite_where_all_is_drawn_in_the_end() -> None:
-    """Why they are not the default there: what waits in a steady state is what was passed over."""
-    lane = LaneConfig(draw="priority", max_uses=1, importance_exponent=1.0)
-    assert streamed(crowd(8_000), lane, waiting=400, come=40, drawn=40) < -0.1
-
-
-def test_without_weights_a_lane_that_is_never_drawn_out_leans_to_high_priorities() -> None:
-    """Why the default is another where groups are drawn often."""
-    assert streamed(crowd(8_000), LaneConfig(draw="priority"), waiting=400, come=80, drawn=20) > 0.1
-    assert LaneConfig(draw="priority", max_uses=4).exponent == 1.0
-
-
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=40).filter(lambda found: max(found) > 0))
 def test_no_chance_is_below_a_share_of_an_even_draw_and_no_two_priorities_become_one(priorities) -> None:
     blend = blended(np.array(priorities))
@@ -191,17 +156,6 @@ def test_a_draw_takes_whole_groups_once_and_as_many_as_there_are(priorities, wan
         assert [candidate.weight for candidate in draw.taken] == pytest.approx([1.0] * len(names)), (
             "all of it needs no weights"
         )
-
-
-def test_nothing_is_decoded_but_what_was_drawn() -> None:
-    """No frame of this buffer can be decoded: drawing does not notice, looking at what was drawn does."""
-    buffer = Buffer({"live": 1})
-    for offset in range(50):
-        assert buffer.add(offset, b"no frame", block(f"l{offset}.0", lane="live", num_members=2)) == ""
-    draw = draw_by_priority(buffer.pool("live"), num_experiences=20, max_uses=1, seed=3)
-    assert len(draw.taken) == 10
-    with pytest.raises(BadFrame):
-        buffer.look_at(draw.taken)
 
 
 def test_the_paced_lane_is_drawn_in_issue_order_whatever_the_settings_say() -> None:

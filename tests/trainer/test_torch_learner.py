@@ -19,7 +19,7 @@ from schemas.errors import ConfigError
 from schemas.wire.teacher import SECTION, teacher_logprobs, with_teacher_logprobs
 from trainer.batch.batch import LANES, PackedBatch, TrainItem, pack
 from trainer.batch.split import split
-from trainer.config import CriticConfig, LaneConfig, TrainerConfig
+from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.forward import PackedModel
 from trainer.learners.lanes import microbatch_loss, step_context
 from trainer.learners.learner import take_snapshot
@@ -352,22 +352,6 @@ def mixed() -> list[TrainItem]:
     shown = [make_item([1, 40, 41 + g], [Span(2, 3, -1, 1.0, False)], group="d.0", episode=g, lane="expert")
              for g in range(8)]  # fmt: skip
     return found + shown
-
-
-@pytest.mark.parametrize("minibatches", [3, 1, 2, 5])
-def test_the_loss_of_a_step_is_the_same_for_every_number_of_minibatches(model, minibatches):
-    lanes = {
-        "usual": LaneConfig(loss="ppo", weight=0.9, options={"minibatches": minibatches}),
-        "expert": LaneConfig(loss="sft", weight=0.1),
-    }
-    config = TrainerConfig(lanes=lanes, threads=1, critic=CriticConfig(learning_rate=1e-12))
-    stats = TorchLearner(model, config, device="cpu").step(pack(mixed(), max_tokens=12), learning_rate=1e-12, seed=0)
-    each = TrainerConfig(
-        lanes=lanes | {"usual": LaneConfig(loss="ppo", weight=0.9)}, threads=1, critic=CriticConfig(learning_rate=1e-12)
-    )
-    whole = TorchLearner(model, each, device="cpu").step(pack(mixed(), max_tokens=12), learning_rate=1e-12, seed=0)
-    assert stats.loss == pytest.approx(whole.loss, rel=1e-5)
-    assert stats.values["critic/value_loss"] == pytest.approx(whole.values["critic/value_loss"], rel=1e-5)
 
 
 @pytest.fixture(scope="module")

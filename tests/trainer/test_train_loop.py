@@ -8,13 +8,11 @@ import pytest
 
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from infra.policies.tensors import Tensor
 from infra.store.directory import DirectoryStore
-from schemas import Batch, Block, Drawn, PolicyEvent, Rollback, Skip, Span, topics
+from schemas import Batch, Block, Drawn, Rollback, Skip, Span, topics
 from schemas.errors import FencedOut
 from tests.trainer.memory_run import STEPS, KillingBus, block, ends, filled_log, journal, published, train
 from trainer.batch.assemble import step_seed
-from trainer.journal import checkpoint
 from trainer.journal.journal import read_journal, take_lease
 from trainer.learners.scripted import ScriptedLearner
 
@@ -64,30 +62,6 @@ def test_what_is_longer_than_the_context_is_told_and_all_else_is_trained(tmp_pat
     asyncio.run(main())
 
 
-class CopyingLearner(ScriptedLearner):
-    """Counts how often all weights were copied."""
-
-    copies = 0
-
-    def tensors(self) -> dict[str, Tensor]:
-        self.copies += 1
-        return super().tensors()
-
-    def save(self) -> dict[str, Tensor]:
-        self.copies -= 1  # a checkpoint copies them for itself
-        return super().save()
-
-
-def test_a_publication_copies_the_weights_once(tmp_path: Path) -> None:
-    async def main() -> None:
-        store, learner = DirectoryStore(tmp_path), CopyingLearner()
-        log = await filled_log(store)
-        await train(log, store, learner)
-        assert learner.copies == len(await published(log)) == STEPS + 2
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize("every", [3, 8, 1, 2, 5])
 def test_a_trainer_killed_at_any_send_ends_with_the_same_weights_and_batches(tmp_path: Path, every: int) -> None:
     async def main() -> None:
@@ -108,24 +82,6 @@ def test_a_trainer_killed_at_any_send_ends_with_the_same_weights_and_batches(tmp
         assert learner.tensors() == expected
         assert journaled_items(await journal(log)) == journaled_items(records)
         assert sorted({event.version for event in await published(log)}) == versions
-
-    asyncio.run(main())
-
-
-def test_a_newer_lease_ends_the_older_trainer(tmp_path: Path) -> None:
-    async def main() -> None:
-        store = DirectoryStore(tmp_path)
-        log = Log(MemoryBus(), "t", store=store)
-        await log.create_topics(partitions=2, keep_ms=-1)
-        running = asyncio.create_task(train(log, store, ScriptedLearner()))
-        async for message in log.read_all(topics.POLICIES, until_end=False):
-            if isinstance(message.value, PolicyEvent) and message.value.event == "published":
-                break
-        await take_lease(log, policy="main", run="t", owner="newer")
-        with pytest.raises(ExceptionGroup) as caught:
-            async with asyncio.timeout(10):
-                await running
-        assert caught.group_contains(FencedOut)
 
     asyncio.run(main())
 
@@ -186,23 +142,5 @@ def test_groups_past_the_bound_are_dropped_with_a_reason_and_told_to_the_master(
                         break
         await running
         assert told == {old.group: "stale"}
-
-    asyncio.run(main())
-
-
-def test_a_torn_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    async def main() -> None:
-        store = DirectoryStore(tmp_path)
-        log = await filled_log(store)
-        learner = ScriptedLearner()
-        await train(log, store, learner)
-        newest = checkpoint.manifests(store, "t")[-1]
-        key = newest.state
-        store.put(key, store.get(key)[:-1])
-        older = checkpoint.load_newest(store, "t")
-        assert older is not None and older.position.step < newest.position.step
-        again = ScriptedLearner()
-        await train(log, store, again)
-        assert again.tensors() == learner.tensors()
 
     asyncio.run(main())

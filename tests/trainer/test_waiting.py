@@ -175,16 +175,6 @@ def test_a_lane_alone_makes_no_version_before_the_last_one_has_its_time() -> Non
     assert taken(decide(paced, now_s=51.0)) == ["u0.0", "u1.0"], "rollouts are never held up"
 
 
-def test_a_lane_of_production_alone_waits_for_64_answers_and_five_minutes_where_its_settings_say_nothing() -> None:
-    run = run_of(*(live(number) for number in range(63)), lanes={"live": LaneConfig()})
-    assert decide(run, now_s=0.0).wait
-    arrive(run, live(63))
-    run.supply.published_s = 0.0
-    assert decide(run, now_s=299.0).wait and len(taken(decide(run, now_s=300.0))) == 64
-    run.supply.config = msgspec.structs.replace(run.supply.config, min_publish_interval="0s")
-    assert len(taken(decide(run, now_s=1.0))) == 64
-
-
 def test_no_lane_waits_for_more_than_may_wait_in_it() -> None:
     run = run_of(*(live(number) for number in range(9)), lanes={"live": LaneConfig(max_waiting=9)})
     assert len(taken(decide(run, now_s=0.0))) == 9
@@ -276,34 +266,6 @@ def test_the_last_groups_of_a_run_make_a_smaller_step_once_no_more_can_come(
     run.supply.intake.take_report(master(state, outstanding))
     draw = decide(run, now_s=0.0)
     assert draw.wait == waits and ("u0.0" in taken(draw)) == (not waits)
-
-
-def test_a_drain_with_many_groups_left_still_takes_full_steps() -> None:
-    run = run_of(*(usual(number) for number in range(5)))
-    run.supply.intake.take_report(master("draining", 5))
-    assert taken(decide(run, now_s=0.0))[:2] == ["u0.0", "u1.0"]
-    assert len([candidate for candidate in decide(run, now_s=0.0).taken if candidate.lane == "usual"]) == 2
-
-
-def test_deciding_changes_nothing_and_the_same_state_decides_alike() -> None:
-    run = run_of(usual(0), usual(1), *(expert(number) for number in range(9)))
-    assert decide(run, now_s=0.0) == decide(run, now_s=1.0)
-    assert run.supply.intake.buffer.num_groups("expert") == 9
-
-
-def test_dropped_groups_are_told_to_the_master_before_the_draw_goes_on() -> None:
-    async def main() -> None:
-        run = run_of(usual(0, version=0), usual(1), usual(2))
-        await run.log.create_topics(partitions=1, keep_ms=-1)
-        async with asyncio.timeout(10):
-            draw = await next_draw(run, asyncio.Event())
-        assert draw is not None and taken(draw) == ["u1.0", "u2.0"]
-        told = [message.value async for message in run.log.read_all(topics.PROGRESS)]
-        assert told == [Drawn(token=0, step=10, version=3, groups=(), dropped={"u0.0": "stale"})]
-        assert run.supply.intake.buffer.num_groups("usual") == 2
-        assert run.report.metrics.counters()["dropped{reason=stale}"] == 18.0
-
-    asyncio.run(main())
 
 
 def test_a_stop_ends_the_wait() -> None:

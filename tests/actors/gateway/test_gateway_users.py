@@ -135,25 +135,6 @@ def test_who_was_forgotten_meanwhile_stays_so(tmp_path: Path) -> None:
     assert lost == ["forgotten", "forgotten", ""]
 
 
-def test_a_store_that_is_away_is_asked_once_in_a_while_and_not_for_every_record(tmp_path: Path) -> None:
-    class Counted(StoreAway):
-        asked = 0
-
-        def _check(self) -> None:
-            self.asked += self.away
-            super()._check()
-
-    store = Counted()
-    keys = HeldKeys(store, tmp_path)
-    known = keys.of(SUBJECT)
-    store.away = True
-    made = [keys.of(subject) for subject in (SUBJECT[::-1], SUBJECT, SUBJECT[::-1], SUBJECT[1:] + "b")]
-    assert store.asked == 1 and made[1] is known and made[0] is made[2] and keys.num_held == 2
-    store.away = False
-    keys.deposit()
-    assert keys.num_held == 0 and keys.of(SUBJECT[::-1]).key_id == made[0].key_id
-
-
 def test_keys_that_wait_are_bounded_and_one_that_was_cut_short_is_not_used(tmp_path: Path) -> None:
     store = StoreAway()
     store.away = True

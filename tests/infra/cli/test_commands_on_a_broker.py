@@ -250,24 +250,6 @@ def test_loading_twice_adds_nothing(config: Path, tmp_path: Path) -> None:
     assert all(f"task {row['id']}" in shown and f"answer='{row['answer']}'" in shown for row in TASKS)
 
 
-def test_tasks_take_along_what_another_app_recorded_of_them(
-    kafka: str, app_name: str, config: Path, tmp_path: Path
-) -> None:
-    publish(kafka, app_name, [(topics.PROGRESS, Closure(group="add-1.0", outcome="buffered", mean_reward=0.25))])
-    file = tmp_path / "tasks.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in TASKS))
-    named = ["--set", f"app={app_name}-next"]
-    assert call(config, "load", "tasks", str(file), "--rates-from", app_name, *named).exit_code == 2
-    printed(config, "check", "--create", *named)
-    result = call(config, "load", "tasks", str(file), "--rates-from", app_name, *named)
-    assert result.exit_code == 0 and "3 tasks loaded" in result.stderr, result.output
-    shown = printed(config, "peek", "taskset.raw", "--json", *named).splitlines()
-    tasks = {item["id"]: item.get("meta", {}) for item in (json.loads(line)["record"] for line in shown)}
-    assert tasks == {"add-0": {}, "add-1": {"success_rate": 0.25}, "add-2": {}}
-    result = call(config, "load", "tasks", str(file), "--rates-from", "nobody")
-    assert result.exit_code == 2 and "nobody." in result.stderr
-
-
 def test_columns_are_mapped_and_a_row_that_cannot_be_read_is_named_and_passed_over(
     config: Path, tmp_path: Path
 ) -> None:

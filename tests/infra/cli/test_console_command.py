@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-import os
 import signal
 import socket
 import subprocess
@@ -24,7 +23,6 @@ from infra.cli.settings import Settings, load_settings
 from infra.ledger.archive import writing
 from infra.ledger.bundle import Bundle
 from infra.local.http_server import bound
-from infra.local.idle_time import SMALL_SHARE
 from infra.log.log import Log
 from infra.store.store import Store
 from schemas import Block, DropMarker, topics
@@ -153,43 +151,3 @@ def test_other_rules_are_compared_with_what_is_on_record_and_nothing_is_written(
         assert "Stage verify once more" in page and "Not as recorded." in page
         assert "no longer dropped too short 1" in page and "too short kept" in page
         assert "and now" in client.get("/answers?fate=too+short").text, "what is on record stays"
-
-
-@pytest.mark.slow
-def test_every_thread_of_the_pages_and_of_the_keeper_gives_way_to_the_roles(kafka: str, tmp_path: Path) -> None:
-    config = tmp_path / "headrace.toml"
-    config.write_text(BROKER_TOML.format(app=uuid4().hex[:12], kafka=kafka))
-
-    async def publish() -> None:
-        async with connected(load_settings(config), create=True) as log:
-            await log.create_topics(partitions=1, keep_ms=-1)
-            await log.publish(topics.EXPERIENCES, Block((live(0, "where is it", "here"),)))
-
-    asyncio.run(publish())
-    command = [sys.executable, "-m", "infra.cli.main"]
-    keep_up = [*command, "trace", "--keep-up", "-c", str(config)]
-    serve = [*command, "console", "-c", str(config), "--listen", "127.0.0.1:0"]
-    with (
-        subprocess.Popen(keep_up, start_new_session=True) as keeper,
-        subprocess.Popen(serve, stderr=subprocess.PIPE, text=True, start_new_session=True) as pages,
-    ):
-        try:
-            assert pages.stderr is not None
-            link = next(line.split()[1] for line in pages.stderr if line.startswith("console http"))
-            with httpx.Client(follow_redirects=True, timeout=60) as client:
-                assert client.get(link).status_code == 200
-                for _ in range(120):
-                    if "here" in client.get(link.partition("/enter")[0] + "/answers?text=where").text:
-                        break
-                    time.sleep(0.5)
-                else:
-                    raise AssertionError("the answer was never found")
-            threads = [int(task.name) for task in Path(f"/proc/{pages.pid}/task").iterdir()]
-            assert len(threads) > 1 and {os.sched_getscheduler(thread) for thread in threads} == {os.SCHED_OTHER}
-            assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {SMALL_SHARE}
-            assert os.sched_getscheduler(keeper.pid) == os.SCHED_IDLE
-        finally:
-            for process in (pages, keeper):
-                process.send_signal(signal.SIGINT)
-            pages.communicate(timeout=60)
-            keeper.wait(timeout=60)

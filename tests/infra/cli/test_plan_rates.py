@@ -5,7 +5,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import example, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
@@ -96,33 +95,6 @@ rates = st.builds(
     partitions=st.integers(1, 1000), copies=st.integers(1, 5), keep_days=st.floats(0.01, 1000), process=counts,
     serve=counts, explore=counts,
 )  # fmt: skip
-
-
-@given(rates)
-@example(
-    Rates(
-        groups=614144.809203995,
-        requests=1.0,
-        size=31,
-        prompt=1,
-        answer=219,
-        rated=0.0,
-        engine=1.0,
-        learner=614144.809203995,
-    )
-)
-def test_what_has_as_many_as_are_needed_keeps_up(rates: Rates) -> None:
-    needs = {part.part: part.needs or 0 for part in plan_rates(rates, COSTS).parts}
-    enough = msgspec.structs.replace(
-        rates,
-        partitions=max(1, needs["partitions"]),
-        process=needs["stream workers"],
-        serve=max(needs["gateways"], needs["engines of gateways"]),
-        explore=needs["explorers"],
-        learner=rates.learner * max(1, needs["trainer"]),
-    )
-    plan = plan_rates(enough, COSTS)
-    assert problems(plan) == [] and plan.busiest is not None and (plan.busiest.share or 0) < 1 + 1e-9
 
 
 def test_what_nobody_measured_is_asked_for_and_not_guessed() -> None:

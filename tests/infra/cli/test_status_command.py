@@ -251,32 +251,6 @@ def test_a_trainer_without_a_step_says_what_it_waits_for_and_why(reports: tuple[
     assert {role["role"]: role["state"] for role in state["roles"]}["train"] == said
 
 
-def test_status_of_a_usual_run_fits_80_columns_and_24_lines() -> None:
-    counters = dict.fromkeys(("steps", "experiences_trained", "tokens", "policy_versions", "tokens_masked"), 123_456.0)
-    drops = {"dropped{reason=equal}": 4012.0, "dropped{reason=stale}": 300.0, "episodes_cancelled{reason=enough}": 9.0}
-    gauges = {"host_cache_bytes": 3e9, "host_cache_max_bytes": 20e9, "snapshot_bytes{partition=0}": 5e6}
-    chains = {"verify": "validate@1 dedupe@1 filter@1 exact@1", "collect": "synthesize@1 usual@1 balance@1"}
-    first = [
-        Progress(
-            role=role, instance=f"{role}/{at}.gpu-node-17/40{at}", state="learning", version=123, release="0.1.0 (9f00)",
-            gauges=gauges, chains=chains, partitions={"verify": (0, 1), "collect": (0, 1)},
-            counters=dict.fromkeys(counters, 0.0),
-        )
-        for at, role in enumerate(("master", "explore", "explore", "serve", "process", "train"))
-    ]  # fmt: skip
-    later = [msgspec.structs.replace(report, counters=counters | drops) for report in first]
-    results = [
-        EvalResult(policy="main", version=7, suite=suite, num_tasks=10, num_correct=9, interval=(0.8, 0.95))
-        for suite in ("held-out", "production")
-    ]
-    reports = [*((0.0, report) for report in first), *((30.0, report) for report in later)]
-    state = state_of(*((0.0, event) for event in (published(123), *results)), *reports, now_s=31)
-    lines = shown(state | {"alarms": []}, width=80).splitlines()
-    assert len(lines) <= 24 and max(map(len, lines)) <= 80, "\n".join(lines)
-    for hidden in ("cache", "chain", "snapshots", "kept"):
-        assert not any(line.startswith(hidden) for line in lines), hidden
-
-
 SETTINGS = 'app = "t"\n[keep]\nreplay = "9d"\n[trainer]\nkeep_checkpoints = 5\n[gateway]\nspool_mb = 64\n'
 GAUGES = {
     "spool_bytes": 2e6, "uses_remembered": 42.0, "host_cache_bytes": 3e9, "host_cache_max_bytes": 20e9,

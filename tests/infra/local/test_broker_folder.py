@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.cli.connect import RUNNING_S, STOPPED_S, kafka_folder, patience_s
-from infra.cli.settings import Settings
-from infra.files import is_locked, lock_folder, release_folder
-from infra.local.broker import HOST, LOCK, PORTS, is_free, plan_address, read_address
+from infra.files import lock_folder, release_folder
+from infra.local.broker import HOST, PORTS, is_free, plan_address, read_address
 from schemas.errors import ConfigError
 
 
@@ -44,22 +42,4 @@ def test_a_folder_in_use_by_a_process_that_lives_is_refused(tmp_path: Path) -> N
     lock = lock_folder(tmp_path / "lock", "the folder")
     with pytest.raises(ConfigError, match="the folder is in use by process"):
         lock_folder(tmp_path / "lock", "the folder")
-    release_folder(lock)
-
-
-def test_a_lock_is_seen_while_it_is_held_and_not_taken_by_the_look(tmp_path: Path) -> None:
-    file = tmp_path / "lock"
-    assert not is_locked(file)
-    lock = lock_folder(file, "the folder")
-    assert is_locked(file)
-    release_folder(lock)
-    assert not is_locked(file)
-    release_folder(lock_folder(file, "the folder"))
-
-
-def test_a_broker_that_a_process_runs_is_waited_for_longer_than_one_that_nothing_runs(tmp_path: Path) -> None:
-    settings = Settings(app="t", folder=tmp_path)
-    assert patience_s(settings) == STOPPED_S
-    lock = lock_folder(kafka_folder(settings) / LOCK, "Kafka's folder")
-    assert patience_s(settings) == RUNNING_S > STOPPED_S
     release_folder(lock)

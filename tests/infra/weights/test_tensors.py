@@ -14,12 +14,10 @@ from infra.policies.tensors import (
     ITEM_BYTES,
     Rooms,
     Tensor,
-    bits,
     from_numpy,
     from_torch,
     from_torch_all,
     is_finite,
-    joined,
     load_tensors,
     save_tensors,
     to_numpy,
@@ -54,21 +52,6 @@ def test_what_the_safetensors_library_writes_is_read_here() -> None:
     assert {name: to_numpy(tensor).tolist() for name, tensor in read.items()} == {
         name: array.tolist() for name, array in arrays.items()
     }
-
-
-def test_the_same_tensors_give_the_same_bytes_in_any_order() -> None:
-    assert save_tensors(EVERY_DTYPE) == save_tensors(dict(reversed(EVERY_DTYPE.items())))
-
-
-def test_a_file_in_memory_is_read_only_and_holds_empty_tensors_too() -> None:
-    empty = Tensor("F32", (0,), b"")
-    assert save_tensors({"none": empty}).readonly and load_tensors(save_tensors({"none": empty})) == {"none": empty}
-    assert bytes(joined([b"ab", b"", memoryview(b"cde")])) == b"abcde" and joined([]) == b""
-
-
-def test_loading_copies_nothing() -> None:
-    data = save_tensors({"w": any_tensor("F32", (100,))})
-    assert np.shares_memory(bits(load_tensors(data)["w"]), np.frombuffer(data, np.uint8))
 
 
 def with_header(header: object, body: bytes = b"") -> bytes:
