@@ -235,7 +235,7 @@ class TrainerConfig(Section, frozen=True):
     """CPU threads, pinned. 0 leaves the choice to torch."""
     checkpoint_every: Positive = 20
     """Published versions between two checkpoints."""
-    keep_checkpoints: Annotated[int, msgspec.Meta(ge=3, description="a whole number of 3 or more")] = 3
+    keep_checkpoints: Annotated[int, msgspec.Meta(ge=2, description="a whole number of 2 or more")] = 2
     """Newest checkpoints that stay in the store."""
     min_publish_interval: OpenDuration = ""
     """Minimum time between two versions for steps without the lane usual; a draining run does not wait. Every gateway and

@@ -242,7 +242,7 @@ async def run_within(store: DirectoryStore, keep: Keep) -> int:
 def test_twenty_five_versions_of_a_run_stay_within_the_bound_of_a_folder_store(tmp_path: Path) -> None:
     free = WatchedStore(tmp_path / "free", lambda folder: PLENTY)
     assert asyncio.run(run_within(free, Keep(store_gb=0))) == VERSIONS + 1
-    bound = free.most // 2
+    bound = 3 * free.most // 5
     bounded = WatchedStore(tmp_path / "bounded", lambda folder: PLENTY)
     assert asyncio.run(run_within(bounded, Keep(store_gb=bound / 1e9))) == VERSIONS + 1
     assert bounded.most <= bound < free.most
