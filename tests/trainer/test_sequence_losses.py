@@ -191,13 +191,18 @@ def test_distillation_moves_every_token_towards_the_teacher():
     assert value == pytest.approx(-pull * CURRENT)
     assert gradient == pytest.approx(-pull)
     assert (clipped == (W > 1.1)).all() and clipped.any()
+    based, _, _ = value_and_gradient(distill, inputs(teacher=TEACHER, bound=-0.7), cap=1.1)
+    assert based == pytest.approx(-np.minimum(W, 1.1) * (TEACHER - CURRENT + 0.7) * CURRENT)
 
 
-def test_distillation_on_policy_is_the_gradient_of_the_divergence_from_the_teacher():
+@pytest.mark.parametrize("baseline", [None, -1.3])
+def test_distillation_on_policy_is_the_gradient_of_the_divergence_from_the_teacher_under_any_baseline(baseline):
     # One state, three tokens: Σ_a π(a)·g(a)·dlogπ(a)/dz must be d/dz Σ_a π(a) log(π(a)/π_T(a)), z the logits.
     logits, teacher = np.array([0.3, -0.2, 0.9]), np.log([0.5, 0.2, 0.3])
     current = logits - np.log(np.exp(logits).sum())
-    given = inputs(current=current, behaviour=current, advantage=np.zeros(3), sequence=[0, 1, 2], teacher=teacher)
+    given = inputs(
+        current=current, behaviour=current, advantage=np.zeros(3), sequence=[0, 1, 2], teacher=teacher, bound=baseline
+    )
     _, gradient, _ = value_and_gradient(distill, given)
     p = np.exp(current)
     score = np.eye(3) - p  # score[a, z] = dlogπ(a)/dz

@@ -417,14 +417,30 @@ def test_the_bound_of_m2po_is_that_of_the_whole_step_however_it_is_cut(small):
 
 
 def test_distillation_makes_likely_what_the_teacher_gives_and_unlikely_what_it_does_not(small):
-    for teacher, sign in ((-0.1, 1), (-12.0, -1)):
+    # Answers of one prompt are liked; a teacher that gives less than the policy to all of them likes these more than the rest.
+    for liked, other in ((-0.1, -12.0), (-9.0, -19.0)):
         learner = opened_small(small, "distill")
-        probes = tuple(tuple(each.experience.tokens.tolist()) for each in answers(0))
+        taught = [*answers(0, teacher=liked)[::3], *answers(0, teacher=other)[1::3]]
+        probes = tuple(tuple(each.experience.tokens.tolist()) for each in taught)
         before = learner.probe(probes).logprobs
         for step in range(3):
-            learner.step(pack(answers(0, teacher=teacher), max_tokens=1000), learning_rate=1e-4, seed=step)
-        after = learner.probe(probes).logprobs
-        assert sign * sum(a[-1] - b[-1] for a, b in zip(after, before, strict=True)) > 0
+            learner.step(pack(taught, max_tokens=1000), learning_rate=1e-4, seed=step)
+        moved = [a[-1] - b[-1] for a, b in zip(learner.probe(probes).logprobs, before, strict=True)]
+        assert sum(moved[:4]) > 0 > sum(moved[4:])
+
+
+def test_the_baseline_of_distillation_is_that_of_the_whole_step_however_it_is_cut(small):
+    taught = [*answers(0, teacher=-2.0)[:6], *answers(0, teacher=-9.0)[6:]]
+    cuts = [
+        opened_small(small, "distill").step(pack(taught, max_tokens=size), learning_rate=1e-3, seed=0)
+        for size in (1000, 12, 5)
+    ]
+    for each in cuts[1:]:
+        assert each.loss == pytest.approx(cuts[0].loss, rel=1e-5)
+        assert each.grad_norm == pytest.approx(cuts[0].grad_norm, rel=1e-5)
+
+
+def test_distillation_refuses_answers_without_a_teacher(small):
     with pytest.raises(ValueError, match="without a teacher"):
         opened_small(small, "distill").step(pack(answers(0), max_tokens=1000), learning_rate=1e-3, seed=0)
 

@@ -92,7 +92,8 @@ class PackedBatch(msgspec.Struct, frozen=True, kw_only=True):
     """The input of one optimizer step.
 
     microbatches: this process's. lane_tokens, lane_sequences: sampled tokens and sequences of each lane in the whole step,
-    over all ranks and microbatches: the denominators of the lanes' means. num_sequences: of all lanes together. version:
+    over all ranks and microbatches: the denominators of the lanes' means. lane_gains: of lanes with a teacher, mean
+    log π_T - log μ of these tokens. num_sequences: of all lanes together. version:
     policy version before the step. exact: the weights before the step are that version's own (no optimizer step since it was
     published), so that tokens of this version measure engine against trainer. max_tokens: positions that a microbatch may
     have, 0 for those of the largest.
@@ -102,6 +103,7 @@ class PackedBatch(msgspec.Struct, frozen=True, kw_only=True):
     lane_tokens: Mapping[Lane, int]
     num_sequences: int
     lane_sequences: Mapping[Lane, int] = {}
+    lane_gains: Mapping[Lane, float] = {}
     version: int = 0
     exact: bool = True
     max_tokens: int = 0
@@ -150,6 +152,7 @@ def pack(
         microbatches=microbatches,
         lane_tokens=count_lanes(microbatches),
         lane_sequences=count_sequences(microbatches),
+        lane_gains=mean_gains(microbatches),
         num_sequences=len(items),
         version=version,
         exact=exact,
@@ -321,6 +324,17 @@ def count_lanes(microbatches: Sequence[Microbatch]) -> dict[Lane, int]:
     """Sampled tokens of each lane."""
     counts = sum((np.bincount(rows.lane_N, minlength=len(LANES)) for rows in microbatches), np.zeros(len(LANES), int))
     return {lane: int(count) for lane, count in zip(LANES, counts, strict=True) if count}
+
+
+def mean_gains(microbatches: Sequence[Microbatch]) -> dict[Lane, float]:
+    """Mean log π_T - log μ of the tokens of each lane whose tokens all have a teacher and a ratio."""
+    found = {}
+    for index, lane in enumerate(LANES):
+        gains = [(rows.teacher_N - rows.behaviour_N)[rows.lane_N == index] for rows in microbatches]
+        mean = np.concatenate(gains).mean(dtype=np.float64) if sum(map(len, gains)) else np.nan
+        if np.isfinite(mean):
+            found[lane] = float(mean)
+    return found
 
 
 def count_sequences(microbatches: Sequence[Microbatch]) -> dict[Lane, int]:

@@ -27,7 +27,7 @@ class StepContext(msgspec.Struct, frozen=True, kw_only=True):
 
     objectives: by lane. denominators: of each lane, global: see `denominators`. num_tokens: sampled ones of each lane, global.
     version: policy version before the batch. exact: the weights are that version's. staleness_decay: λ of λ^staleness, 1 is
-    off. bounds: what losses measured over the whole step.
+    off. bounds: what losses measured over the whole step, and a lane's mean gain where its loss has a teacher.
     """
 
     objectives: Mapping[Lane, Objective]
@@ -61,7 +61,7 @@ def step_context(
         version=batch.version,
         exact=batch.exact and index == 0,
         staleness_decay=staleness_decay,
-        bounds=bounds,
+        bounds={lane: gain for lane, gain in batch.lane_gains.items() if objectives[lane].teacher} | dict(bounds),
     )
 
 

@@ -54,11 +54,12 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 class Counts(msgspec.Struct, frozen=True):
     """A PackedBatch without its rows.
 
-    lane_tokens, lane_sequences, num_sequences, version, exact: as there.
+    lane_tokens, lane_sequences, lane_gains, num_sequences, version, exact: as there.
     """
 
     lane_tokens: dict[Lane, int]
     lane_sequences: dict[Lane, int]
+    lane_gains: dict[Lane, float]
     num_sequences: int
     version: int
     exact: bool
@@ -66,7 +67,8 @@ class Counts(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, batch: PackedBatch) -> "Counts":
         """The counts of a batch."""
-        return cls(dict(batch.lane_tokens), dict(batch.lane_sequences), batch.num_sequences, batch.version, batch.exact)
+        lanes = dict(batch.lane_tokens), dict(batch.lane_sequences), dict(batch.lane_gains)
+        return cls(*lanes, batch.num_sequences, batch.version, batch.exact)
 
     def batch(self) -> PackedBatch:
         """A batch of these counts without rows."""

@@ -34,12 +34,12 @@ Marked = Callable[["Loss"], "Loss"]
 class LossInputs(msgspec.Struct, frozen=True, kw_only=True):
     """N sampled tokens of one lane. All [N]; logprobs are under the temperature each token was sampled with.
 
-    logprob: log π_θ, the only one with a gradient. behaviour: log μ. proximal: log π_p, where the loss asked for it.
-    reference: log π_ref, likewise. teacher: log of the teacher's probability, likewise. advantage: of the token. staleness:
-    policy version before the step minus behaviour version. ratio: μ is the policy's own. sequence: index of the token's
-    sequence, from 0, every one whole. pair: 2p for the chosen and 2p + 1 for the rejected side of pair p, every pair whole;
-    -1 for none. bound: what the loss measured over the whole step before its first token. entropy: of π_θ over the
-    vocabulary where the token was sampled, with its gradient, where a lane asked for it.
+    logprob: log π_θ, the only one with a gradient. behaviour: log μ. proximal: log π_p, where the loss asked for it. reference:
+    log π_ref, likewise. teacher: log of the teacher's probability, likewise. advantage: of the token. staleness: policy version
+    before the step minus behaviour version. ratio: μ is the policy's own. sequence: index of the token's sequence, from 0,
+    every one whole. pair: 2p for the chosen and 2p + 1 for the rejected side of pair p, every pair whole; -1 for none. bound:
+    what the loss measured over the whole step before its first token; with a teacher, the mean of log π_T - log μ. entropy: of
+    π_θ over the vocabulary where the token was sampled, with its gradient, where a lane asked for it.
     """
 
     logprob: torch.Tensor

@@ -267,13 +267,15 @@ def dpo(inputs: LossInputs, *, beta: float = 0.1) -> LossOutput:
 
 @needs(teacher=True, advantage=False)
 def distill(inputs: LossInputs, *, cap: float = 5.0) -> LossOutput:
-    """-sg(min(w, cap)·(log π_T - log π_θ))·log π_θ: the gradient of each token's KL(π_θ‖π_T), as a policy gradient.
+    """-sg(min(w, cap)·(log π_T - log π_θ - b))·log π_θ: the gradient of each token's KL(π_θ‖π_T), as a policy gradient.
 
     The single-step term of MiniLLM, arXiv 2306.08543 section 2.2; without a discounted rest as in "On-Policy
-    Distillation" (Thinking Machines, 2025). clipped: where the cap acts. cap: the largest w.
+    Distillation" (Thinking Machines, 2025). b, the mean of log π_T - log μ over the step, is a baseline (Williams, 1992): it
+    leaves the expectation, and a teacher far away pushes down only what it likes less than the rest. clipped: where the cap
+    acts. cap: the largest w.
     """
     teacher = required(inputs.teacher, "teacher")
     log_weight = inputs.log_weight.detach()
-    gain = teacher - inputs.logprob.detach()
+    gain = teacher - inputs.logprob.detach() - (inputs.bound or 0.0)
     loss = -truncated_weight(log_weight, cap) * gain * inputs.logprob
     return LossOutput(loss, log_weight.exp() > cap)
