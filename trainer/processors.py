@@ -1,13 +1,11 @@
 """Built-in processors of stage batch: functions of all experiences that one step draws."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 
-from infra.chain.processor import Drop, processor
+from infra.chain.processor import processor
 from schemas import Experience
 
 
@@ -21,49 +19,6 @@ def with_weight(experience: Experience, weight: float) -> Experience:
 def without_weight(experience: Experience) -> Experience:
     """The experience without a weight: one that came with it from the log does not count."""
     return experience if experience.weight == 1.0 else msgspec.structs.replace(experience, weight=1.0)
-
-
-@processor(version=2, of="batch", inline=True)
-def drop_weak(
-    batch: tuple[Experience, ...], *, below: float = 1e-6, mean: Literal["tokens", "sequences"] = "tokens"
-) -> tuple[Experience | Drop, ...]:
-    """Drop an experience whose advantages, also those of its turns, are smaller than `below` in size; one without passes.
-
-    What is left of a lane weighs less by as much as was dropped, so that each of its tokens adds what it would have added to
-    the whole. below: size of an advantage; the default drops what is 0 but for rounding. mean: items that the lanes' losses are
-    means over (sequences for gspo, topr and opmd). What a loss adds whatever the advantage (its pull to μ, the lane's kl and
-    entropy) is lost with what is dropped.
-    """
-    gone = [
-        experience.advantage is not None
-        and max(abs(experience.advantage), *(abs(turn.advantage) for turn in experience.advantages), 0) < below
-        for experience in batch
-    ]
-    sizes = [experience.num_sampled if mean == "tokens" else 1 for experience in batch]
-    before, after = Counter[str](), Counter[str]()
-    for experience, size, weak in zip(batch, sizes, gone, strict=True):
-        before[experience.lane] += size
-        after[experience.lane] += 0 if weak else size
-    return tuple(
-        Drop("weak advantage", f"{experience.advantage:g}, expected at least {below:g} in size")
-        if weak
-        else experience
-        if after[experience.lane] == before[experience.lane]
-        else with_weight(experience, experience.weight * after[experience.lane] / before[experience.lane])
-        for experience, weak in zip(batch, gone, strict=True)
-    )
-
-
-@processor(version=1, of="batch", inline=True)
-def equal_sequences(batch: tuple[Experience, ...]) -> tuple[Experience, ...]:
-    """Weight = mean length of its lane / own length, in sampled tokens: a lane's weighted mean over tokens is then the
-    mean over its sequences of their token means (arXiv 2402.03300 eq. 3; where DAPO's, 2503.14476, is the unweighted).
-    """
-    lengths: dict[str, list[int]] = {}
-    for experience in batch:
-        lengths.setdefault(experience.lane, []).append(experience.num_sampled)
-    mean = {lane: sum(of_lane) / len(of_lane) for lane, of_lane in lengths.items()}
-    return tuple(with_weight(experience, mean[experience.lane] / experience.num_sampled) for experience in batch)
 
 
 @processor(version=2, of="batch", inline=True)

@@ -12,14 +12,13 @@ from infra.chain.processor import Drop, processor
 from infra.store.directory import DirectoryStore
 from schemas import Batch, Experience, Span, decode, encode
 from schemas.errors import ConfigError
-from schemas.fields import Stretch
 from tests.role import role_of
 from tests.trainer.memory_run import CONFIG, FLOOR, KillingBus, ends, filled_log, journal
 from tests.trainer.trainer_samples import make_item
 from trainer.batch.assemble import ALONE, apply_chain, build_batch
 from trainer.batch.batch import TrainItem
 from trainer.learners.scripted import ScriptedLearner
-from trainer.processors import drop_weak, with_weight
+from trainer.processors import with_weight
 from trainer.train import run_trainer
 
 HERE = "tests.trainer.test_batch_chain"
@@ -93,43 +92,6 @@ def test_drops_and_weights_are_written_down_with_their_reasons():
     assert record.drops == {"stale": 2, "first of its batch": 1}
     assert [(item.advantage, item.weight) for item in record.items] == [(0.0, 2.0), (0.5, 2.0), (1.0, 2.0)]
     assert len(kept) == 3
-
-
-def test_equal_sequences_weighs_by_length():
-    use = "trainer.processors:equal_sequences"
-    record, _ = applied(build_batch([ProcessorConfig(use=use, stage="batch")]), items(3))
-    # lengths 1, 2, 3, mean 2: Σ weight·length = 6 = the tokens, so the denominator stays what it is
-    assert [item.weight for item in record.items] == pytest.approx([2.0, 1.0, 2 / 3])
-
-
-def test_drop_weak_leaves_out_what_teaches_nothing():
-    use = "trainer.processors:drop_weak"
-    record, _ = applied(build_batch([ProcessorConfig(use=use, stage="batch")]), items(3))
-    assert [each.id for each in record.dropped] == ["usual-1.0.0-0-0"] and record.dropped_because == ("weak advantage",)
-
-
-def test_drop_weak_keeps_an_answer_whose_turns_differ():
-    weak, *_ = (msgspec.structs.replace(item.experience, advantage=0.0) for item in items(1))
-    turns = msgspec.structs.replace(weak, advantages=(Stretch(2, 1.0), Stretch(3, -1.0)))
-    found = drop_weak((weak, turns))
-    assert isinstance(found[0], Drop) and not isinstance(found[1], Drop)
-
-
-@pytest.mark.parametrize("mean", ["tokens", "sequences"])
-def test_drop_weak_leaves_every_other_token_the_weight_it_had_in_the_whole(mean):
-    """weight / denominator, which is counted over what is left, is as before."""
-    use = "trainer.processors:drop_weak"
-    given = [*items(5), *items(2, lane="expert")]  # lengths 1 to 5, advantages -1 to 3: the second is dropped
-    steps = build_batch([ProcessorConfig(use=use, stage="batch", options={"mean": mean})])
-    _, kept = applied(steps, given)
-
-    def size(some: list[TrainItem], lane: str) -> int:
-        return sum(each.experience.num_sampled if mean == "tokens" else 1 for each in some if each.item.lane == lane)
-
-    assert len(kept) == 5
-    for lane in ("usual", "expert"):
-        shares = [each.item.weight / size(kept, lane) for each in kept if each.item.lane == lane]
-        assert shares == pytest.approx([1 / size(given, lane)] * len(shares))
 
 
 def test_a_weight_in_the_log_is_nobodys_and_a_pair_goes_whole():
