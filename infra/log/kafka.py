@@ -255,7 +255,8 @@ class KafkaBus:
             response = await self._admin_client().create_topics([new], timeout_ms=REQUEST_TIMEOUT_MS)
             for name, code, *message in response.topic_errors:
                 error = for_code(code)
-                if code and (error.retriable or error is TopicAlreadyExistsError):
+                # A broker that was not heard for a while is fenced until it is heard again.
+                if code and (error.retriable or error is TopicAlreadyExistsError or "fenced" in str(message)):
                     raise _TryAgain(f"topic {name}: {error.__name__}")
                 if code:
                     raise ConfigError(

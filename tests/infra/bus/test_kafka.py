@@ -6,9 +6,16 @@ import sys
 import tracemalloc
 from asyncio.subprocess import PIPE
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from aiokafka.errors import KafkaTimeoutError, RequestTimedOutError, TopicAuthorizationFailedError
+from aiokafka.errors import (
+    InvalidReplicationFactorError,
+    KafkaTimeoutError,
+    RequestTimedOutError,
+    TopicAuthorizationFailedError,
+)
 
 from infra.local.broker import EmbeddedKafka
 from infra.log.bus import Bus, Partition, Reader
@@ -30,6 +37,27 @@ def test_an_unreachable_broker_is_named_within_the_deadline() -> None:
         assert not await answers(NOBODY, timeout_s=1.0)
 
     asyncio.run(run())
+
+
+def test_a_topic_is_created_once_a_fenced_broker_is_heard_again() -> None:
+    said = "All brokers are currently fenced, or have all their log directories cordoned."
+
+    class FencedOnce(KafkaBus):
+        answers = [("topic", InvalidReplicationFactorError.errno, said), ("topic", 0, None)]
+
+        def _admin_client(self) -> Any:
+            return self
+
+        async def _topics(self) -> dict[str, list[int]]:
+            return {}
+
+        async def _led(self, topic: str) -> None:
+            assert not self.answers
+
+        async def create_topics(self, topics: object, timeout_ms: int) -> SimpleNamespace:
+            return SimpleNamespace(topic_errors=[self.answers.pop(0)])
+
+    assert asyncio.run(FencedOnce(NOBODY, deadline_s=DEADLINE_S).create_topic("topic", 1, {}))
 
 
 @pytest.mark.full
