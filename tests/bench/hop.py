@@ -228,15 +228,12 @@ def outcomes(value: bytes, is_plain: bool) -> dict[str, object]:
     if isinstance(record, DropMarker):
         return {record.id: record.reason}
     made = [record] if is_plain else map(plain, record.experiences) if isinstance(record, Block) else []
+    numbers = ("score", "reward", "advantage", "priority")
     return {
         each.id: each.reason
-        or (each.tokens, each.logprobs, each.messages, rounded(each.score, each.reward, each.advantage, each.priority))
+        or (each.tokens, each.logprobs, each.messages, *(round(getattr(each, name) or 0.0, 6) for name in numbers))
         for each in made
     }
-
-
-def rounded(*numbers: float | None) -> tuple[float | None, ...]:
-    return tuple(None if number is None else round(number, 6) for number in numbers)
 
 
 def verified(plain: PlainAnswer, seen: dict[str, Any]) -> list[PlainAnswer]:
@@ -311,14 +308,9 @@ async def feedback_rows(pending: int, joins: int) -> list[Row]:
     groups = [request_group(session_name("bench", f"s{number}"), 1, number) for number in range(pending)]
     await log.publish_all(VERIFIED, (waiting_answer(group, random) for group in groups))
     rated = random.permutation(pending)[:joins]
+    said = [(f"f{at}", f"u{at}", answer_id(experience_id(groups[at], 0, 0))) for at in rated]
     await log.publish_all(
-        VERIFIED,
-        [
-            Feedback(
-                ref=answer_id(experience_id(groups[at], 0, 0)), id=f"f{at}", value=1.0, source="csat", rater=f"u{at}"
-            )
-            for at in rated
-        ],
+        VERIFIED, [Feedback(ref=ref, id=name, value=1.0, source="csat", rater=who) for name, who, ref in said]
     )
     taken = [message.record async for message in log.read_all(VERIFIED)]
     gc.collect()

@@ -84,7 +84,9 @@ def shape_rows(model: str, config: TrainerConfig, device: str, shape: Shape, rep
     def peer() -> float:
         return plain.step(items)
 
-    check_near(abs(ours() - peer()), gradients_apart(learner, plain), config.dtype)
+    apart = abs(ours() - peer()), gradients_apart(learner, plain)
+    if not all(distance <= near for distance, near in zip(apart, NEAR[config.dtype], strict=True)):
+        raise RuntimeError(f"learner: the steps differ by {apart} in loss and gradient; {NEAR[config.dtype]}")
     taken = [(seconds(ours, device), seconds(peer, device)) for _ in range(repeat)]
     clock = 0 if device == "cpu" else 1  # of the CPU, of the wall
     ours_s, peer_s = (statistics.median(turn[side][clock] for turn in taken) for side in (0, 1))
@@ -132,12 +134,6 @@ def gradients_apart(learner: TorchLearner, plain: "PlainStep") -> float:
         square += float(expected.square().sum())
         apart += float((to_torch(state[f"adam/exp_avg/{name}"]) - expected).square().sum())
     return float((apart / square) ** 0.5)
-
-
-def check_near(loss: float, gradient: float, dtype: str) -> None:
-    """Raise RuntimeError where the two steps are not the same work."""
-    if not (loss <= NEAR[dtype][0] and gradient <= NEAR[dtype][1]):
-        raise RuntimeError(f"learner: the steps differ: loss by {loss:.3g}, gradient by {gradient:.3g}; {NEAR[dtype]}")
 
 
 def made_items(plain: "PlainStep", shape: Shape) -> list[TrainItem]:

@@ -20,6 +20,7 @@ FULL = {
     "hop": "--rounds 1 --groups 1 --pending 64 --joins 8",
     "transport": "--rounds 1 --answers 16",
     "start": "--roles master --no-demo",
+    "crash": "--intervals 5 --pause-s 2",
     "reload": "--versions 3 --groups 1 --long 1 --modes keep",
     "weight-bugs": "--rooms torch",
 }

@@ -177,12 +177,9 @@ def trl(asked: dict[str, Any], folder: Path, minutes: float) -> Arrival:
     return Arrival(begun, found["accuracy"], found["wall_s"], found["cpu_s"])
 
 
-async def demo(folder: str, engine: str, seed: str, minutes: str) -> int:
-    options = DemoOptions(
-        directory=Path(folder), task="add", engine=engine, seed=int(seed), minutes=float(minutes), sets=WARM, quiet=True
-    )
-    return await run_demo(options)
-
-
 if __name__ == "__main__":
-    sys.exit(asyncio.run(demo(*sys.argv[1:])))
+    folder, engine, seed, minutes = sys.argv[1:]
+    options = DemoOptions(
+        directory=Path(folder), task="add", engine=engine, seed=int(seed), minutes=float(minutes), sets=WARM
+    )
+    sys.exit(asyncio.run(run_demo(msgspec.structs.replace(options, quiet=True))))

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,6 +51,7 @@ TARGETS = ("train", "process", "explore", "master", "kafka")
 NOT_YET = frozenset({"loading", "starting"})
 LONG_STOP_S = 15.0  # past the session time-out of a consumer group: the process comes back as a zombie
 RECOVER_S = 180.0
+PAUSE_S = (0.5, 6.0)  # between shots
 # Nothing is measured on the model here: a short warm-up (that still draws every demonstration), no evaluations, no end
 # but ours. It is written into the run's own file, where a replay finds it.
 CHANGES = (
@@ -66,7 +68,9 @@ FINISH = ('master.stop={after="1s"}', 'master.drain="600m"')
 
 @dataclass(frozen=True)
 class Shot:
-    """What is done to whom. after_s: since the one before it. stop_s: 0 kills, else the length of a SIGSTOP."""
+    """What is done to whom. target: "" for nobody, once all targets so far are back. after_s: since the shot before. stop_s: 0
+    kills, else the length of a SIGSTOP.
+    """
 
     target: str
     after_s: float
@@ -75,10 +79,13 @@ class Shot:
 
 @dataclass
 class RolesSeen:
-    """What the log shows of the roles: the newest report of each, and when anything was last appended (wall seconds)."""
+    """What the log shows of the roles: the newest report of each, and when anything was last appended (wall seconds). fired:
+    targets of the shots so far, and when (wall seconds).
+    """
 
     reports: dict[str, tuple[str, str, float]] = field(default_factory=dict)
     heard_s: float = 0.0
+    fired: list[tuple[str, float]] = field(default_factory=list)
 
 
 def plan_shots(kills: int, seed: int, pause_s: tuple[float, float]) -> list[Shot]:
@@ -139,7 +146,7 @@ async def recovered(seen: RolesSeen, shot: Shot, pid: int, at_s: float) -> float
     )
 
 
-async def fire(folder: Path, shots: list[Shot], seen: RolesSeen, until_s: float) -> list[float]:
+async def fire(folder: Path, shots: Sequence[Shot], seen: RolesSeen, until_s: float) -> list[float]:
     """All shots, some of them while earlier targets are still coming back; returns the recovery times."""
     recovering: dict[str, asyncio.Task[float]] = {}
     times: list[float] = []
@@ -149,7 +156,13 @@ async def fire(folder: Path, shots: list[Shot], seen: RolesSeen, until_s: float)
             times.append(await recovering.pop(shot.target))
         if time.monotonic() > until_s:
             break
+        if not shot.target:
+            times += await asyncio.gather(*recovering.values())
+            recovering.clear()
+            seen.fired.append(("", time.time()))
+            continue
         pid = await asyncio.to_thread(shoot, folder, shot)
+        seen.fired.append((shot.target, time.time()))
         say(f"{shot.target} pid {pid} " + (f"stopped for {shot.stop_s:.1f} s" if shot.stop_s else "killed"))
         if shot.stop_s:
             await asyncio.sleep(shot.stop_s)
@@ -175,11 +188,11 @@ def patient(child: Child) -> Child:
     return msgspec.structs.replace(child, max_failures=1_000_000)
 
 
-def changed_settings(options: DemoOptions) -> Path:
-    """The demo's settings with CHANGES."""
+def changed_settings(options: DemoOptions, changes: Sequence[tuple[str, str]]) -> Path:
+    """The demo's settings with CHANGES and others."""
     config = write_settings(options)
     text = config.read_text()
-    for wanted, changed in CHANGES:
+    for wanted, changed in (*CHANGES, *changes):
         text, times = re.subn(
             wanted, changed, text, flags=re.MULTILINE | re.DOTALL if "\\[" in wanted else re.MULTILINE
         )
@@ -205,16 +218,18 @@ async def overtake(shifts: Shifts, cycles: list[tuple[str, float]], seen: RolesS
 
 async def crash_loop(
     folder: Path,
+    shots: Sequence[Shot],
     *,
-    kills: int,
     seed: int,
     minutes: float,
-    pause_s: tuple[float, float] = (0.5, 6.0),
-    stops_only: bool = False,
+    cycles: list[tuple[str, float]] | None = None,
+    changes: Sequence[tuple[str, str]] = (),
+    replays: bool = True,
 ) -> dict[str, object]:
-    """Run everything; returns what the JSON line says."""
+    """Run everything; returns what the JSON line says. cycles: in place of shots. changes: of settings, beside CHANGES."""
+    stops_only = cycles is not None
     options = DemoOptions(directory=folder, task="add", engine="torch", seed=seed)
-    config = changed_settings(options)
+    config = changed_settings(options, changes)
     settings = load_settings(config)
     broker = broker_child(settings)
     assert broker is not None
@@ -232,8 +247,7 @@ async def crash_loop(
             await until(lambda: len(record.published) > 2, "the first policies")
             started_s = time.monotonic()
             until_s = started_s + minutes * 60
-            shots = [] if stops_only else plan_shots(kills, seed, pause_s)
-            cycles = await overtake(shifts, plan_cycles(kills, seed, pause_s) if stops_only else [], seen, until_s)
+            num_cycles = await overtake(shifts, cycles or [], seen, until_s)
             times = await fire(folder, shots, seen, until_s)
             say("draining")
             await (shifts if stops_only else running).stop("master")
@@ -250,15 +264,16 @@ async def crash_loop(
             if stops_only:
                 run = settings.run or settings.app
                 found |= await stale(log, run, sorted((folder / "logs").glob("explore*.log")))
-                found |= {"cycles": cycles, "ended_by_themselves": dict(shifts.ended_by_themselves)}
+                found |= {"cycles": num_cycles, "ended_by_themselves": dict(shifts.ended_by_themselves)}
             restarts = {name: state.restarts for name, state in running.states.items() if state.restarts}
             restarts |= {"kafka": first.states["kafka"].restarts}
-    stopped = sum(1 for shot in shots[: len(times)] if shot.stop_s)
+    fired = [shot for shot in shots[: len(seen.fired)] if shot.target]
+    stopped = sum(1 for shot in fired if shot.stop_s)
     return {
-        "kills": len(times) - stopped, "stops": stopped, "shots": dict(Counter(shot.target for shot in shots[: len(times)])),
-        "seed": seed, **found, "restarts": restarts, "recovery_s_p50": percentile(times, 0.5),
+        "kills": len(fired) - stopped, "stops": stopped, "shots": dict(Counter(shot.target for shot in fired)),
+        "fired": seen.fired, "seed": seed, **found, "restarts": restarts, "recovery_s_p50": percentile(times, 0.5),
         "recovery_s_p95": percentile(times, 0.95), "recovery_s_max": round(max(times, default=0.0), 1),
-        "minutes": round((time.monotonic() - started_s) / 60, 1), "replay_equal": await replayed_equal(config),
+        "minutes": round((time.monotonic() - started_s) / 60, 1), "replay_equal": replays and await replayed_equal(config),
     }  # fmt: skip
 
 
@@ -334,9 +349,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="crash-loop-") as temporary:
         folder = (options.dir or Path(temporary) / "run").resolve()
         stops_only = options.signals == "stop"
-        loop = crash_loop(
-            folder, kills=options.kills, seed=options.seed, minutes=options.minutes, stops_only=stops_only
-        )
+        shots = [] if stops_only else plan_shots(options.kills, options.seed, PAUSE_S)
+        cycles = plan_cycles(options.kills, options.seed, PAUSE_S) if stops_only else None
+        loop = crash_loop(folder, shots, seed=options.seed, minutes=options.minutes, cycles=cycles)
         report = asyncio.run(loop)
     print(json.dumps(report))
     promised = ("lost", "trained_twice", "pending", "stale_loads", "stale_records_counted")

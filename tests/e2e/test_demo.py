@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.crash_loop import TARGETS, crash_loop
+from tests.e2e.crash_loop import TARGETS, crash_loop, plan_shots
 from tests.e2e.demo_run import LIMIT_S, OwnLedger, run_demo
 
 pytestmark = pytest.mark.slow
@@ -82,7 +82,7 @@ def test_episodes_of_several_turns_go_round_the_loop_and_are_accounted_for(tmp_p
 @pytest.mark.full
 def test_every_role_and_the_broker_may_be_killed_at_any_moment(tmp_path: Path, unkilled: dict) -> None:
     """Ten shots at moments of chance, two at each role and at the broker; the whole loop is `tests/e2e/crash_loop.py`."""
-    report = asyncio.run(crash_loop(tmp_path / "run", kills=10, seed=7, minutes=5.0, pause_s=(0.5, 4.0)))
+    report = asyncio.run(crash_loop(tmp_path / "run", plan_shots(10, 7, (0.5, 4.0)), seed=7, minutes=5.0))
     assert report["kills"] + report["stops"] == 10, report
     assert not report["lost"] and not report["trained_twice"] and not report["stale"], report
     assert report["audit_clean"] and report["pending"] == 0, report
