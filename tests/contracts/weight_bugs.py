@@ -48,10 +48,10 @@ LORA = LoraConfig(rank=3, alpha=7)
 # What each keeper says.
 KEEPERS = {
     "hash": "with digest",
-    "look for NaN": "not finite",
+    "finite check": "not finite",
     "read-back": "after the load",
-    "look at the cache": "prefix cache",
-    "error of vLLM's": "could not load it",
+    "cache check": "prefix cache",
+    "loader's error": "could not load it",
     "probe": ": probe",
 }
 
@@ -71,7 +71,7 @@ class Bug(NamedTuple):
 class Shown(NamedTuple):
     """A bug as it went. said: by the engine. after_ms: until the version before served alone again. lost: requests that it
     did not answer. apart: mean distance of the recorded from the learner's logprobs without the checks, nats;
-    outside: share of the tokens whose ratio is outside 1 ± CLIP then. Both are None where no request gets an answer.
+    outside: share of the tokens whose ratio is no number, or outside 1 ± CLIP. None where no request gets an answer.
     """
 
     bug: Bug
@@ -153,7 +153,7 @@ class Room:
         scores = (await self.engine.score_tokens((*prompt, *answer.tokens)))[len(prompt) - 1 :]
         return len(scores) == NUM_TOKENS and bool(np.allclose(answer.logprobs, scores, atol=self.near, rtol=0))
 
-    async def drift(self) -> tuple[float, float]:
+    async def drift(self) -> tuple[float | None, float]:
         """Of answers that are sampled now: see Shown."""
         answers = await asyncio.gather(
             *(self.engine.generate(prompt, Sampling(max_tokens=NUM_TOKENS)) for prompt in PROMPTS)
@@ -161,7 +161,9 @@ class Room:
         sequences = tuple((*prompt, *answer.tokens) for prompt, answer in zip(PROMPTS, answers, strict=True))
         believed = np.concatenate([scores[-NUM_TOKENS:] for scores in self.learner.probe(sequences).logprobs])
         apart = believed - np.concatenate([answer.logprobs for answer in answers])
-        return float(np.abs(apart).mean()), float((np.abs(np.expm1(apart)) > CLIP).mean())
+        is_number = np.isfinite(apart)
+        mean = float(np.abs(apart[is_number]).mean()) if is_number.any() else None
+        return mean, float((~(np.abs(np.expm1(apart)) <= CLIP)).mean())
 
 
 async def shown(room: Room, bug: Bug) -> Shown:
@@ -184,7 +186,7 @@ async def shown(room: Room, bug: Bug) -> Shown:
     return Shown(bug, said, after_ms, good.count(False), apart, outside)
 
 
-async def unrefused(room: Room, bug: Bug) -> tuple[float, float]:
+async def unrefused(room: Room, bug: Bug) -> tuple[float | None, float]:
     """What would be trained without the checks."""
     if bug.held is not None:
         room.publish()
@@ -425,22 +427,22 @@ BUGS = {
             lambda room: half(room, room.learner.tensors())),
         Bug("initial weights after a resume", "open-instruct #1627", "read-back", weights_of_the_beginning,
             lambda room: room.first),
-        Bug("a NaN in one tensor", "headrace", "look for NaN", not_a_number,
+        Bug("a NaN in one tensor", "headrace", "finite check", not_a_number,
             lambda room: spoiled(room.learner.tensors())),
     ),
     "experts": (
         Bug("experts read in the layout of the kernel", "verl #7987", "probe", in_workers(reads_experts_as_packed)),
-        Bug("load broken off in the middle", "verl #7978", "error of vLLM's", in_workers(breaks_off)),
+        Bug("load broken off in the middle", "verl #7978", "loader's error", in_workers(breaks_off)),
         Bug("a load ended after each part", "SkyRL #1680", "read-back", in_workers(ends_the_load_after_each_tensor)),
         Bug("two experts exchanged", "verl #7195", "probe", in_workers(exchanges_two_experts)),
         Bug("load of one tensor dropped", "prime-rl #2714", "read-back", in_workers(drops_one_tensor)),
         Bug("weights lost by sleep", "TRL #5312", "read-back", in_workers(wakes_without_weights)),
         Bug("tied output matrix left behind", "headrace", "read-back", in_workers(leaves_the_tied_matrix)),
-        Bug("prefix cache of the older version", "NeMo RL #4018", "look at the cache", keeps_the_prefix_cache),
+        Bug("prefix cache of the older version", "NeMo RL #4018", "cache check", keeps_the_prefix_cache),
     ),
     "workers": (
         Bug("one worker of two not updated", "vLLM #52689", "read-back", in_workers(one_worker_loads_nothing)),
-        Bug("load broken off in one worker of two", "vLLM #52689", "error of vLLM's",
+        Bug("load broken off in one worker of two", "vLLM #52689", "loader's error",
             in_workers(partial(breaks_off, rank=1, after=1))),
     ),
     "adapter": (
