@@ -45,8 +45,7 @@ MATRIX = "model.layers.1.self_attn.o_proj.weight"
 LEARNING_RATE = 1e-2  # so that one step of a random model matters
 SHARD_BYTES = 2**15  # so that a version lies in several objects
 LORA = LoraConfig(rank=3, alpha=7)
-# What each keeper says.
-KEEPERS = {
+KEEPERS = {  # and what each says
     "hash": "with digest",
     "finite check": "not finite",
     "read-back": "after the load",
@@ -178,8 +177,7 @@ async def shown(room: Room, bug: Bug) -> Shown:
     after_ms = (time.perf_counter() - began_s) * 1e3
     room.store.instead.clear()
     answers = await asyncio.gather(*running, return_exceptions=True)
-    prompts = [*PROMPTS, PROMPTS[0]]
-    good = [await room.is_answered(*each, served) for each in zip(prompts, answers, strict=True)]
+    good = [await room.is_answered(*each, served) for each in zip([*PROMPTS, PROMPTS[0]], answers, strict=True)]
     apart = outside = None
     with suppress(EngineStopped, PolicyRefused):  # not even without the checks is anything sampled
         apart, outside = await unrefused(room, bug)
