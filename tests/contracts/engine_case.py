@@ -176,5 +176,5 @@ def vllm_case(folder: Path, kv: KvMode = "rebuild") -> Case:
     from actors.engines.vllm.engine import VllmEngine
 
     model, tensors, reference, kept = char_model(folder)
-    engine = VllmEngine(model=str(model), seed=3, max_num_seqs=64, kv=kv)
+    engine = VllmEngine(model=str(model), seed=3, max_num_seqs=64, max_num_batched_tokens=512, kv=kv)
     return Case(engine, tensors, reference, load_tokenizer(model).decode, kept)

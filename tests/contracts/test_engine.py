@@ -97,6 +97,19 @@ def test_a_seed_repeats_its_tokens(case: Case) -> None:
     case.run(check)
 
 
+def test_seeded_requests_whose_prompts_come_in_parts_are_answered(case: Case) -> None:
+    async def check(case: Case) -> None:
+        prompts = [
+            (1, index % 120, index % 7, *range(20, 60)) for index in range(128)
+        ]  # more tokens than vLLM takes in a step
+        sampling = [Sampling(max_tokens=3, seed=index) for index in range(128)]
+        completions = await asyncio.gather(*map(case.engine.generate, prompts, sampling))
+        for prompt, completion in zip(prompts[::16], completions[::16], strict=True):
+            case.assert_reproduced(prompt, completion, 1.0)
+
+    case.run(check)
+
+
 def test_a_stop_token_is_kept_as_the_last_token(case: Case) -> None:
     async def check(case: Case) -> None:
         free = await case.engine.generate((1, 25), Sampling(max_tokens=30, seed=4))

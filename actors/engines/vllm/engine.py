@@ -270,6 +270,7 @@ class VllmEngine:
         label = self._attempts.begin(0, proved=True)
         await self._llm.update_weight_version(label)
         await self._llm.collective_rpc("headrace_leave_out_amx")
+        await self._llm.collective_rpc("headrace_keep_seeds")
         await self._llm.collective_rpc("headrace_unlink_shared_memory")
         if self._adapter is not None:
             await check_adapted(self._llm, sorted(self._shapes), self._folder)

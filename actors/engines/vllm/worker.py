@@ -38,6 +38,15 @@ _log = logging.getLogger(__name__)
 Loaded = tuple[float, str]
 
 
+class SeededGenerators(dict[int, torch.Generator]):
+    """The generators of requests with a seed, by their place in the batch. vLLM calls `get` to set one back, and nowhere else:
+    there is none, and a part that is not the last takes a number from the generator.
+    """
+
+    def get(self, place: int, default: Any = None) -> Any:
+        return default
+
+
 class WeightsExtension:
     """Methods reached by `collective_rpc`."""
 
@@ -56,6 +65,13 @@ class WeightsExtension:
                 if getattr(builder, "isa", "") == "amx":
                     builder.isa = "vec"
                     builder._set_isa_to_layers(group.layer_names)
+
+    def headrace_keep_seeds(self) -> None:
+        """Before the first request: where a prompt comes in parts, vLLM sets the generator of a request with a seed back after
+        each part but the last, by an offset that generators of a CPU do not have: its process ended (release 0.32).
+        """
+        if self.model_runner.device.type == "cpu":
+            self.model_runner.input_batch.generators = SeededGenerators()
 
     def headrace_unlink_shared_memory(self) -> None:
         """Remove the name of the memory through which workers on a CPU talk, once all of them have opened it, so that it
