@@ -55,6 +55,7 @@ class History:
         self.stored: list[tuple[float, str, bool]] = []
         self.seconds: dict[str, float] = {}
         self.trained: dict[str, float] = {}
+        self.first: dict[str, int] = {}
         self.steps: list[tuple[float, int]] = []
         self.saved: list[tuple[float, int]] = []
         self.journal_s: dict[str, float] = {}
@@ -66,7 +67,8 @@ class History:
             self.issued.setdefault(f"{record.issued.group}.{record.issued.attempt}", at_s)
         elif isinstance(record, Block):
             for each in (each for each in record.experiences if not each.suite):
-                self.stored.append((at_s, each.id, each.attempt > 0 or each.id in self.seconds))
+                is_again = each.id in self.seconds or self.first.setdefault(each.group, each.attempt) != each.attempt
+                self.stored.append((at_s, each.id, is_again))
                 self.seconds.setdefault(each.id, at_s - self.issued[f"{each.group}.{each.attempt}"])
         elif isinstance(record, Batch) and record.phase == "train":
             self.steps.append((at_s, record.step))
