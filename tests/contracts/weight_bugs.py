@@ -38,6 +38,7 @@ Tensors = Mapping[str, Tensor]
 PROBE = tuple((1, *(20 + (at * step) % 70 for at in range(63))) for step in (1, 3, 11, 17))  # as long as a version's
 LONG = (1, *(20 + at % 70 for at in range(300)))  # of blocks enough for vLLM to cache
 PROMPTS = [(*LONG, 20 + number) for number in range(8)]
+LATER = [(1, *range(20, 20 + 3 * number)) for number in range(1, 25)]  # after the refusal
 NUM_TOKENS = 48
 CLIP = 0.2  # of the losses that clip
 NEAR = {"float32": 1e-3, "bfloat16": 0.5}  # of two readings of one token under one version, nats
@@ -176,8 +177,10 @@ async def shown(room: Room, bug: Bug) -> Shown:
         said = str(error)
     after_ms = (time.perf_counter() - began_s) * 1e3
     room.store.instead.clear()
-    answers = await asyncio.gather(*running, return_exceptions=True)
-    good = [await room.is_answered(*each, served) for each in zip([*PROMPTS, PROMPTS[0]], answers, strict=True)]
+    later = [room.engine.generate(prompt, Sampling(max_tokens=NUM_TOKENS)) for prompt in LATER]
+    answers = await asyncio.gather(*running, *later, return_exceptions=True)
+    prompts = [*PROMPTS, PROMPTS[0], *LATER]
+    good = [await room.is_answered(*each, served) for each in zip(prompts, answers, strict=True)]
     apart = outside = None
     with suppress(EngineStopped, PolicyRefused):  # not even without the checks is anything sampled
         apart, outside = await unrefused(room, bug)
@@ -330,6 +333,18 @@ def wakes_without_weights(worker: Any) -> None:
     once(worker, "headrace_apply", woken)
 
 
+def loads_no_numbers(worker: Any) -> None:
+    """Keys and values are computed with it, and lie in memory that later requests get."""
+
+    def spoiled_apply(apply: Callable[..., Any], *args: Any) -> Any:
+        done = apply(*args)
+        for value in worker.model_runner.model.parameters():
+            value.data.fill_(float("nan"))
+        return done
+
+    once(worker, "headrace_apply", spoiled_apply)
+
+
 def leaves_the_tied_matrix(worker: Any) -> None:
     held = worker.headrace_held
 
@@ -415,6 +430,8 @@ def check_again(worker: Any) -> None:
     from actors.engines.vllm import worker as module
 
     module._refused = worker.headrace_refused
+    for cache in worker.model_runner.kv_caches:  # what an unrefused version computed may be no number
+        cache.zero_()
 
 
 BUGS = {
@@ -435,6 +452,7 @@ BUGS = {
         Bug("two experts exchanged", "verl #7195", "probe", in_workers(exchanges_two_experts)),
         Bug("load of one tensor dropped", "prime-rl #2714", "read-back", in_workers(drops_one_tensor)),
         Bug("weights lost by sleep", "TRL #5312", "read-back", in_workers(wakes_without_weights)),
+        Bug("NaN in every tensor after the load", "prime-rl #2714", "read-back", in_workers(loads_no_numbers)),
         Bug("tied output matrix left behind", "headrace", "read-back", in_workers(leaves_the_tied_matrix)),
         Bug("prefix cache of the older version", "NeMo RL #4018", "cache check", keeps_the_prefix_cache),
     ),

@@ -88,11 +88,19 @@ class Swap:
         self._num_groups = max(num_groups for _, num_groups in begun)
 
     async def put(
-        self, path: Path, parts: Sequence[list[str]], label: str, probe: Probe | None, *, keep: bool
+        self,
+        path: Path,
+        parts: Sequence[list[str]],
+        label: str,
+        probe: Probe | None,
+        *,
+        keep: bool,
+        clears: bool = False,
     ) -> tuple[float, Scores]:
         """Put tensors of a safetensors file in place; (the longest time without a step in milliseconds, the probe's scores).
 
         parts: names of tensors, see `reload_parts`. label: of the attempt. keep: leave running requests their keys and values.
+        clears: leave nothing of them in memory.
         Raises PolicyRefused where vLLM does not take them, or holds something else then.
         """
         core = self._llm.engine_core
@@ -106,7 +114,9 @@ class Swap:
         results = await asyncio.gather(
             core.pause_scheduler_async(mode="keep", clear_cache=False),
             self._change(label),
-            self._llm.collective_rpc("headrace_apply", args=(str(path), [name for part in parts for name in part])),
+            self._llm.collective_rpc(
+                "headrace_apply", args=(str(path), [name for part in parts for name in part], clears)
+            ),
             *([] if keep else self._forgetting()),
             self._llm.update_weight_version(label),
             return_exceptions=True,
@@ -465,16 +475,23 @@ class VllmEngine:
         try:
             file = await asyncio.to_thread(in_a_file, self.version_files, self._held)
             label = self._attempts.begin(self._version, proved=True)
-            await self._put(file, self._parts(self._held, self._held), label, None, keep=False)
+            await self._put(file, self._parts(self._held, self._held), label, None, keep=False, clears=True)
         except PolicyRefused as error:
             raise EngineStopped(str(error)) from error
 
     async def _put(
-        self, file: FileTensors, parts: list[list[str]], label: str, probe: Probe | None, *, keep: bool
+        self,
+        file: FileTensors,
+        parts: list[list[str]],
+        label: str,
+        probe: Probe | None,
+        *,
+        keep: bool,
+        clears: bool = False,
     ) -> tuple[float, Scores]:
         if self._swap is None:
             raise EngineStopped("the engine is not running")
-        return await self._swap.put(file.path, parts, label, probe, keep=keep)
+        return await self._swap.put(file.path, parts, label, probe, keep=keep, clears=clears)
 
     def _check(self, policy: Policy) -> list[list[str]]:
         check_tensors(policy, {name: tuple(tensor.shape) for name, tensor in self._held.items()})

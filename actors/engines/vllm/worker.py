@@ -108,9 +108,10 @@ class WeightsExtension:
         reason = _refused(stage)
         return (time.perf_counter() - began_s) * 1e3, reason
 
-    def headrace_apply(self, path: str, names: list[str]) -> Loaded:
+    def headrace_apply(self, path: str, names: list[str], clears: bool) -> Loaded:
         """Take over what was staged; where nothing was, load these tensors. Returns when it began, by `time.perf_counter`,
-        which all processes of a Linux host share.
+        which all processes of a Linux host share. clears: after a refused version no NaN of its keys and values may stay, since
+        vLLM's attention multiplies what lies behind the end of a sequence by zero.
         """
         began_s = time.perf_counter()
 
@@ -124,6 +125,10 @@ class WeightsExtension:
         reason = _refused(apply)
         for forget in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
             getattr(self.model_runner, forget)()
+        if clears:
+            for cache in self.model_runner.kv_caches:
+                for part in [cache] if isinstance(cache, torch.Tensor) else cache:
+                    part.zero_()
         return began_s, reason
 
     def headrace_compare(self, group: int) -> Loaded:
