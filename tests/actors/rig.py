@@ -1,6 +1,8 @@
 """Rig of the actors' tests: a memory log, tokenizers, stand-ins for streams, roles to kill, and people who rate answers."""
 
 import asyncio
+import os
+import signal
 import socket
 import subprocess
 import time
@@ -39,8 +41,10 @@ EOS = 0
 def serving_child(
     command: Sequence[str | Path], port: int, *, patience_s: float, stderr: int | None = None
 ) -> Iterator[None]:
-    """A process that serves a port of this machine, from when it can be reached until the end of the block."""
-    process = subprocess.Popen([*command], stderr=stderr)
+    """A process that serves a port of this machine, from when it can be reached until the end of the block; it and all that it
+    started end there.
+    """
+    process = subprocess.Popen([*command], stderr=stderr, start_new_session=True)
     try:
         until = time.monotonic() + patience_s
         while not is_reachable(port):
@@ -48,7 +52,7 @@ def serving_child(
             time.sleep(0.05)
         yield
     finally:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
