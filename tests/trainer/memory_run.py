@@ -21,6 +21,7 @@ CONFIG = TrainerConfig(
     lanes={"usual": LaneConfig(weight=0.9), "expert": LaneConfig(loss="sft", weight=0.1, max_uses=100, optional=True)},
     warmup=WarmupConfig(every=2, stop_at=0.5, max_steps=8, min_experiences=4, batch=4),
     checkpoint_every=3,
+    keep_checkpoints=3,
     max_steps=STEPS,
 )
 
