@@ -136,7 +136,10 @@ async def turn(file: Path, settings: Settings, store: Store) -> tuple[Flow, Resu
             change_chain(file)
             async with Supervisor([worker]):
                 await until(flow.noticed, seconds=90)
-                status = await asyncio.to_thread(command, file, "status", "--json")
+                async with asyncio.timeout(60):  # the worker says what it holds in its next report
+                    status = await asyncio.to_thread(command, file, "status", "--json")
+                    while "verify" not in json.loads(status.stdout)["chains"]:
+                        status = await asyncio.to_thread(command, file, "status", "--json")
     await log.bus.close()
     return flow, status
 
