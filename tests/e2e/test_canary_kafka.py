@@ -31,7 +31,7 @@ from schemas.ids import keyed_session
 from schemas.topics import POLICIES
 from tests.e2e.test_gateway_kafka import ASK, running, table_in
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 SHARE = 0.5
 APP_SECRET = b"known here, so that sessions can be drawn"
