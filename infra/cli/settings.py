@@ -136,7 +136,7 @@ def load_settings(path: Path, sets: Iterable[str] = ()) -> Settings:
         settings = decode(read_toml(path, sets), Settings, str(path))
     except UnknownKey as error:
         raise ConfigError(f"{error} (this is release {release()}; a later one may know it)") from error
-    return msgspec.structs.replace(typed(settings, usual_dtype()), folder=path.resolve().parent)
+    return msgspec.structs.replace(typed(settings), folder=path.resolve().parent)
 
 
 def usual_dtype(cpuinfo: Path = Path("/proc/cpuinfo"), card: Path = Path("/dev/nvidiactl")) -> str:
@@ -148,17 +148,17 @@ def usual_dtype(cpuinfo: Path = Path("/proc/cpuinfo"), card: Path = Path("/dev/n
     return "bfloat16" if card.exists() or flags & {"avx512_bf16", "amx_bf16"} else "float32"
 
 
-def typed(settings: Settings, dtype: str) -> Settings:
-    """The settings with `dtype` in place of each "auto" of the trainer and of engines."""
-    if settings.trainer.dtype == "auto":
-        settings = msgspec.structs.replace(settings, trainer=msgspec.structs.replace(settings.trainer, dtype=dtype))
-    gateway = settings.gateway
+def typed(settings: Settings) -> Settings:
+    """The settings with `usual_dtype` in place of each "auto" of the trainer and of engines."""
+    trainer, gateway = settings.trainer, settings.gateway
+    if trainer.dtype == "auto":
+        trainer = msgspec.structs.replace(trainer, dtype=usual_dtype())
     if gateway is not None and gateway.engine is not None:
-        gateway = msgspec.structs.replace(gateway, engine=_typed_engine(gateway.engine, dtype))
-    return msgspec.structs.replace(settings, engine=_typed_engine(settings.engine, dtype), gateway=gateway)
+        gateway = msgspec.structs.replace(gateway, engine=_typed_engine(gateway.engine))
+    return msgspec.structs.replace(settings, engine=_typed_engine(settings.engine), gateway=gateway, trainer=trainer)
 
 
-def _typed_engine(engine: Use, dtype: str) -> Use:
+def _typed_engine(engine: Use) -> Use:
     if engine.options.get("dtype") != "auto":
         return engine
-    return msgspec.structs.replace(engine, options={**engine.options, "dtype": dtype})
+    return msgspec.structs.replace(engine, options={**engine.options, "dtype": usual_dtype()})

@@ -431,7 +431,8 @@ class VllmEngine:
             label = self._attempts.begin(policy.version)
             try:
                 try:
-                    pause_ms, scores = await self._put(file, parts, label, policy.probe, keep=self._keeps)
+                    put = self._started_swap().put
+                    pause_ms, scores = await put(file.path, parts, label, policy.probe, keep=self._keeps)
                     difference = self._gate.check(policy, scores)
                 except PolicyRefused:
                     await self._undo()
@@ -475,23 +476,15 @@ class VllmEngine:
         try:
             file = await asyncio.to_thread(in_a_file, self.version_files, self._held)
             label = self._attempts.begin(self._version, proved=True)
-            await self._put(file, self._parts(self._held, self._held), label, None, keep=False, clears=True)
+            parts = self._parts(self._held, self._held)
+            await self._started_swap().put(file.path, parts, label, None, keep=False, clears=True)
         except PolicyRefused as error:
             raise EngineStopped(str(error)) from error
 
-    async def _put(
-        self,
-        file: FileTensors,
-        parts: list[list[str]],
-        label: str,
-        probe: Probe | None,
-        *,
-        keep: bool,
-        clears: bool = False,
-    ) -> tuple[float, Scores]:
+    def _started_swap(self) -> Swap:
         if self._swap is None:
             raise EngineStopped("the engine is not running")
-        return await self._swap.put(file.path, parts, label, probe, keep=keep, clears=clears)
+        return self._swap
 
     def _check(self, policy: Policy) -> list[list[str]]:
         check_tensors(policy, {name: tuple(tensor.shape) for name, tensor in self._held.items()})
