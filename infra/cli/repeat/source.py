@@ -63,7 +63,11 @@ async def opened(path: Path, max_bytes: int = MAX_BYTES, *, trusted: bool = Fals
     """
     if path.suffix != ".toml" and await asyncio.to_thread(path.is_file):
         with tempfile.TemporaryDirectory(prefix="headrace-replay-") as folder:
-            yield await asyncio.to_thread(unpacked, path, Path(folder), max_bytes)
+            unpacking = asyncio.create_task(asyncio.to_thread(unpacked, path, Path(folder), max_bytes))
+            try:
+                yield await asyncio.shield(unpacking)
+            finally:  # a folder that a thread still writes to cannot be removed
+                await asyncio.wait([unpacking])
         return
     if not await asyncio.to_thread(path.exists):
         raise ConfigError(f"{path}: no run folder and no archive is there")
