@@ -106,7 +106,7 @@ def folder_store(folder: Path) -> Store:
     return open_store(str(folder), base=folder)
 
 
-async def until(condition: Callable[[], bool], *, seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], *, seconds: float = 60.0) -> None:
     """Wait for a condition; a deadline ends a test that would hang."""
     deadline = time.monotonic() + seconds
     while not condition():

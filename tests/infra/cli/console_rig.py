@@ -53,6 +53,7 @@ from schemas import (
 )
 from schemas.ids import answer_id
 from schemas.topics import Topic
+from tests.actors.rig import until
 from tests.names import subject_name
 
 Kind = TypeVar("Kind", PolicyEvent, Directive, DeadLetter)
@@ -340,13 +341,6 @@ class Console:
 def is_read(reading: Reading) -> bool:
     """Whether the index has read the log to its end once."""
     return reading.index.note("pages") == 1 and reading.index.note("whole") == 1
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    """Until it is so."""
-    async with asyncio.timeout(30):
-        while not is_so():  # noqa: ASYNC110 (a page asks, too)
-            await asyncio.sleep(0.02)
 
 
 def page_text(page: httpx.Response) -> str:

@@ -36,6 +36,7 @@ from schemas import Block, EvalResult, Feedback, Message, PolicyEvent, Span, mak
 from schemas.errors import BrokerUnavailable
 from schemas.ids import answer_id
 from schemas.topics import topic_name
+from tests.actors.rig import until
 from tests.infra.cli.console_rig import (
     ANN,
     BOB,
@@ -51,7 +52,6 @@ from tests.infra.cli.console_rig import (
     looking_at,
     page_text,
     suite_answer,
-    until,
 )
 from tests.names import subject_name
 from tests.trainer.memory_run import CONFIG, FLOOR, filled_log, train

@@ -33,7 +33,8 @@ from schemas import (
     Skip,
     topics,
 )
-from tests.infra.cli.console_rig import SECRET, fill, folded, live, until
+from tests.actors.rig import until
+from tests.infra.cli.console_rig import SECRET, fill, folded, live
 
 BEYOND = 20
 

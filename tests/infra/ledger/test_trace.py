@@ -13,6 +13,7 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from schemas import Feedback, Fence, PolicyEvent, Rollback, Skip, topics
 from schemas.errors import BrokerUnavailable, NotInLog
+from tests.actors.rig import until
 from tests.infra.ledger.ledger_records import RUN, batch, block, closure, stub
 
 NAME = "a.0.0-0-0"
@@ -64,12 +65,6 @@ def with_index(folder: Path, body: Callable[[LogIndex], Awaitable[None]]) -> Non
             index.close()
 
     asyncio.run(main())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 async def traced(log: Log, index: LogIndex, ref: str) -> AnswerTrace:

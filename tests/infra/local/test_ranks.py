@@ -10,6 +10,7 @@ import pytest
 
 from infra.local.ranks import RankGroup, adopt_slurm, launched_rank, run_ranks
 from schemas.errors import ConfigError
+from tests.actors.rig import until
 
 # Every rank writes its pid; then rank 0 does what the first argument says, the others wait to be ended.
 SCRIPT = """
@@ -49,12 +50,6 @@ def alive(pid: int) -> bool:
         return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 def test_when_rank_0_has_done_its_work_all_end(tmp_path: Path) -> None:

@@ -6,22 +6,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from infra.local.supervisor import Child, ChildEvent, Supervisor
+from tests.actors.rig import until
 
 DEADLINE_S = 20.0
 
 
 def script(name: str, folder: Path, code: str, **fields: object) -> Child:
     return Child(name=name, argv=(sys.executable, "-S", "-c", code), log=folder / f"{name}.log", **fields)  # type: ignore[arg-type]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110  other processes make it true
-            await asyncio.sleep(0.01)
 
 
 def gone(pid: int) -> bool:
