@@ -52,8 +52,8 @@ class _CountingReader(MemoryReader):
         super().__init__(bus, starts, group=group)
         self._counted = bus.read
 
-    async def get_many(self, *, timeout_s: float, max_records: int = 500, topic: str | None = None) -> list[Record]:
-        records = await super().get_many(timeout_s=timeout_s, max_records=max_records, topic=topic)
+    async def get_many(self, *, timeout_s: float, max_records: int = 500) -> list[Record]:
+        records = await super().get_many(timeout_s=timeout_s, max_records=max_records)
         for record in records:
             self._counted[record.topic] = self._counted.get(record.topic, 0) + 1
         return records

@@ -25,7 +25,6 @@ import msgspec
 from infra.ledger.index_fold import ENDED, KEYED, SCHEMA, TIME_BITS, Folder, is_opened, number
 from infra.log.blobs import is_claim
 from infra.log.bus import Record
-from infra.log.follower import Follower
 from infra.log.log import Log
 from schemas import Block, Control, decode, topics
 from schemas.errors import BadFrame, HeadraceError
@@ -172,14 +171,12 @@ class LogIndex:
         self,
         log: Log,
         on_read: Callable[[str, int], None] = lambda topic, left: None,
-        follower: Follower | None = None,
         wait_s: float = math.inf,
     ) -> bool:
         """Read what has come since the last time, and stay the file's writer until it is closed. Where another process is the
         writer, wait until that has read as far. Returns whether the index has all that the log has now.
 
-        on_read: called with a topic and how many of its records are left. follower: over PAGED, of a caller that comes back
-        every few seconds. wait_s: for another process.
+        on_read: called with a topic and how many of its records are left. wait_s: for another process.
         """
         until_s = time.monotonic() + wait_s
         ends: Bounds = {}
@@ -194,7 +191,7 @@ class LogIndex:
         bounds = await bounds_now(log, self._topics())
         await self._in_thread(self._check_log, bounds)
         for topic in self._topics():
-            await self._read(log, topic, bounds[topic], on_read, follower)
+            await self._read(log, topic, bounds[topic], on_read)
         await self._in_thread(self._finish)
         return True
 
@@ -241,7 +238,6 @@ class LogIndex:
         topic: Topic,
         bounds: tuple[Mapping[int, int], Mapping[int, int]],
         on_read: Callable[[str, int], None],
-        follower: Follower | None,
     ) -> None:
         begins, ends = bounds
         reads = read_offsets(self.database)
@@ -249,8 +245,7 @@ class LogIndex:
         behind = {part: end for part, end in ends.items() if following[part] < end}
         if not behind:
             return
-        read = log.chunks if follower is None else follower.chunks
-        async with aclosing(read(topic, following, behind, max_records=MAX_RECORDS)) as chunks:
+        async with aclosing(log.chunks(topic, following, behind, max_records=MAX_RECORDS)) as chunks:
             async for records in chunks:
                 following |= {record.partition: record.offset + 1 for record in records}
                 claims = [(await log.decoded(at)).value if is_claim(at.value) else None for at in records]
@@ -373,24 +368,20 @@ async def follow(log: Log, index: LogIndex, stop: asyncio.Event | None = None, *
     """Keep an index up until `stop`, or until cancelled: read what has come every few seconds, while no other process does. A
     log that is away is waited for, and the file says so (`fault`).
     """
-    follower = Follower(log, PAGED)
     stop = stop or asyncio.Event()
-    try:
-        while not stop.is_set():
-            fault = ""
-            try:
-                await index.refresh(log, follower=follower, wait_s=0.0)
-            except (HeadraceError, sqlite3.Error, OSError) as error:
-                fault = f"{type(error).__name__}: {error}"
-                logger.warning("index_behind error=%s", error)
-            with contextlib.suppress(sqlite3.Error):
-                if fault != (index.note("fault") or ""):
-                    index.set_note("fault", fault)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(every_s):
-                    await stop.wait()
-    finally:
-        await follower.close()
+    while not stop.is_set():
+        fault = ""
+        try:
+            await index.refresh(log, wait_s=0.0)
+        except (HeadraceError, sqlite3.Error, OSError) as error:
+            fault = f"{type(error).__name__}: {error}"
+            logger.warning("index_behind error=%s", error)
+        with contextlib.suppress(sqlite3.Error):
+            if fault != (index.note("fault") or ""):
+                index.set_note("fault", fault)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(every_s):
+                await stop.wait()
 
 
 async def bounds_now(log: Log, chosen: Iterable[Topic]) -> Bounds:

@@ -67,8 +67,8 @@ def partition_for(key: bytes, num_partitions: int) -> int:
 class Reader(Protocol):
     """Reads assigned partitions in offset order. Not safe for concurrent use."""
 
-    async def get_many(self, *, timeout_s: float, max_records: int = 500, topic: str | None = None) -> list[Record]:
-        """Records ready now, or within timeout_s; empty on timeout. topic: of this one alone, the others' wait.
+    async def get_many(self, *, timeout_s: float, max_records: int = 500) -> list[Record]:
+        """Records ready now, or within timeout_s; empty on timeout.
 
         Raises OffsetOutOfRange, BrokerUnavailable.
         """

@@ -437,14 +437,13 @@ class KafkaReader:
         self._subscribed = subscribed
         self._heard_s = self._probed_s = self._next_s = time.monotonic()
 
-    async def get_many(self, *, timeout_s: float, max_records: int = 500, topic: str | None = None) -> list[Record]:
-        wanted = [at for at in self._consumer.assignment() if at.topic == topic] if topic is not None else []
+    async def get_many(self, *, timeout_s: float, max_records: int = 500) -> list[Record]:
         if timeout_s > 0 and (early_s := self._next_s - time.monotonic()) > 0:
             await asyncio.sleep(min(early_s, timeout_s))
         try:
             # aiokafka waits out a rebalance however long it takes, hence a timeout of our own.
             async with asyncio.timeout(timeout_s + 1.0):
-                found = await self._consumer.getmany(*wanted, timeout_ms=int(timeout_s * 1000), max_records=max_records)
+                found = await self._consumer.getmany(timeout_ms=int(timeout_s * 1000), max_records=max_records)
         except TimeoutError:
             found = {}
         except OffsetOutOfRangeError as error:

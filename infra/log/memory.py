@@ -218,11 +218,11 @@ class MemoryReader:
         self._next = 0
         self._closed = False
 
-    async def get_many(self, *, timeout_s: float, max_records: int = 500, topic: str | None = None) -> list[Record]:
+    async def get_many(self, *, timeout_s: float, max_records: int = 500) -> list[Record]:
         await asyncio.sleep(0)
         try:
             async with asyncio.timeout(timeout_s):
-                while not (records := self._take(max_records, topic)):
+                while not (records := self._take(max_records)):
                     await self._bus.wait()
                 return records
         except TimeoutError:
@@ -265,10 +265,10 @@ class MemoryReader:
                 partition: group.committed[partition] for partition in self._bus.share(self._group, self)
             }
 
-    def _take(self, max_records: int, topic: str | None) -> list[Record]:
+    def _take(self, max_records: int) -> list[Record]:
         """Up to max_records from the assigned partitions in turn; no partition starves another."""
         self._follow()
-        partitions = sorted(at for at in self._positions if topic in (None, at.topic))
+        partitions = sorted(self._positions)
         taken: list[Record] = []
         for step in range(len(partitions)):
             partition = partitions[(self._next + step) % len(partitions)]

@@ -15,8 +15,7 @@ from contextlib import aclosing
 import msgspec
 
 from infra.log.blobs import is_claim
-from infra.log.bus import Partition, Record
-from infra.log.follower import Follower
+from infra.log.bus import Partition, Reader, Record
 from infra.log.log import Log, LogMessage, letter_at, records_at
 from infra.store.seal import open_event
 from schemas import DeadLetter, UnknownMajor, decode
@@ -159,19 +158,18 @@ class Marks:
         self.first: dict[tuple[int, int], tuple[int, int]] = {}
         self._log = log
         self._by = by
-        self._nexts: dict[int, int] = {}
-        self._follower = Follower(log, (DEAD_LETTERS,))
+        self._reader: Reader | None = None
 
     async def read_on(self, stops: Mapping[int, int]) -> None:
-        begins, _ = await self._log.bounds(DEAD_LETTERS)
-        starts = {index: max(begins[index], self._nexts.get(index, 0)) for index in stops}
-        async with aclosing(self._follower.chunks(DEAD_LETTERS, starts, stops)) as chunks:
-            async for records in chunks:
-                for record in records:
-                    letter = (await self._log.decoded(record)).value
-                    if isinstance(letter, DeadLetter) and letter.stage == MARK:
-                        self.first.setdefault((letter.partition, letter.offset), (record.partition, record.offset))
-        self._nexts |= stops
+        """Take in the marks up to `stops`, by partition, at least."""
+        if self._reader is None:
+            self._reader = await self._log.assigned(DEAD_LETTERS, "beginning")
+        awaited = {Partition(self._log.name(DEAD_LETTERS), index): stop for index, stop in stops.items()}
+        while any(self._reader.positions().get(at, 0) < stop for at, stop in awaited.items()):
+            for message in await self._log.read(self._reader, timeout_s=1.0):
+                letter = message.value
+                if isinstance(letter, DeadLetter) and letter.stage == MARK:
+                    self.first.setdefault((letter.partition, letter.offset), (message.partition, message.offset))
 
     async def add(self, message: LogMessage) -> bool:
         """Mark a letter; whether this mark is its first."""
@@ -182,4 +180,5 @@ class Marks:
         return self.first[place] == (at.partition, at.offset)
 
     async def close(self) -> None:
-        await self._follower.close()
+        if self._reader is not None:
+            await self._reader.close()

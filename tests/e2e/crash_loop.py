@@ -31,14 +31,13 @@ import msgspec
 
 from infra.cli.connect import connected
 from infra.cli.demo.demo import children, prepare, write_settings
-from infra.cli.demo.record import READ, RunRecord
+from infra.cli.demo.record import RunRecord
 from infra.cli.demo.settings import DemoOptions, task_of
 from infra.cli.options import SettingsFile
 from infra.cli.run.up import broker_child, role_child
 from infra.cli.settings import Settings, load_settings
 from infra.ledger.account import audit
 from infra.local.supervisor import Child, Supervisor
-from infra.log.follower import Follower
 from infra.log.log import Log
 from schemas import PolicyEvent, Progress, topics
 from schemas.errors import BrokerUnavailable
@@ -174,13 +173,9 @@ async def fire(folder: Path, shots: Sequence[Shot], seen: RolesSeen, until_s: fl
 
 async def follow_run(log: Log, record: RunRecord) -> None:
     """Take in what comes, until cancelled."""
-    follower = Follower(log, READ)
-    try:
-        while True:
-            await record.read_on(log, follower)
-            await asyncio.sleep(0.5)
-    finally:
-        await follower.close()
+    while True:
+        await record.read_on(log)
+        await asyncio.sleep(0.5)
 
 
 def patient(child: Child) -> Child:

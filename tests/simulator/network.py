@@ -251,8 +251,7 @@ class ClientReader:
         self._positions = starts
         self._closed = False
 
-    async def get_many(self, *, timeout_s: float, max_records: int = 500, topic: str | None = None) -> list[Record]:
-        assert topic is None
+    async def get_many(self, *, timeout_s: float, max_records: int = 500) -> list[Record]:
         clock = self._cluster.loop.time
         until_s = clock() + timeout_s
         await self._bus.hop()

@@ -229,8 +229,8 @@ class GatedReader(MemoryReader):
 
     gate: StandStill
 
-    async def get_many(self, *, timeout_s: float, max_records: int = 500, topic: str | None = None) -> list[Record]:
-        records = await super().get_many(timeout_s=timeout_s, max_records=max_records, topic=topic)
+    async def get_many(self, *, timeout_s: float, max_records: int = 500) -> list[Record]:
+        records = await super().get_many(timeout_s=timeout_s, max_records=max_records)
         await self.gate.hold()
         return records
 

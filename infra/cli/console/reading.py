@@ -28,7 +28,6 @@ from infra.cli.settings import Settings
 from infra.ledger.index import FILE, PAGED, bounds_now, inode, read_offsets, read_only, records_left
 from infra.ledger.index_fold import MARK, number
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
-from infra.log.follower import Follower
 from infra.log.log import Log
 from infra.observe.alarms import MAX_LAG
 from infra.policies.fold import Stable
@@ -101,9 +100,7 @@ class Reading:
         self._seen: dict[str, float] = {}  # alarms that there are, with when each was first seen
         self._path = state / FILE
         self.index = open_index(settings, state, pages=True)
-        self._reports_follower = Follower(log, (topics.REPORTS,))
-        self._hour = LastHour(log, self._reports_follower)
-        self._words_follower = Follower(log, (topics.POLICIES,))
+        self._hour = LastHour(log)
         self._words: PolicyWords | None = None
         self._held: dict[str, tuple[float, Any]] = {}
         self._turns: dict[str, asyncio.Lock] = {}
@@ -116,8 +113,6 @@ class Reading:
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
-        for follower in (self._words_follower, self._reports_follower):
-            await follower.close()
         self.index.close()
 
     async def rows(self, question: Callable[..., Found], *values: Any) -> Found:
@@ -164,7 +159,7 @@ class Reading:
             if self._words is None:
                 policy = self.settings.policy.name
                 self._words = await recent_words(self.log, policy, at_least=RECENT, at_most=RECENT)
-            await self._words.read_on(self.log, self._words_follower)
+            await self._words.read_on(self.log)
             return history_in(self._words)
 
         return await self.held("history", read, wait_s=wait_s)

@@ -24,7 +24,7 @@ from rich.console import Console
 from infra.cli.connect import connected
 from infra.cli.demo.char_model import build_char_model
 from infra.cli.demo.chat_model import CACHED_MODEL, cached_model, check_model
-from infra.cli.demo.record import READ, RunRecord
+from infra.cli.demo.record import RunRecord
 from infra.cli.demo.report import examples_table, finish_report, result_table
 from infra.cli.demo.settings import DemoOptions, demo_toml, task_of
 from infra.cli.demo.tasks import DemoTask
@@ -36,14 +36,12 @@ from infra.cli.run.up import Stopped, broker_child, child_environment, role_chil
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import LineFormatter
 from infra.local.supervisor import ALARM_AFTER, Child, ChildState, Supervisor
-from infra.log.follower import Follower
 from infra.log.log import Log
 from infra.roles.process import unless
 from infra.settings.plugin import load
 from schemas.errors import ConfigError
 
 TELL_S = 5.0
-LOOK_S = 1.0
 
 
 async def run_demo(options: DemoOptions) -> int:
@@ -75,18 +73,14 @@ async def run_demo(options: DemoOptions) -> int:
                 others.append(await asyncio.to_thread(users_child, settings, options.minutes))
             await asyncio.to_thread(begin.touch)
             async with connected(settings) as log, Supervisor(others) as beside:
-                follower = Follower(log, READ)
                 with contextlib.suppress(Stopped):
                     states = (first.states, roles.states, beside.states)
-                    await unless(stop.wait(), until_done(log, follower, run, settings, states, console), Stopped)
+                    await unless(stop.wait(), until_done(log, run, settings, states, console), Stopped)
                 console.print(run.line("stopping the roles"))
                 await beside.stop()
                 await roles.stop()
-                await follower.close()
                 console.print(run.line("accounting for every experience"))
-                last = Follower(log, READ)
-                await run.read_on(log, last)  # the last results came while the roles were stopping
-                await last.close()
+                await run.read_on(log)  # the last results came while the roles were stopping
                 children = [state for by_name in states for state in by_name.values()]
                 values = await finish_report(log, settings, run, options, children)
     print_result(console, settings, values)
@@ -97,23 +91,19 @@ async def run_demo(options: DemoOptions) -> int:
 
 async def until_done(
     log: Log,
-    follower: Follower,
     run: RunRecord,
     settings: Settings,
     states: Sequence[dict[str, ChildState]],
     console: Console,
 ) -> None:
     """Wait until the master is done, with a line of progress every TELL_S. Raises ConfigError if a role cannot go on."""
-    told_s = time.monotonic()
     while not run.done:
         for name in failed(states):
             path = settings.folder / "logs" / f"{name}.log"
             raise ConfigError(f"{name} cannot go on: {await asyncio.to_thread(last_error, path)} (see {path})")
-        await asyncio.sleep(LOOK_S)
-        await run.read_on(log, follower)
-        if time.monotonic() - told_s >= TELL_S:
-            told_s = time.monotonic()
-            console.print(run.line())
+        await asyncio.sleep(TELL_S)
+        await run.read_on(log)
+        console.print(run.line())
 
 
 def failed(states: Sequence[dict[str, ChildState]]) -> list[str]:

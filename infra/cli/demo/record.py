@@ -4,7 +4,6 @@ import time
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from infra.log.follower import Follower
 from infra.log.log import Log, LogMessage
 from infra.policies.fold import Stable, fenced, moved
 from schemas import Directive, EvalResult, PolicyEvent, Progress, topics
@@ -33,17 +32,16 @@ class RunRecord:
     _channel: Stable = field(default_factory=Stable)
     _nexts: dict[str, dict[int, int]] = field(default_factory=dict)
 
-    async def read_on(self, log: Log, follower: Follower) -> None:
-        """Take in what has come since the last call. follower: over READ."""
+    async def read_on(self, log: Log) -> None:
+        """Take in what has come since the last call."""
         for topic in READ:
             begins, ends = await log.bounds(topic)
             starts = {
                 index: max(begin, self._nexts.get(topic.name, {}).get(index, 0)) for index, begin in begins.items()
             }
-            async with aclosing(follower.chunks(topic, starts, ends)) as chunks:
-                async for records in chunks:
-                    for record in records:
-                        self.take(await log.decoded(record))
+            async with aclosing(log.scan(topic, starts, ends)) as messages:
+                async for message in messages:
+                    self.take(message)
             self._nexts[topic.name] = dict(ends)
 
     def take(self, message: LogMessage) -> None:

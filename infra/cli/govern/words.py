@@ -2,7 +2,6 @@
 
 from contextlib import aclosing
 
-from infra.log.follower import Follower
 from infra.log.log import Log, LogMessage
 from infra.policies.beginning import LOOK, newest_summary
 from infra.policies.fold import LeaseFence, Stable, Summary, fenced, moved
@@ -30,13 +29,12 @@ class PolicyWords:
         self.stable = Stable() if since is None else since.of(self._policy).stable
         self._fence = LeaseFence(-1 if since is None else since.of(self._policy).token)
 
-    async def read_on(self, log: Log, follower: Follower | None = None) -> None:
-        """Fold what has come since the last time. follower: over `policies`, of a caller that comes back every few seconds."""
+    async def read_on(self, log: Log) -> None:
+        """Fold what has come since the last time."""
         begins, ends = await log.bounds(topics.POLICIES)
         if ends[0] < self.next_offset:  # the log began anew
             self._begin(None)
-        read = log.chunks if follower is None else follower.chunks
-        async with aclosing(read(topics.POLICIES, {0: max(begins[0], self.next_offset)}, {0: ends[0]})) as chunks:
+        async with aclosing(log.chunks(topics.POLICIES, {0: max(begins[0], self.next_offset)}, {0: ends[0]})) as chunks:
             async for records in chunks:
                 for record in records:
                     self._fold(await log.decoded(record))

@@ -1,12 +1,11 @@
 """The newest records of a topic, and the processes of the last hour."""
 
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing
 from typing import Literal, NamedTuple
 
 from infra.log.bus import Record
-from infra.log.follower import Follower
 from infra.log.log import Log, LogMessage
 from schemas import Progress, topics
 from schemas.topics import REPORTS, Topic
@@ -22,8 +21,6 @@ READS: Mapping[Group, tuple[Topic, ...]] = {
     "verify": (topics.EXPERIENCES, topics.EXPERTS),
     "collect": (topics.VERIFIED,),
 }
-
-Read = Callable[[Topic, Mapping[int, int], Mapping[int, int]], AsyncGenerator[list[Record], None]]
 
 
 async def newest(log: Log, topic: Topic, last: int, kind: str = "") -> list[LogMessage]:
@@ -54,14 +51,11 @@ class Spoken(NamedTuple):
 class LastHour:
     """Every process that reported in the hour before the newest report. It holds a minute of reports of each.
 
-    The hour is read whole (some 20 MB for 20 processes), and only the last minute is decoded.
-
-    follower: over `reports`; without one each look connects a reader. Not safe for concurrent use.
+    The hour is read whole (some 20 MB for 20 processes), and only the last minute is decoded. Not safe for concurrent use.
     """
 
-    def __init__(self, log: Log, follower: Follower | None = None) -> None:
+    def __init__(self, log: Log) -> None:
         self._log = log
-        self._read: Read = log.chunks if follower is None else follower.chunks
         self._nexts: dict[int, int] = {}
         self._first_ms: dict[bytes, int] = {}
         self._records: dict[bytes, deque[Record]] = {}
@@ -72,7 +66,7 @@ class LastHour:
         if not self._nexts or any(end < self._nexts.get(index, 0) for index, end in ends.items()):
             self._first_ms, self._records, self._nexts = {}, {}, await self._hour_before(begins, ends)
         starts = {index: max(begins[index], self._nexts.get(index, 0)) for index in ends}
-        async with aclosing(self._read(REPORTS, starts, ends)) as chunks:
+        async with aclosing(self._log.chunks(REPORTS, starts, ends)) as chunks:
             async for records in chunks:
                 for record in records:
                     self._take(record)

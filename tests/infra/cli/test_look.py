@@ -20,7 +20,6 @@ from infra.cli.settings import Settings, load_settings
 from infra.ledger.index import LogIndex
 from infra.ledger.trace import trace_answer
 from infra.log.bus import Record
-from infra.log.follower import Follower
 from infra.log.log import Log, LogMessage
 from infra.log.memory import MemoryBus
 from schemas import (
@@ -90,7 +89,7 @@ def test_every_process_of_the_last_hour_is_found_with_its_last_report(
     async def check() -> None:
         now_ms = [0]
         log = await filled_log(MemoryBus(lambda: now_ms[0]))
-        hour = LastHour(log, Follower(log, (topics.REPORTS,)))
+        hour = LastHour(log)
         truth: dict[str, list[tuple[float, str]]] = {}
         for at, (second, name, state) in enumerate(said):
             now_ms[0] = second * 1000

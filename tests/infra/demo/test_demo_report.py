@@ -11,7 +11,7 @@ from rich.console import Console
 
 from actors.master.evaluation import eval_group
 from infra.cli.demo.demo import children, failed, print_result, write_settings
-from infra.cli.demo.record import READ, RunRecord
+from infra.cli.demo.record import RunRecord
 from infra.cli.demo.report import (
     WINDOW,
     accuracies,
@@ -36,7 +36,6 @@ from infra.cli.main import COMMANDS
 from infra.cli.settings import Settings, load_settings
 from infra.local.supervisor import ChildState
 from infra.log.bus import Record
-from infra.log.follower import Follower
 from infra.log.log import Log, LogMessage
 from infra.log.memory import MemoryBus
 from schemas import (
@@ -89,12 +88,11 @@ def test_a_log_that_is_read_on_is_read_once() -> None:
     async def main() -> tuple[RunRecord, float | None]:
         log = Log(MemoryBus(lambda: int(START_S * 1000) + 31_500), "t")
         await log.create_topics(partitions=2, keep_ms=-1)
-        run, follower = RunRecord(started_s=START_S), Follower(log, READ)
+        run = RunRecord(started_s=START_S)
         for steps in (1.0, 2.0):
             await log.publish(topics.REPORTS, progress("train", steps=steps))
             await log.publish(topics.EXPERIENCES, group_block())
-            await run.read_on(log, follower)
-        await follower.close()
+            await run.read_on(log)
         return run, await startup_s(log, START_S)
 
     run, first_s = asyncio.run(main())
