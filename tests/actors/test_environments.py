@@ -337,12 +337,9 @@ async def test_what_is_no_action_is_told_so_and_the_world_goes_on(url: str) -> N
 
 @pytest.mark.slow
 @needs_openenv
-def test_more_episodes_than_the_server_has_room_for_wait_for_each_other(url: str) -> None:
-    async def run() -> None:
-        played = await asyncio.gather(*(said_to(OpenEnv(url=url, shown="text"), '{"floors": 3}') for _ in range(6)))
-        assert [outcome[-1].end for outcome in played] == ["terminal"] * 6
-
-    asyncio.run(run())
+async def test_more_episodes_than_the_server_has_room_for_wait_for_each_other(url: str) -> None:
+    played = await asyncio.gather(*(said_to(OpenEnv(url=url, shown="text"), '{"floors": 3}') for _ in range(6)))
+    assert [outcome[-1].end for outcome in played] == ["terminal"] * 6
 
 
 @pytest.mark.slow

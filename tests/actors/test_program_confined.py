@@ -101,17 +101,13 @@ def test_what_a_confined_command_leaves_behind_ends_with_its_episode(tmp_path: P
     assert not with_mark(mark), "also those in sessions of their own"
 
 
-def test_a_confined_command_ends_with_an_episode_that_is_cut_off(tmp_path: Path) -> None:
+async def test_a_confined_command_ends_with_an_episode_that_is_cut_off(tmp_path: Path) -> None:
     mark = f"mark-{tmp_path.name}-{time.monotonic_ns()}"
     program = confined(tmp_path, LEFT.format(mark=mark) + "time.sleep(600)\n")
-
-    async def run() -> None:
-        playing = asyncio.create_task(asyncio.to_thread(play, program, stop=lambda: bool(with_mark(mark))))
-        await until(playing.done, seconds=60.0)
-        with pytest.raises(asyncio.CancelledError):
-            playing.result()
-
-    asyncio.run(run())
+    playing = asyncio.create_task(asyncio.to_thread(play, program, stop=lambda: bool(with_mark(mark))))
+    await until(playing.done, seconds=60.0)
+    with pytest.raises(asyncio.CancelledError):
+        playing.result()
     assert not with_mark(mark)
 
 

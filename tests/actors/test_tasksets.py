@@ -1,6 +1,5 @@
 """Tasks and demonstrations: files, generators, the loader, and success rates of an earlier run."""
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -207,7 +206,7 @@ async def test_a_second_load_adds_nothing_and_repeated_rows_are_counted() -> Non
     second = await load_tasks(log, [*tasks, plain_task("c")])
     heard = TopicArrivals(log, TASKSET_RAW)
     await contents(heard)
-    first, second, records, progress = first, second, heard.records, progress
+    records = heard.records
     assert first == LoadResult(loaded=2, repeated=1, known=0)
     assert second == LoadResult(loaded=1, repeated=1, known=2)
     assert sorted(record.id for record in records if isinstance(record, Task)) == ["a", "b", "c"]
@@ -250,27 +249,20 @@ async def test_pairs_are_loaded_once_and_those_with_equal_sides_are_named() -> N
     ]
     broken: list[Broken] = []
     first = await load_examples(log, different(rows, broken.append), CharTokenizer())
-    first, broken, second = first, broken, await load_examples(log, rows[:2], CharTokenizer())
+    second = await load_examples(log, rows[:2], CharTokenizer())
     assert first == LoadResult(loaded=2, repeated=1, known=0) and second.loaded == 0
     assert [fault.where for fault in broken] == ["pair b"]
 
 
-def test_what_is_longer_than_the_context_is_named_and_the_next_one_loaded() -> None:
-    async def run() -> tuple[LoadResult, LoadResult, list[Broken]]:
-        log = await memory_log()
-        broken: list[Broken] = []
-        long = msgspec.structs.replace(row("long"), response="280" * 9)
-        experts = await load_examples(
-            log, [row("a"), long, row("b")], CharTokenizer(), max_tokens=10, on_broken=broken.append
-        )
-        pairs = [preference("c", "4", "5"), preference("d", "4", "five and a half"), preference("e", "4", "6")]
-        return (
-            experts,
-            await load_examples(log, pairs, CharTokenizer(), max_tokens=10, on_broken=broken.append),
-            broken,
-        )
-
-    experts, pairs, broken = asyncio.run(run())
+async def test_what_is_longer_than_the_context_is_named_and_the_next_one_loaded() -> None:
+    log = await memory_log()
+    broken: list[Broken] = []
+    long = msgspec.structs.replace(row("long"), response="280" * 9)
+    experts = await load_examples(
+        log, [row("a"), long, row("b")], CharTokenizer(), max_tokens=10, on_broken=broken.append
+    )
+    pairs = [preference("c", "4", "5"), preference("d", "4", "five and a half"), preference("e", "4", "6")]
+    pairs = await load_examples(log, pairs, CharTokenizer(), max_tokens=10, on_broken=broken.append)
     assert (experts.loaded, pairs.loaded) == (2, 2)
     assert [fault.where for fault in broken] == ["demonstration long", "pair d"]
     assert broken[0].reason == "got 34 tokens, expected at most 10, which is the model's context"

@@ -107,10 +107,7 @@ def test_a_rollout_with_tools_is_one_sequence(tool: str) -> None:
     assert experience.end == "terminal"
 
 
-def test_many_rollouts_at_once_share_one_service(single: str) -> None:
-    async def run() -> list[int]:
-        program = Program(url=single)
-        played = await asyncio.gather(*(episode(program, asked(n % 4), f"It is {n % 4 + 1}.") for n in range(16)))
-        return [int(scores[0].value) for scores, _, _ in played]
-
-    assert asyncio.run(run()) == [1] * 16
+async def test_many_rollouts_at_once_share_one_service(single: str) -> None:
+    program = Program(url=single)
+    played = await asyncio.gather(*(episode(program, asked(n % 4), f"It is {n % 4 + 1}.") for n in range(16)))
+    assert [int(scores[0].value) for scores, _, _ in played] == [1] * 16

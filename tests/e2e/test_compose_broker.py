@@ -1,6 +1,5 @@
 """Broker and bucket of infra/deploy/compose.yml as processes: each role's user has the rights of its row, and no others."""
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -45,22 +44,20 @@ def called(stack: ComposeStack, service: str, *words: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("role", RIGHTS)
-def test_a_roles_user_may_do_at_the_broker_what_its_row_says_and_nothing_else(role: str, stack: ComposeStack) -> None:
+async def test_a_roles_user_may_do_at_the_broker_what_its_row_says_and_nothing_else(
+    role: str, stack: ComposeStack
+) -> None:
     rights, environment = RIGHTS[role], stack.environment(role)
     with variables(**{name: environment[name] for name in ("HEADRACE_KAFKA_USERNAME", "HEADRACE_KAFKA_PASSWORD")}):
         settings = load_settings(stack.home(role) / "headrace.toml")
         settings_access = kafka_access(settings)
-
-    async def look() -> tuple[dict[str, tuple[str, ...]], set[str], tuple[str, ...]]:
-        async with asking(settings.kafka.bootstrap_servers, settings_access) as broker:
-            denied = {
-                topic.name: (await broker.topic_rights(f"headrace.{topic.name}", ("read", "write", "delete"), 1)).denied
-                for topic in topics.ALL
-            }
-            groups = {group for group in GROUPS if not (await broker.group_rights(f"headrace.{group}")).denied}
-            return denied, groups, (await broker.topic_rights("other.buffer", ("read",), 1)).denied
-
-    denied, groups, elsewhere = asyncio.run(look())
+    async with asking(settings.kafka.bootstrap_servers, settings_access) as broker:
+        denied = {
+            topic.name: (await broker.topic_rights(f"headrace.{topic.name}", ("read", "write", "delete"), 1)).denied
+            for topic in topics.ALL
+        }
+        groups = {group for group in GROUPS if not (await broker.group_rights(f"headrace.{group}")).denied}
+        elsewhere = (await broker.topic_rights("other.buffer", ("read",), 1)).denied
     for topic in topics.ALL:
         assert set(denied[topic.name]) == {"read", "write", "delete"} - set(rights.at_topic(topic)), topic.name
     assert groups == {group for group in GROUPS if any(group.startswith(item) for item in rights.groups)}

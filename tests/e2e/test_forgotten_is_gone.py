@@ -145,7 +145,7 @@ async def forgotten(log: Log, folder: Path, user: str) -> ForgetReport:
         index.close()
 
 
-def test_seeded_words_are_nowhere_in_plain_text_and_after_forget_nowhere(
+async def test_seeded_words_are_nowhere_in_plain_text_and_after_forget_nowhere(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -159,41 +159,38 @@ def test_seeded_words_are_nowhere_in_plain_text_and_after_forget_nowhere(
     async def everything(log: Log) -> bytes:
         return await raw(log) + on_disk(tmp_path) + caplog.text.encode()
 
-    async def run() -> None:
-        async with serving(tmp_path, engine(says("It is 82.")), bus=bus, store=store, webhooks=(HOOK,)) as served:
-            log, board = served.log, Board(tmp_path / "board")
-            floor = msgspec.structs.replace(settings, folder=tmp_path)
-            role = role_of("train", floor, log, store, stop=stop)
-            training = asyncio.create_task(
-                run_trainer(role, settings.trainer, ScriptedLearner(), report=TrainerReport(role.metrics, board=board))
-            )
-            sources = build_sources(settings.feedback, settings.folder)
-            listening = asyncio.create_task(run_sources(sources, log, Metrics("process"), tmp_path / "state"))
-            async with working(log, settings.streams(), tmp_path / "state"), served.http(key) as http:
-                answers = [await talked(http, user) for user in ("ann", "bob")]
-                assert len(await served.recorded(4)) == 4
-                await until_stored(log, FEEDBACK, 8)
-                await settled(log)
-                plain = Log(bus, "test")  # one that has no keys
-                assert not found_in(await everything(log) + await opened_without_keys(plain), [*hers, *his, *names])
-                clock.now_ms += WINDOW_MS + 1
-                for number in range(OTHERS):
-                    await log.publish(BUFFER, other(number))
-                for answer in answers:
-                    await trained(log, answer)
-                assert found_in(await opened(log), [*hers, *his]) == {*hers, *his}, "whoever has the keys reads it all"
-                report = await forgotten(log, tmp_path, "ann")
-                assert len(report.keys) == 1 and report.steps and report.texts == 1
-                stop.set()
-                listening.cancel()
-                await training
-            board.close()
-        later = Log(bus, "test", store=store)
-        assert not found_in(await everything(later), [*hers, *his, *names])
-        assert found_in(await opened(later), [*hers, *his]) == set(his), "hers is gone, his is as it was"
-        assert not list(newest_prompts(await recorded(later), "production")), "and nobody is asked it again"
-
-    asyncio.run(run())
+    async with serving(tmp_path, engine(says("It is 82.")), bus=bus, store=store, webhooks=(HOOK,)) as served:
+        log, board = served.log, Board(tmp_path / "board")
+        floor = msgspec.structs.replace(settings, folder=tmp_path)
+        role = role_of("train", floor, log, store, stop=stop)
+        training = asyncio.create_task(
+            run_trainer(role, settings.trainer, ScriptedLearner(), report=TrainerReport(role.metrics, board=board))
+        )
+        sources = build_sources(settings.feedback, settings.folder)
+        listening = asyncio.create_task(run_sources(sources, log, Metrics("process"), tmp_path / "state"))
+        async with working(log, settings.streams(), tmp_path / "state"), served.http(key) as http:
+            answers = [await talked(http, user) for user in ("ann", "bob")]
+            assert len(await served.recorded(4)) == 4
+            await until_stored(log, FEEDBACK, 8)
+            await settled(log)
+            plain = Log(bus, "test")  # one that has no keys
+            assert not found_in(await everything(log) + await opened_without_keys(plain), [*hers, *his, *names])
+            clock.now_ms += WINDOW_MS + 1
+            for number in range(OTHERS):
+                await log.publish(BUFFER, other(number))
+            for answer in answers:
+                await trained(log, answer)
+            assert found_in(await opened(log), [*hers, *his]) == {*hers, *his}, "whoever has the keys reads it all"
+            report = await forgotten(log, tmp_path, "ann")
+            assert len(report.keys) == 1 and report.steps and report.texts == 1
+            stop.set()
+            listening.cancel()
+            await training
+        board.close()
+    later = Log(bus, "test", store=store)
+    assert not found_in(await everything(later), [*hers, *his, *names])
+    assert found_in(await opened(later), [*hers, *his]) == set(his), "hers is gone, his is as it was"
+    assert not list(newest_prompts(await recorded(later), "production")), "and nobody is asked it again"
 
 
 async def opened_without_keys(log: Log) -> bytes:

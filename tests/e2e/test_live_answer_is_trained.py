@@ -16,7 +16,7 @@ from infra.observe.metrics import Metrics
 from infra.settings.config import duration_s
 from infra.settings.plugin import add_plugin_folders
 from infra.store.memory import MemoryStore
-from schemas import Batch, BatchItem, Block, Experience, Feedback, Span, make_experience
+from schemas import Batch, BatchItem, Block, Feedback, Span, make_experience
 from schemas.ids import experience_id
 from schemas.topics import BATCHES, BUFFER, VERIFIED
 from streams.sources.source import build_sources, run_sources
@@ -87,37 +87,32 @@ async def rated_at_the_end(log: Log, http: httpx.AsyncClient, answer: str, clock
     clock.now_ms += 1
 
 
-def test_an_answer_rated_at_the_end_of_its_window_is_trained_under_the_settings_of_init(tmp_path: Path) -> None:
+async def test_an_answer_rated_at_the_end_of_its_window_is_trained_under_the_settings_of_init(tmp_path: Path) -> None:
     settings = settings_in(tmp_path / "support")
     clock = Clock()
     bus, store, stop = MemoryBus(clock), MemoryStore(), asyncio.Event()
     _, key = create_key(store, tenant="acme", scopes=("serve", "feedback"), train="yes", rpm=0, tpm=0)
-
-    async def run() -> tuple[Experience, Batch, BatchItem]:
-        async with serving(tmp_path, engine(says("It is 82.")), bus=bus, store=store) as served:
-            log = served.log
-            metrics, sources = Metrics("process"), build_sources(settings.feedback, settings.folder)
-            floor = msgspec.structs.replace(settings, folder=tmp_path)
-            training = asyncio.create_task(
-                run_trainer(role_of("train", floor, log, store, stop=stop), settings.trainer, ScriptedLearner())
-            )
-            listening = asyncio.create_task(run_sources(sources, log, metrics, tmp_path / "state"))
-            async with working(log, settings.streams(), tmp_path / "state"), served.http(key) as http:
-                asked = {"model": "m", "messages": [{"role": "user", "content": "37+45?"}]}
-                answer = (await http.post("/v1/chat/completions", json=asked)).json()["id"]
-                (recorded,) = await served.recorded(1)
-                for number in range(OTHERS):
-                    await log.publish(BUFFER, other(2 * number))
-                    await log.publish(BUFFER, other(2 * number + 1))
-                    await until_stored(log, BATCHES, 2 + number)
-                await log.publish(BUFFER, other(2 * OTHERS))
-                await rated_at_the_end(log, http, answer, clock)
-                batch, item = await trained(log, recorded.id)
-            stop.set()
-            listening.cancel()
-            await training
-            return recorded, batch, item
-
-    recorded, batch, item = asyncio.run(run())
+    async with serving(tmp_path, engine(says("It is 82.")), bus=bus, store=store) as served:
+        log = served.log
+        metrics, sources = Metrics("process"), build_sources(settings.feedback, settings.folder)
+        floor = msgspec.structs.replace(settings, folder=tmp_path)
+        training = asyncio.create_task(
+            run_trainer(role_of("train", floor, log, store, stop=stop), settings.trainer, ScriptedLearner())
+        )
+        listening = asyncio.create_task(run_sources(sources, log, metrics, tmp_path / "state"))
+        async with working(log, settings.streams(), tmp_path / "state"), served.http(key) as http:
+            asked = {"model": "m", "messages": [{"role": "user", "content": "37+45?"}]}
+            answer = (await http.post("/v1/chat/completions", json=asked)).json()["id"]
+            (recorded,) = await served.recorded(1)
+            for number in range(OTHERS):
+                await log.publish(BUFFER, other(2 * number))
+                await log.publish(BUFFER, other(2 * number + 1))
+                await until_stored(log, BATCHES, 2 + number)
+            await log.publish(BUFFER, other(2 * OTHERS))
+            await rated_at_the_end(log, http, answer, clock)
+            batch, item = await trained(log, recorded.id)
+        stop.set()
+        listening.cancel()
+        await training
     assert recorded.lane == item.lane == "live" and item.revision == 0
     assert batch.version - recorded.min_version > settings.pacing.max_staleness, "no version limit: it is old by then"

@@ -58,28 +58,26 @@ def test_which_steps_may_be_smaller_follows_from_what_the_master_says_in_its_own
 
 
 @with_numbers
-def test_a_drain_ends_with_the_masters_own_word_and_not_with_its_gauges(numbers: dict[str, float], state: str) -> None:
+async def test_a_drain_ends_with_the_masters_own_word_and_not_with_its_gauges(
+    numbers: dict[str, float], state: str
+) -> None:
     report = said(numbers, state)
     seen: list[Draining] = []
-
-    async def main() -> None:
-        log = Log(MemoryBus(), "t")
-        await log.create_topics(partitions=1, keep_ms=-1)
-        draining = asyncio.create_task(drain(log, "t", "ann", 60.0, seen.append))
-        async for _ in log.read_all(POLICIES, until_end=False):
-            break  # its word is in the log
-        told: list[MasterState | None] = [
-            MasterState(state="drained", drained_to=-1),  # it has not heard of the word
-            None,
-            MasterState(state="draining", outstanding=2, drained_to=0),
-        ]
-        await log.publish_all(REPORTS, [report(master=item) for item in told])
-        await until(lambda: bool(seen))
-        assert not draining.done()
-        await log.publish(REPORTS, report(master=MasterState(state="drained", drained_to=0)))
-        await draining
-
-    asyncio.run(main())
+    log = Log(MemoryBus(), "t")
+    await log.create_topics(partitions=1, keep_ms=-1)
+    draining = asyncio.create_task(drain(log, "t", "ann", 60.0, seen.append))
+    async for _ in log.read_all(POLICIES, until_end=False):
+        break  # its word is in the log
+    told: list[MasterState | None] = [
+        MasterState(state="drained", drained_to=-1),  # it has not heard of the word
+        None,
+        MasterState(state="draining", outstanding=2, drained_to=0),
+    ]
+    await log.publish_all(REPORTS, [report(master=item) for item in told])
+    await until(lambda: bool(seen))
+    assert not draining.done()
+    await log.publish(REPORTS, report(master=MasterState(state="drained", drained_to=0)))
+    await draining
     assert seen[:2] == [Draining("draining", 2), Draining("drained", 0)]
 
 

@@ -59,43 +59,36 @@ async def first_of(log: Log, topic: Topic, kind: type[Any]) -> Any:
     raise AssertionError("unreachable")
 
 
-def test_a_session_of_20_turns_is_trained_once_from_the_gateway_to_the_batch(tmp_path: Path) -> None:
+async def test_a_session_of_20_turns_is_trained_once_from_the_gateway_to_the_batch(tmp_path: Path) -> None:
     settings, clock = settings_in(tmp_path / "support"), Clock()
     bus, store, stop = MemoryBus(clock), MemoryStore(), asyncio.Event()
     _, key = create_key(store, tenant="acme", scopes=("serve", "feedback"), train="yes", rpm=0, tpm=0)
-
-    async def run() -> tuple[list[Experience], Batch, list[TrainItem]]:
-        async with serving(
-            tmp_path, engine(says(*(f"It is {n}." for n in range(TURNS)))), bus=bus, store=store
-        ) as served:
-            log = served.log
-            floor = msgspec.structs.replace(settings, folder=tmp_path)
-            training = asyncio.create_task(
-                run_trainer(role_of("train", floor, log, store, stop=stop), settings.trainer, ScriptedLearner())
-            )
-            sources = build_sources(settings.feedback, settings.folder)
-            listening = asyncio.create_task(run_sources(sources, log, Metrics("process"), tmp_path / "state"))
-            async with working(log, settings.streams(), tmp_path / "state"), served.http(key) as http:
-                said: list[dict[str, str]] = []
-                for number in range(TURNS):
-                    said.append({"role": "user", "content": f"What is {number}?"})
-                    body = {"model": "m", "messages": said}
-                    answer = (await http.post("/v1/chat/completions", json=body, headers=SESSION)).json()
-                    said.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
-                    rated = {"answer_id": answer["id"], "value": number % 2}
-                    assert (await http.post("/v1/feedback", json=rated)).status_code == 202
-                    clock.now_ms += 1000
-                turns = await served.recorded(TURNS)
-                await until_stored(log, VERIFIED, 2 * TURNS)  # the answers, and what was said of them
-                clock.now_ms += WINDOW_MS + 1000 * int(settings.collect.session_s)
-                batch = await first_of(log, BATCHES, Batch)
-                items = journaled_items(batch, await read_blocks(log, {item.offset for item in batch.items}))
-            stop.set()
-            listening.cancel()
-            await training
-            return turns, batch, items
-
-    turns, batch, items = asyncio.run(run())
+    async with serving(tmp_path, engine(says(*(f"It is {n}." for n in range(TURNS)))), bus=bus, store=store) as served:
+        log = served.log
+        floor = msgspec.structs.replace(settings, folder=tmp_path)
+        training = asyncio.create_task(
+            run_trainer(role_of("train", floor, log, store, stop=stop), settings.trainer, ScriptedLearner())
+        )
+        sources = build_sources(settings.feedback, settings.folder)
+        listening = asyncio.create_task(run_sources(sources, log, Metrics("process"), tmp_path / "state"))
+        async with working(log, settings.streams(), tmp_path / "state"), served.http(key) as http:
+            said: list[dict[str, str]] = []
+            for number in range(TURNS):
+                said.append({"role": "user", "content": f"What is {number}?"})
+                body = {"model": "m", "messages": said}
+                answer = (await http.post("/v1/chat/completions", json=body, headers=SESSION)).json()
+                said.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+                rated = {"answer_id": answer["id"], "value": number % 2}
+                assert (await http.post("/v1/feedback", json=rated)).status_code == 202
+                clock.now_ms += 1000
+            turns = await served.recorded(TURNS)
+            await until_stored(log, VERIFIED, 2 * TURNS)  # the answers, and what was said of them
+            clock.now_ms += WINDOW_MS + 1000 * int(settings.collect.session_s)
+            batch = await first_of(log, BATCHES, Batch)
+            items = journaled_items(batch, await read_blocks(log, {item.offset for item in batch.items}))
+        stop.set()
+        listening.cancel()
+        await training
     assert [item.id for item in batch.items] == [turn.id for turn in turns]
     assert [entry.carried for entry in turns] == list(range(TURNS))
     said = next(each.name for each in settings.feedback if each.from_.webhook)

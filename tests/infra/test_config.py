@@ -316,7 +316,7 @@ async def environment_refuses(url: str) -> None:
     "refuses", [langfuse_refuses, judge_refuses, rewriter_refuses, program_refuses, environment_refuses]
 )
 @pytest.mark.parametrize("kind", ["compressed", "endless"])
-def test_an_answer_of_a_service_takes_no_more_memory_than_its_limit(
+async def test_an_answer_of_a_service_takes_no_more_memory_than_its_limit(
     refuses: Callable[[str], Awaitable[None]], kind: str
 ) -> None:
     """A compressed answer, which nobody asked for, is refused before it is decoded; an endless answer at its limit."""
@@ -339,12 +339,9 @@ def test_an_answer_of_a_service_takes_no_more_memory_than_its_limit(
         finally:
             writer.close()
 
-    async def scene() -> None:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        async with server:
-            await refuses(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-
-    asyncio.run(scene())
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        await refuses(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     assert requests and all(b"accept-encoding: identity\r\n" in request for request in requests)
 
 

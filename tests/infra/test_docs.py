@@ -355,25 +355,21 @@ def parse(words: list[str], where: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_client_snippet_runs_against_a_gateway(tmp_path: Path) -> None:
+async def test_every_client_snippet_runs_against_a_gateway(tmp_path: Path) -> None:
     webhook = Webhook("/zendesk", b"the secret", "x-signature")
     limits = GatewayLimits(max_tokens=64, prompt_tokens=4096)
-
-    async def run() -> None:
-        async with serving(tmp_path, engine(says("Hello.")), webhooks=[webhook], limits=limits) as served:
-            key = await served.new_key()
-            answer = (await served.client(key).chat.completions.create(**ASK)).id
-            for fence in (each_fence for each_fence in FENCES if each_fence.kind in ("python client", "sh curl")):
-                text = fence.text.replace(SHOWN_URL, served.url).replace(SHOWN_KEY, key)
-                program = ["bash", "-ec", text] if fence.kind == "sh curl" else [sys.executable, "-c", text]
-                environment = {**os.environ, "HEADRACE_KEY": key, "ANSWER": answer, "NO_PROXY": "*", "no_proxy": "*"}
-                done = await asyncio.to_thread(
-                    subprocess.run, program, env=environment, capture_output=True, text=True, timeout=120
-                )
-                assert done.returncode == 0 and '"error"' not in done.stdout, f"{fence}: {done.stdout}{done.stderr}"
-            assert len(await served.received()) >= 5
-
-    asyncio.run(run())
+    async with serving(tmp_path, engine(says("Hello.")), webhooks=[webhook], limits=limits) as served:
+        key = await served.new_key()
+        answer = (await served.client(key).chat.completions.create(**ASK)).id
+        for fence in (each_fence for each_fence in FENCES if each_fence.kind in ("python client", "sh curl")):
+            text = fence.text.replace(SHOWN_URL, served.url).replace(SHOWN_KEY, key)
+            program = ["bash", "-ec", text] if fence.kind == "sh curl" else [sys.executable, "-c", text]
+            environment = {**os.environ, "HEADRACE_KEY": key, "ANSWER": answer, "NO_PROXY": "*", "no_proxy": "*"}
+            done = await asyncio.to_thread(
+                subprocess.run, program, env=environment, capture_output=True, text=True, timeout=120
+            )
+            assert done.returncode == 0 and '"error"' not in done.stdout, f"{fence}: {done.stdout}{done.stderr}"
+        assert len(await served.received()) >= 5
 
 
 ASK: dict[str, Any] = {"model": "main", "messages": [{"role": "user", "content": "Hello?"}]}

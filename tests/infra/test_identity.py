@@ -165,25 +165,19 @@ async def worked(release: asyncio.Event, let_go: list[str], fails: bool = False)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_work_that_is_overtaken_has_let_go_before_anybody_is_told(fails: bool) -> None:
-    async def check() -> None:
-        let_go: list[str] = []
-        with pytest.raises(Ended):
-            await unless(asyncio.sleep(0), worked(asyncio.Event(), let_go, fails), Ended)
-        assert let_go == ["let go"]
-
-    asyncio.run(check())
+async def test_work_that_is_overtaken_has_let_go_before_anybody_is_told(fails: bool) -> None:
+    let_go: list[str] = []
+    with pytest.raises(Ended):
+        await unless(asyncio.sleep(0), worked(asyncio.Event(), let_go, fails), Ended)
+    assert let_go == ["let go"]
 
 
-def test_whoever_is_cancelled_meanwhile_takes_the_work_along() -> None:
-    async def check() -> None:
-        let_go: list[str] = []
-        waiting = asyncio.create_task(unless(asyncio.Event().wait(), worked(asyncio.Event(), let_go), Ended))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert let_go == ["let go"]
-
-    asyncio.run(check())
+async def test_whoever_is_cancelled_meanwhile_takes_the_work_along() -> None:
+    let_go: list[str] = []
+    waiting = asyncio.create_task(unless(asyncio.Event().wait(), worked(asyncio.Event(), let_go), Ended))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert let_go == ["let go"]

@@ -1,6 +1,5 @@
 """Sealed sections: unreadable without their key, carried unopened, and gone for good with it."""
 
-import asyncio
 from dataclasses import dataclass
 
 import msgspec
@@ -69,39 +68,31 @@ class Clock:
         return self.now_s
 
 
-def test_what_was_sealed_is_not_readable_in_the_topic_nor_without_its_key() -> None:
-    async def body() -> None:
-        log = Log(MemoryBus(), "t", store=MemoryStore())
-        assert log.keys is not None
-        await log.create_topics(partitions=1, keep_ms=-1)
-        key = log.keys.of(ANN)
-        plain = Block((msgspec.structs.replace(answer(), key_id=key.key_id),))
-        await log.publish(topics.EXPERIENCES, plain)
-        (message,) = [one async for one in log.read_all(topics.EXPERIENCES)]
-        tokens = answer().tokens.tobytes()
-        for data in (message.record.value, *(value for _, value in message.record.headers)):
-            assert SAID.encode() not in data and tokens not in data
-        shut = decode(message.record.value)
-        assert isinstance(shut, Block) and shut.experiences[0].subject == ANN, "the header is as readable as ever"
-        for read in ("tokens", "logprobs", "messages"):
-            with pytest.raises(Sealed, match="looks for no keys"):
-                getattr(shut.experiences[0], read)
-        assert isinstance(message.value, Block) and message.value == plain, (
-            "who holds the key reads it as if it were plain"
-        )
-
-    asyncio.run(body())
+async def test_what_was_sealed_is_not_readable_in_the_topic_nor_without_its_key() -> None:
+    log = Log(MemoryBus(), "t", store=MemoryStore())
+    assert log.keys is not None
+    await log.create_topics(partitions=1, keep_ms=-1)
+    key = log.keys.of(ANN)
+    plain = Block((msgspec.structs.replace(answer(), key_id=key.key_id),))
+    await log.publish(topics.EXPERIENCES, plain)
+    (message,) = [one async for one in log.read_all(topics.EXPERIENCES)]
+    tokens = answer().tokens.tobytes()
+    for data in (message.record.value, *(value for _, value in message.record.headers)):
+        assert SAID.encode() not in data and tokens not in data
+    shut = decode(message.record.value)
+    assert isinstance(shut, Block) and shut.experiences[0].subject == ANN, "the header is as readable as ever"
+    for read in ("tokens", "logprobs", "messages"):
+        with pytest.raises(Sealed, match="looks for no keys"):
+            getattr(shut.experiences[0], read)
+    assert isinstance(message.value, Block) and message.value == plain, "who holds the key reads it as if it were plain"
 
 
-def test_a_block_that_names_a_key_is_never_written_where_there_are_none() -> None:
-    async def body() -> None:
-        log = Log(MemoryBus(), "t")
-        await log.create_topics(partitions=1, keep_ms=-1)
-        block = Block((msgspec.structs.replace(answer(), key_id=f"{ANN}-{'0' * 16}"),))
-        with pytest.raises(ValueError, match="no store to hold keys"):
-            await log.publish(topics.EXPERIENCES, block)
-
-    asyncio.run(body())
+async def test_a_block_that_names_a_key_is_never_written_where_there_are_none() -> None:
+    log = Log(MemoryBus(), "t")
+    await log.create_topics(partitions=1, keep_ms=-1)
+    block = Block((msgspec.structs.replace(answer(), key_id=f"{ANN}-{'0' * 16}"),))
+    with pytest.raises(ValueError, match="no store to hold keys"):
+        await log.publish(topics.EXPERIENCES, block)
 
 
 def test_an_edit_of_the_header_carries_sealed_sections_unopened() -> None:

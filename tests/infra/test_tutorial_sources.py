@@ -101,29 +101,26 @@ def test_check_accepts_the_examples_together_and_has_nothing_to_note(tmp_path: P
     assert checked.exit_code == 0 and "note:" not in checked.output, checked.output
 
 
-def test_the_examples_are_picked_up_by_restarting_the_stream_workers(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with memory_log() as log:
-            await log.bus.create_topic(TOPIC, 1, {})
-            async with workers(log, settings_of(tmp_path)):
-                await log.publish(EXPERIENCES, live("before.0", 2))
-                await until_stored(log, PROGRESS, 1)
-            assert [sent.group for sent in await buffered(log)] == ["before.0"]
-            async with workers(log, settings_of(tmp_path, *(example(kind).tables for kind in KINDS))):
-                await log.publish(EXPERIENCES, live("short.0", 2))
-                await log.publish(EXPERIENCES, live("after.0", 12))
-                ticket = {"answer_id": answer_id("after.0.0-0-0"), "id": "t-1", "csat": 4}
-                await log.bus.send(TOPIC, msgspec.json.encode(ticket), key=b"t-1")
-                await until_stored(log, PROGRESS, 3)
-            (_, after) = await buffered(log)
-            assert {one.name: one.value for one in after.scores} == {"exact": 1.0, "brief": 1.0, "csat": 0.8}
-            assert after.reward == pytest.approx((0.8 + 0.2) / 1.2) and "not_trivial@1" in after.stamps
-            stubs = [one for one in await values(log, VERIFIED) if isinstance(one, DropMarker)]
-            assert [(one.group, one.reason) for one in stubs] == [("short.0", "too short")]
-            ends = {one.group: one.outcome for one in await values(log, PROGRESS) if isinstance(one, Closure)}
-            assert ends == {"before.0": "buffered", "short.0": "dropped", "after.0": "buffered"}
-
-    asyncio.run(run())
+async def test_the_examples_are_picked_up_by_restarting_the_stream_workers(tmp_path: Path) -> None:
+    async with memory_log() as log:
+        await log.bus.create_topic(TOPIC, 1, {})
+        async with workers(log, settings_of(tmp_path)):
+            await log.publish(EXPERIENCES, live("before.0", 2))
+            await until_stored(log, PROGRESS, 1)
+        assert [sent.group for sent in await buffered(log)] == ["before.0"]
+        async with workers(log, settings_of(tmp_path, *(example(kind).tables for kind in KINDS))):
+            await log.publish(EXPERIENCES, live("short.0", 2))
+            await log.publish(EXPERIENCES, live("after.0", 12))
+            ticket = {"answer_id": answer_id("after.0.0-0-0"), "id": "t-1", "csat": 4}
+            await log.bus.send(TOPIC, msgspec.json.encode(ticket), key=b"t-1")
+            await until_stored(log, PROGRESS, 3)
+        (_, after) = await buffered(log)
+        assert {one.name: one.value for one in after.scores} == {"exact": 1.0, "brief": 1.0, "csat": 0.8}
+        assert after.reward == pytest.approx((0.8 + 0.2) / 1.2) and "not_trivial@1" in after.stamps
+        stubs = [one for one in await values(log, VERIFIED) if isinstance(one, DropMarker)]
+        assert [(one.group, one.reason) for one in stubs] == [("short.0", "too short")]
+        ends = {one.group: one.outcome for one in await values(log, PROGRESS) if isinstance(one, Closure)}
+        assert ends == {"before.0": "buffered", "short.0": "dropped", "after.0": "buffered"}
 
 
 async def buffered(log: Log) -> list[Experience]:

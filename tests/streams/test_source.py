@@ -163,28 +163,24 @@ async def test_a_topic_is_followed_from_its_beginning_and_again_from_where_it_wa
         await asyncio.gather(running, return_exceptions=True)
 
 
-def test_a_topic_that_is_not_there_is_waited_for_while_other_sources_go_on_and_is_then_read_whole(
+async def test_a_topic_that_is_not_there_is_waited_for_while_other_sources_go_on_and_is_then_read_whole(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     waiting = "feedback_topic_missing{source=csat,topic=zendesk.closed}"
-
-    async def scene() -> None:
-        log, metrics = await opened(), Metrics("process")
-        path = tmp_path / "events.jsonl"
-        path.write_bytes(ticket(id="of a file") + b"\n")
-        others = [source(), source(name="review", topic="", file=path)]
-        running = asyncio.create_task(run_sources(others, log, metrics, tmp_path / "s"))
-        await until(log, ["of a file"])
-        assert metrics.gauges()[waiting] == 1 and not running.done()
-        await log.bus.create_topic("zendesk.closed", 1, {})
-        await log.bus.send("zendesk.closed", ticket(id="before it was seen"), key=b"")
-        await until(log, ["of a file", "before it was seen"])
-        assert metrics.gauges()[waiting] == 0
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
     caplog.set_level(logging.INFO)
-    asyncio.run(scene())
+    log, metrics = await opened(), Metrics("process")
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(ticket(id="of a file") + b"\n")
+    others = [source(), source(name="review", topic="", file=path)]
+    running = asyncio.create_task(run_sources(others, log, metrics, tmp_path / "s"))
+    await until(log, ["of a file"])
+    assert metrics.gauges()[waiting] == 1 and not running.done()
+    await log.bus.create_topic("zendesk.closed", 1, {})
+    await log.bus.send("zendesk.closed", ticket(id="before it was seen"), key=b"")
+    await until(log, ["of a file", "before it was seen"])
+    assert metrics.gauges()[waiting] == 0
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
     told = [record.getMessage() for record in caplog.records if record.name == "streams.sources.topic"]
     assert [line.split()[0] for line in told] == ["feedback_topic_missing", "feedback_topic_there"]
     assert "headrace topic create zendesk.closed" in told[0]

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from infra.chain.chain import Context, DroppedTask, make_step, new_memories, run_task_chain
+from infra.chain.chain import Context, make_step, new_memories, run_task_chain
 from infra.chain.processor import Drop, processor, score
 from infra.log.bus import Record
 from infra.log.log import Log, LogMessage
@@ -102,19 +102,16 @@ def test_a_task_that_asks_nothing_is_dead_lettered() -> None:
     assert "messages" in dead.error
 
 
-def test_questions_are_remembered_across_a_restart() -> None:
-    async def run() -> list[str]:
-        log = Log(MemoryBus(), "app")
-        await log.create_topics(partitions=2, keep_ms=1)
-        await log.publish(TASKSET, task("a"))
-        stage = TaskStage(build_tasks(config()), log)
-        first = await stage.handle(message(task("b"), 0))
-        stage.forget()
-        await log.publish(TASKSET, task("c", "1+1="))
-        second = await stage.handle(message(task("d", "1+1="), 1))
-        return [output.record.error for output in (*first.then, *second.then)]  # type: ignore[union-attr]
-
-    assert asyncio.run(run()) == ["task b: the same question as a", "task d: the same question as c"]
+async def test_questions_are_remembered_across_a_restart() -> None:
+    log = Log(MemoryBus(), "app")
+    await log.create_topics(partitions=2, keep_ms=1)
+    await log.publish(TASKSET, task("a"))
+    stage = TaskStage(build_tasks(config()), log)
+    first = await stage.handle(message(task("b"), 0))
+    stage.forget()
+    await log.publish(TASKSET, task("c", "1+1="))
+    second = await stage.handle(message(task("d", "1+1="), 1))
+    assert [output.record.error for output in (*first.then, *second.then)]  # type: ignore[union-attr] == ["task b: the same question as a", "task d: the same question as c"]
 
 
 def test_a_question_in_nearly_the_same_words_is_asked_once() -> None:
@@ -238,12 +235,8 @@ def test_a_processor_of_ones_own_is_inserted_into_the_stage() -> None:
         ("raises", "processor failed", "KeyError"),
     ],
 )
-def test_what_a_step_does_wrong_is_the_tasks_reason(name: str, reason: str, detail: str) -> None:
+async def test_what_a_step_does_wrong_is_the_tasks_reason(name: str, reason: str, detail: str) -> None:
     steps = (make_step(name, globals()[name]),)
-
-    async def run() -> tuple[list[Task], list[DroppedTask]]:
-        return await run_task_chain(steps, task("a"), Context(memories=new_memories(steps)))
-
-    kept, gone = asyncio.run(run())
+    kept, gone = await run_task_chain(steps, task("a"), Context(memories=new_memories(steps)))
     assert kept == [] and gone[0].reason == reason
     assert detail in gone[0].detail and gone[0].processor == f"{name}@1"

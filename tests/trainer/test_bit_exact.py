@@ -72,7 +72,7 @@ async def replayed(log: Log, store: KillingStore, learner: Learner, config: Trai
 
 
 @pytest.mark.slow
-def test_a_trainer_killed_at_any_send_and_any_put_ends_with_the_bits_of_one_that_was_not(model: Path) -> None:
+async def test_a_trainer_killed_at_any_send_and_any_put_ends_with_the_bits_of_one_that_was_not(model: Path) -> None:
     config = settings()
 
     async def final(bus: KillingBus, store: KillingStore, *kills: tuple[int, int]) -> str:
@@ -81,16 +81,13 @@ def test_a_trainer_killed_at_any_send_and_any_put_ends_with_the_bits_of_one_that
         assert died >= bool(kills), "nothing was killed"
         return whole_hash(learner.save())
 
-    async def main() -> None:
-        bus, store = KillingBus(), KillingStore()
-        expected = await final(bus, store)
-        # Up to three lives each, so that a resume is killed too; `test_replay` has every single send and put.
-        sends = [((send, -1), (send // 2, -1)) for send in range(3, bus.sends, bus.sends // 7)]
-        puts = [((-1, put),) for put in range(2, store.puts, store.puts // 7)]
-        for kills in sends + puts:
-            assert await final(KillingBus(), KillingStore(), *kills) == expected, kills
-
-    asyncio.run(main())
+    bus, store = KillingBus(), KillingStore()
+    expected = await final(bus, store)
+    # Up to three lives each, so that a resume is killed too; `test_replay` has every single send and put.
+    sends = [((send, -1), (send // 2, -1)) for send in range(3, bus.sends, bus.sends // 7)]
+    puts = [((-1, put),) for put in range(2, store.puts, store.puts // 7)]
+    for kills in sends + puts:
+        assert await final(KillingBus(), KillingStore(), *kills) == expected, kills
 
 
 async def feed(log: Log, seed: int) -> None:
@@ -105,26 +102,24 @@ async def feed(log: Log, seed: int) -> None:
 
 
 @pytest.mark.full
-def test_an_asynchronous_run_with_twenty_crashes_replays_three_times_to_equal_hashes_everywhere(model: Path) -> None:
+async def test_an_asynchronous_run_with_twenty_crashes_replays_three_times_to_equal_hashes_everywhere(
+    model: Path,
+) -> None:
     config = settings(max_steps=ASYNC_STEPS, checkpoint_every=4)
     chance = random.Random(11)
     kills = [
         (chance.randrange(4, 60), -1) if chance.random() < 0.7 else (-1, chance.randrange(1, 24))
         for _ in range(NUM_CRASHES)
     ]
-
-    async def main() -> None:
-        bus, store = KillingBus(), KillingStore()
-        log = await filled_log(store, bus)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(feed(log, seed=7))
-            learner, died = await train_through_kills(bus, store, opened(model, config), kills, log, config)
-        assert died == NUM_CRASHES
-        steps = {entry.step for entry in await journal(log) if isinstance(entry, Saved)}
-        runs = [await replayed(log, store, opened(model, config)(), config) for _ in range(3)]
-        assert {each.step for each in runs[0]} == steps and len(steps) > ASYNC_STEPS / 8
-        assert all(each.equal and not each.fault for found in runs for each in found)
-        assert runs[0] == runs[1] == runs[2]
-        assert runs[0][-1].got == whole_hash(learner.save())
-
-    asyncio.run(main())
+    bus, store = KillingBus(), KillingStore()
+    log = await filled_log(store, bus)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(feed(log, seed=7))
+        learner, died = await train_through_kills(bus, store, opened(model, config), kills, log, config)
+    assert died == NUM_CRASHES
+    steps = {entry.step for entry in await journal(log) if isinstance(entry, Saved)}
+    runs = [await replayed(log, store, opened(model, config)(), config) for _ in range(3)]
+    assert {each.step for each in runs[0]} == steps and len(steps) > ASYNC_STEPS / 8
+    assert all(each.equal and not each.fault for found in runs for each in found)
+    assert runs[0] == runs[1] == runs[2]
+    assert runs[0][-1].got == whole_hash(learner.save())

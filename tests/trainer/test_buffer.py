@@ -265,40 +265,31 @@ def test_an_offset_past_the_end_is_an_error_that_names_it(offsets: list[int]) ->
         read(3, offsets)
 
 
-def test_an_offset_that_retention_took_is_an_error_and_never_a_gap() -> None:
-    async def main() -> None:
-        log = await filled_blocks(6)
-        await log.bus.delete_records(Partition(log.name(topics.BUFFER), 0), 4)
-        assert sorted(await read_blocks(log, [4, 5])) == [4, 5]
-        with pytest.raises(OffsetOutOfRange):
-            await read_blocks(log, [2, 5])
-
-    asyncio.run(main())
+async def test_an_offset_that_retention_took_is_an_error_and_never_a_gap() -> None:
+    log = await filled_blocks(6)
+    await log.bus.delete_records(Partition(log.name(topics.BUFFER), 0), 4)
+    assert sorted(await read_blocks(log, [4, 5])) == [4, 5]
+    with pytest.raises(OffsetOutOfRange):
+        await read_blocks(log, [2, 5])
 
 
-def test_a_record_that_is_no_block_is_an_error_that_names_its_offset() -> None:
-    async def main() -> None:
-        log = await filled_blocks(1)
-        await log.bus.send(log.name(topics.BUFFER), b"no frame", key=b"k")
-        assert sorted(await read_blocks(log, [0])) == [0]
-        with pytest.raises(BadFrame, match="buffer offset 1"):
-            await read_blocks(log, [0, 1])
-
-    asyncio.run(main())
+async def test_a_record_that_is_no_block_is_an_error_that_names_its_offset() -> None:
+    log = await filled_blocks(1)
+    await log.bus.send(log.name(topics.BUFFER), b"no frame", key=b"k")
+    assert sorted(await read_blocks(log, [0])) == [0]
+    with pytest.raises(BadFrame, match="buffer offset 1"):
+        await read_blocks(log, [0, 1])
 
 
-def test_a_block_in_the_object_store_comes_back_as_a_frame_of_its_own() -> None:
-    async def main() -> None:
-        log = await filled_blocks(0)
-        large = block("large.0", num_members=64, meta={"trace": "".join(chr(33 + at % 90) for at in range(20_000))})
-        await log.publish(topics.BUFFER, large)
-        (found,) = (await read_blocks(log, [0])).values()
-        frame, each = found.frame, found.block
-        again = decode(frame)
-        assert isinstance(again, Block) and each.group == again.group == "large.0"
-        assert len(frame) > 768 * 1024, "the claim check was redeemed"
-
-    asyncio.run(main())
+async def test_a_block_in_the_object_store_comes_back_as_a_frame_of_its_own() -> None:
+    log = await filled_blocks(0)
+    large = block("large.0", num_members=64, meta={"trace": "".join(chr(33 + at % 90) for at in range(20_000))})
+    await log.publish(topics.BUFFER, large)
+    (found,) = (await read_blocks(log, [0])).values()
+    frame, each = found.frame, found.block
+    again = decode(frame)
+    assert isinstance(again, Block) and each.group == again.group == "large.0"
+    assert len(frame) > 768 * 1024, "the claim check was redeemed"
 
 
 def test_the_memory_of_a_lane_is_that_of_what_it_holds_whatever_passed_through_it() -> None:

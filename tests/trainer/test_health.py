@@ -218,31 +218,25 @@ def test_what_is_injected_is_never_published_and_the_run_learns_on(kind: str) ->
         asyncio.run(injected(kind, WARM_UP + chosen.randint(3, STEPS - 4)))
 
 
-def test_status_says_why_the_run_went_back() -> None:
-    async def main() -> None:
-        store = MemoryStore()
-        log = await filled_log(store)
-        config = msgspec.structs.replace(RUN_CONFIG, **GUARDED)
-        await train(log, store, Tampered("nan weights", WARM_UP + 5), config)
-        state = await read_status(log, now_s=0.0, max_lag=1000)
-        (line,) = state["rollbacks"]
-        assert line.startswith("steps ") and "weights holds values that are not finite" in line
-
-    asyncio.run(main())
+async def test_status_says_why_the_run_went_back() -> None:
+    store = MemoryStore()
+    log = await filled_log(store)
+    config = msgspec.structs.replace(RUN_CONFIG, **GUARDED)
+    await train(log, store, Tampered("nan weights", WARM_UP + 5), config)
+    state = await read_status(log, now_s=0.0, max_lag=1000)
+    (line,) = state["rollbacks"]
+    assert line.startswith("steps ") and "weights holds values that are not finite" in line
 
 
-def test_weights_that_a_warm_up_ruined_are_neither_published_nor_kept() -> None:
-    async def main() -> None:
-        store = MemoryStore()
-        log = await filled_log(store)
-        for _ in range(2):  # the journal decides: a restart comes to the same end
-            with pytest.raises(ExceptionGroup) as raised:
-                await train(log, store, Tampered("nan weights", WARM_UP - 1))
-            assert raised.group_contains(RuntimeError, match=r"weights holds values that are not finite.*learning_rate")
-        assert [event.version for event in await published(log)] == [0]
-        assert [entry.step for entry in await journal(log) if isinstance(entry, Saved)] == [-1]
-
-    asyncio.run(main())
+async def test_weights_that_a_warm_up_ruined_are_neither_published_nor_kept() -> None:
+    store = MemoryStore()
+    log = await filled_log(store)
+    for _ in range(2):  # the journal decides: a restart comes to the same end
+        with pytest.raises(ExceptionGroup) as raised:
+            await train(log, store, Tampered("nan weights", WARM_UP - 1))
+        assert raised.group_contains(RuntimeError, match=r"weights holds values that are not finite.*learning_rate")
+    assert [event.version for event in await published(log)] == [0]
+    assert [entry.step for entry in await journal(log) if isinstance(entry, Saved)] == [-1]
 
 
 def observed(weight, **more):

@@ -70,76 +70,67 @@ def test_only_the_masters_word_says_that_no_more_will_come() -> None:
     assert not each.draining
 
 
-def test_a_restart_reads_on_no_further_than_the_drops_that_were_told() -> None:
-    async def main() -> None:
-        log = Log(MemoryBus(), "t")
-        await log.create_topics(partitions=1, keep_ms=-1)
-        each = intake()
-        telling, told = asyncio.Event(), asyncio.Event()
+async def test_a_restart_reads_on_no_further_than_the_drops_that_were_told() -> None:
+    log = Log(MemoryBus(), "t")
+    await log.create_topics(partitions=1, keep_ms=-1)
+    each = intake()
+    telling, told = asyncio.Event(), asyncio.Event()
 
-        async def tell_dropped(dropped: dict[str, str]) -> None:
-            telling.set()
-            await told.wait()
+    async def tell_dropped(dropped: dict[str, str]) -> None:
+        telling.set()
+        await told.wait()
 
-        await log.publish(topics.BUFFER, block("a.0"))
-        await log.publish(topics.BUFFER, block("b.0", lane="live"))
-        await log.publish(topics.BUFFER, block("c.0"))
-        following = asyncio.create_task(follow_buffer(log, each, Metrics("train"), tell_dropped))
+    await log.publish(topics.BUFFER, block("a.0"))
+    await log.publish(topics.BUFFER, block("b.0", lane="live"))
+    await log.publish(topics.BUFFER, block("c.0"))
+    following = asyncio.create_task(follow_buffer(log, each, Metrics("train"), tell_dropped))
+    async with asyncio.timeout(10):
+        await telling.wait()
+        assert each.buffer_next == 1, "a checkpoint of now must not pass b.0, which nobody knows to be dropped"
+        told.set()
+        while each.buffer_next < 3:
+            each.changed.clear()
+            await each.changed.wait()
+    following.cancel()
+    assert each.buffer.references() == [0, 2]
+
+
+async def test_what_of_the_buffer_cannot_be_read_or_trained_is_dropped_with_a_reason() -> None:
+    log = Log(MemoryBus(), "t")
+    await log.create_topics(partitions=1, keep_ms=-1)
+    each, metrics = intake(), Metrics("train")
+    told: dict[str, str] = {}
+
+    async def tell_dropped(dropped: dict[str, str]) -> None:
+        told.update(dropped)
+
+    following = asyncio.create_task(follow_buffer(log, each, metrics, tell_dropped))
+    await log.bus.send(log.name(topics.BUFFER), b"no frame", key=b"k", headers=(("group", b"c.0"),))
+    await log.publish(topics.BUFFER, block("b.0", lane="live"))
+    await log.publish(topics.BUFFER, block("a.0"))
+    async with asyncio.timeout(10):
+        while each.buffer_next < 3:
+            each.changed.clear()
+            await each.changed.wait()
+    following.cancel()
+    assert each.buffer.num_groups("usual") == 1
+    refused = {name: value for name, value in metrics.counters().items() if name.startswith("buffer_refused")}
+    assert refused == {"buffer_refused{reason=bad frame}": 1.0, "buffer_refused{reason=lane not trained}": 1.0}
+    assert told == {"c.0": "bad frame", "b.0": "lane not trained"}
+    assert [message.value.reason async for message in log.read_all(topics.DEAD_LETTERS)] == ["bad frame"]
+
+
+async def test_only_a_newer_lease_of_the_same_policy_ends_a_trainer() -> None:
+    log = Log(MemoryBus(), "t")
+    await log.create_topics(partitions=1, keep_ms=-1)
+    lease = await take_lease(log, policy="main", run="r", owner="me")
+    watching = asyncio.create_task(watch_policies(log, lease, "main", intake(), PoliciesFold()))
+    await log.publish(topics.POLICIES, PolicyEvent(event="lease", policy="other", owner="x"))
+    await log.publish(topics.POLICIES, PolicyEvent(event="published", policy="main", version=3))
+    newer = await log.publish(topics.POLICIES, PolicyEvent(event="lease", policy="main", owner="newer"))
+    try:
         async with asyncio.timeout(10):
-            await telling.wait()
-            assert each.buffer_next == 1, "a checkpoint of now must not pass b.0, which nobody knows to be dropped"
-            told.set()
-            while each.buffer_next < 3:
-                each.changed.clear()
-                await each.changed.wait()
-        following.cancel()
-        assert each.buffer.references() == [0, 2]
-
-    asyncio.run(main())
-
-
-def test_what_of_the_buffer_cannot_be_read_or_trained_is_dropped_with_a_reason() -> None:
-    async def main() -> None:
-        log = Log(MemoryBus(), "t")
-        await log.create_topics(partitions=1, keep_ms=-1)
-        each, metrics = intake(), Metrics("train")
-        told: dict[str, str] = {}
-
-        async def tell_dropped(dropped: dict[str, str]) -> None:
-            told.update(dropped)
-
-        following = asyncio.create_task(follow_buffer(log, each, metrics, tell_dropped))
-        await log.bus.send(log.name(topics.BUFFER), b"no frame", key=b"k", headers=(("group", b"c.0"),))
-        await log.publish(topics.BUFFER, block("b.0", lane="live"))
-        await log.publish(topics.BUFFER, block("a.0"))
-        async with asyncio.timeout(10):
-            while each.buffer_next < 3:
-                each.changed.clear()
-                await each.changed.wait()
-        following.cancel()
-        assert each.buffer.num_groups("usual") == 1
-        refused = {name: value for name, value in metrics.counters().items() if name.startswith("buffer_refused")}
-        assert refused == {"buffer_refused{reason=bad frame}": 1.0, "buffer_refused{reason=lane not trained}": 1.0}
-        assert told == {"c.0": "bad frame", "b.0": "lane not trained"}
-        assert [message.value.reason async for message in log.read_all(topics.DEAD_LETTERS)] == ["bad frame"]
-
-    asyncio.run(main())
-
-
-def test_only_a_newer_lease_of_the_same_policy_ends_a_trainer() -> None:
-    async def main() -> None:
-        log = Log(MemoryBus(), "t")
-        await log.create_topics(partitions=1, keep_ms=-1)
-        lease = await take_lease(log, policy="main", run="r", owner="me")
-        watching = asyncio.create_task(watch_policies(log, lease, "main", intake(), PoliciesFold()))
-        await log.publish(topics.POLICIES, PolicyEvent(event="lease", policy="other", owner="x"))
-        await log.publish(topics.POLICIES, PolicyEvent(event="published", policy="main", version=3))
-        newer = await log.publish(topics.POLICIES, PolicyEvent(event="lease", policy="main", owner="newer"))
-        try:
-            async with asyncio.timeout(10):
-                await watching
-            raise AssertionError("nobody noticed")
-        except FencedOut as error:
-            assert str(error) == f"run 'r': token {lease.token} is held here, newer took {newer.offset}"
-
-    asyncio.run(main())
+            await watching
+        raise AssertionError("nobody noticed")
+    except FencedOut as error:
+        assert str(error) == f"run 'r': token {lease.token} is held here, newer took {newer.offset}"

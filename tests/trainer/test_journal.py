@@ -265,22 +265,18 @@ def test_uses_reach_back_to_what_the_oldest_checkpoint_had_read_once_it_is_older
     assert uses_below([], set(), keep_ms=1000) == 0
 
 
-def test_what_was_trained_before_the_first_checkpoint_and_is_delivered_after_it_is_not_trained_again() -> None:
+async def test_what_was_trained_before_the_first_checkpoint_and_is_delivered_after_it_is_not_trained_again() -> None:
     expert = LaneConfig(loss="sft", weight=0.5, max_uses=1, optional=True)
     lanes = {"usual": LaneConfig(weight=0.5), "expert": expert}
     config = msgspec.structs.replace(CONFIG, lanes=lanes, warmup=None, checkpoint_every=1)
-
-    async def trained() -> Counter[tuple[str, int]]:
-        store = MemoryStore()
-        log = await filled_log(store)
-        await train(log, store, ScriptedLearner(), msgspec.structs.replace(config, max_steps=6))
-        for number in range(4):  # by a worker that died before it could say that it had sent them
-            await log.publish(topics.BUFFER, block(number, "expert"))
-        await train(log, store, ScriptedLearner(), config)
-        batches = [entry for entry in await journal(log) if isinstance(entry, Batch)]
-        return Counter((item.id, item.use) for batch in batches for item in batch.items if item.lane == "expert")
-
-    times = asyncio.run(trained())
+    store = MemoryStore()
+    log = await filled_log(store)
+    await train(log, store, ScriptedLearner(), msgspec.structs.replace(config, max_steps=6))
+    for number in range(4):  # by a worker that died before it could say that it had sent them
+        await log.publish(topics.BUFFER, block(number, "expert"))
+    await train(log, store, ScriptedLearner(), config)
+    batches = [entry for entry in await journal(log) if isinstance(entry, Batch)]
+    times = Counter((item.id, item.use) for batch in batches for item in batch.items if item.lane == "expert")
     assert len(times) == 8 and set(times.values()) == {1}
 
 
@@ -310,27 +306,23 @@ def test_the_journal_reaches_back_to_the_newest_checkpoint_older_than_the_horizo
     assert journal_begin([], set(), keep_ms=1000) == (0, -1)
 
 
-def test_the_journal_is_bounded_by_the_horizon_and_resume_and_audit_go_on_from_what_is_kept() -> None:
+async def test_the_journal_is_bounded_by_the_horizon_and_resume_and_audit_go_on_from_what_is_kept() -> None:
     config = msgspec.structs.replace(CONFIG, checkpoint_every=1)
     floor = msgspec.structs.replace(FLOOR, keep=Keep(replay="10s"))
-
-    async def main() -> None:
-        tick, store = itertools.count(step=1000), MemoryStore()
-        log = await filled_log(store, MemoryBus(lambda: next(tick)))
-        await train(log, store, ScriptedLearner(), msgspec.structs.replace(config, max_steps=STEPS - 2), floor)
-        (first,), _ = (list(bound.values()) for bound in await log.bounds(topics.BATCHES))
-        assert first > 10, "the journal grows with the life of the run"
-        kept_records = await journal(log)
-        entries, token = effective([record for record in kept_records if not isinstance(record, Fence)], "t")
-        assert token == entries[0].token, "the first record kept says which lease was in force"
-        before = load_newest(store, "t")
-        await train(log, store, ScriptedLearner(), config, floor)  # resumes from what is kept
-        after = load_newest(store, "t")
-        assert before is not None and after is not None and after.position.step > before.position.step
-        account = await audit(log, "t")
-        assert account.is_clean
-
-    asyncio.run(main())
+    tick, store = itertools.count(step=1000), MemoryStore()
+    log = await filled_log(store, MemoryBus(lambda: next(tick)))
+    await train(log, store, ScriptedLearner(), msgspec.structs.replace(config, max_steps=STEPS - 2), floor)
+    (first,), _ = (list(bound.values()) for bound in await log.bounds(topics.BATCHES))
+    assert first > 10, "the journal grows with the life of the run"
+    kept_records = await journal(log)
+    entries, token = effective([record for record in kept_records if not isinstance(record, Fence)], "t")
+    assert token == entries[0].token, "the first record kept says which lease was in force"
+    before = load_newest(store, "t")
+    await train(log, store, ScriptedLearner(), config, floor)  # resumes from what is kept
+    after = load_newest(store, "t")
+    assert before is not None and after is not None and after.position.step > before.position.step
+    account = await audit(log, "t")
+    assert account.is_clean
 
 
 def test_a_journal_is_not_trimmed_to_a_record_of_a_trainer_that_was_overtaken() -> None:

@@ -105,17 +105,14 @@ async def train(log: Log, store: DirectoryStore, model: str, steps: int) -> Torc
 
 
 @pytest.mark.slow
-def test_pairs_are_drawn_whole_and_a_restarted_critic_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+async def test_pairs_are_drawn_whole_and_a_restarted_critic_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model = str(build_char_model(tmp_path / "model", seed=3))
-
-    async def main() -> tuple[TorchLearner, TorchLearner, list[object]]:
-        whole = await train(*await filled(tmp_path / "whole"), model, STEPS)
-        log, store = await filled(tmp_path / "halves")
-        await train(log, store, model, STEPS // 2)
-        return whole, await train(log, store, model, STEPS), [each.value async for each in log.read_all(topics.BATCHES)]
-
-    whole, halves, records = asyncio.run(main())
+    whole = await train(*await filled(tmp_path / "whole"), model, STEPS)
+    log, store = await filled(tmp_path / "halves")
+    await train(log, store, model, STEPS // 2)
+    halves = await train(log, store, model, STEPS)
+    records = [each.value async for each in log.read_all(topics.BATCHES)]
     batches = [record for record in records if isinstance(record, Batch)]
     assert [batch.step for batch in batches] == list(range(STEPS))
     for batch in batches:
@@ -184,29 +181,26 @@ def weights(state: dict[str, Tensor]) -> dict[str, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("warmup", [None, WARMUP], ids=["no warm-up", "warm-up"])
-def test_a_lane_that_needs_a_reference_joins_a_run_and_is_held_to_the_policy_that_it_joins(
+async def test_a_lane_that_needs_a_reference_joins_a_run_and_is_held_to_the_policy_that_it_joins(
     model, warmup, caplog
 ) -> None:
-    async def main() -> None:
-        store = MemoryStore()
-        log = await filled_added_lanes(store, steps=4)
-        await train_added_lanes(log, store, model, settings(4, BEFORE, warmup=warmup))
-        joined = checkpoint.load(store, "t", max(checkpoint.places(store, "t")))
-        await prefer(log, 4)
-        state = await train_added_lanes(log, store, model, settings(6, BEFORE | {"human": HUMAN}, warmup=warmup))
-        assert await num_pairs(log) > 0
-        assert part(state, "reference") == weights(dict(joined.learner)) != weights(state)
-        assert "has no reference, a lane wants one: it begins as the policy of the checkpoint" in caplog.text
-        again = await train_added_lanes(log, store, model, settings(8, BEFORE | {"human": HUMAN}, warmup=warmup))
-        assert part(again, "reference") == part(state, "reference")
-        gone = await train_added_lanes(log, store, model, settings(10, BEFORE, warmup=warmup))
-        assert not part(gone, "reference") and "no lane wants any more" in caplog.text
-
-    asyncio.run(main())
+    store = MemoryStore()
+    log = await filled_added_lanes(store, steps=4)
+    await train_added_lanes(log, store, model, settings(4, BEFORE, warmup=warmup))
+    joined = checkpoint.load(store, "t", max(checkpoint.places(store, "t")))
+    await prefer(log, 4)
+    state = await train_added_lanes(log, store, model, settings(6, BEFORE | {"human": HUMAN}, warmup=warmup))
+    assert await num_pairs(log) > 0
+    assert part(state, "reference") == weights(dict(joined.learner)) != weights(state)
+    assert "has no reference, a lane wants one: it begins as the policy of the checkpoint" in caplog.text
+    again = await train_added_lanes(log, store, model, settings(8, BEFORE | {"human": HUMAN}, warmup=warmup))
+    assert part(again, "reference") == part(state, "reference")
+    gone = await train_added_lanes(log, store, model, settings(10, BEFORE, warmup=warmup))
+    assert not part(gone, "reference") and "no lane wants any more" in caplog.text
 
 
 @pytest.mark.slow
-def test_a_trainer_killed_around_the_lanes_first_steps_ends_with_the_bits_of_one_that_was_not(model: str) -> None:
+async def test_a_trainer_killed_around_the_lanes_first_steps_ends_with_the_bits_of_one_that_was_not(model: str) -> None:
     lanes = settings(5, BEFORE | {"human": HUMAN})
 
     async def final(*kills: int) -> str:
@@ -223,40 +217,30 @@ def test_a_trainer_killed_around_the_lanes_first_steps_ends_with_the_bits_of_one
         assert await num_pairs(log) > 0
         return whole_hash(state)
 
-    async def main() -> None:
-        expected = await final()
-        for kills in ((2, 5), (6, 4), (9,)):
-            assert await final(*kills) == expected, kills
-
-    asyncio.run(main())
+    expected = await final()
+    for kills in ((2, 5), (6, 4), (9,)):
+        assert await final(*kills) == expected, kills
 
 
 @pytest.mark.slow
-def test_a_critic_joins_a_run_and_begins_as_the_models_folder(model: str) -> None:
-    async def main() -> None:
-        store = MemoryStore()
-        log = await filled_added_lanes(store)
-        before = await train_added_lanes(log, store, model, settings(2, {"usual": LaneConfig()}))
-        lanes = {"usual": LaneConfig(loss="ppo")}
-        state = await train_added_lanes(log, store, model, settings(4, lanes, critic=CriticConfig()))
-        assert not part(before, "critic") and "critic/head.weight" in state
-        assert len(await journal(log)) > 4
-
-    asyncio.run(main())
+async def test_a_critic_joins_a_run_and_begins_as_the_models_folder(model: str) -> None:
+    store = MemoryStore()
+    log = await filled_added_lanes(store)
+    before = await train_added_lanes(log, store, model, settings(2, {"usual": LaneConfig()}))
+    lanes = {"usual": LaneConfig(loss="ppo")}
+    state = await train_added_lanes(log, store, model, settings(4, lanes, critic=CriticConfig()))
+    assert not part(before, "critic") and "critic/head.weight" in state
+    assert len(await journal(log)) > 4
 
 
 @pytest.mark.slow
-def test_another_model_is_refused_as_before(model: str, tmp_path: Path) -> None:
+async def test_another_model_is_refused_as_before(model: str, tmp_path: Path) -> None:
     other = str(build_char_model(tmp_path / "other", seed=3, size=Size(hidden=64)))
-
-    async def main() -> None:
-        store = MemoryStore()
-        log = await filled_added_lanes(store)
-        await train_added_lanes(log, store, model, settings(2, BEFORE))
-        with pytest.raises(ConfigError, match=r"checkpoint of step 1 does not fit the configured model: .* got shape"):
-            await train_added_lanes(log, store, other, settings(4, BEFORE | {"human": HUMAN}))
-
-    asyncio.run(main())
+    store = MemoryStore()
+    log = await filled_added_lanes(store)
+    await train_added_lanes(log, store, model, settings(2, BEFORE))
+    with pytest.raises(ConfigError, match=r"checkpoint of step 1 does not fit the configured model: .* got shape"):
+        await train_added_lanes(log, store, other, settings(4, BEFORE | {"human": HUMAN}))
 
 
 def test_names_of_a_policy_are_never_taken_for_another_part() -> None:

@@ -1,6 +1,5 @@
 """LoRA in the learner of one process: what is trained, saved, refused, compared with, and replayed to the bit."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -160,51 +159,43 @@ def in_loop(model: str, lora: LoraConfig | None = LORA) -> tuple[TrainerConfig, 
     return config, TorchLearner(model, config, device="cpu")
 
 
-def test_a_run_through_its_warm_up_is_replayed_and_resumed_to_the_same_bits(model: str) -> None:
+async def test_a_run_through_its_warm_up_is_replayed_and_resumed_to_the_same_bits(model: str) -> None:
     config, learner = in_loop(model)
+    store = MemoryStore()
+    log = await filled_log(store)
+    await run_loop(log, store, learner, config)
+    assert sum(entry.phase == "warmup" for entry in await journal(log) if isinstance(entry, Saved)) > 0
+    start = await find_start(log, store, "t", to_step=None)
+    again = Learning(
+        floor=FLOOR,
+        config=config,
+        learner=TorchLearner(model, config, device="cpu"),
+        report=TrainerReport(Metrics("replay")),
+        position=Position(),
+    )
+    found = [compared async for compared in replay(again, "t", log, store, start)]
+    assert len(found) > 3 and all(each.equal and not each.fault for each in found)
+    assert again.learner.save() == learner.save() and found[0].made_with["peft"]
 
-    async def main() -> None:
-        store = MemoryStore()
-        log = await filled_log(store)
-        await run_loop(log, store, learner, config)
-        assert sum(entry.phase == "warmup" for entry in await journal(log) if isinstance(entry, Saved)) > 0
-        start = await find_start(log, store, "t", to_step=None)
-        again = Learning(
-            floor=FLOOR,
-            config=config,
-            learner=TorchLearner(model, config, device="cpu"),
-            report=TrainerReport(Metrics("replay")),
-            position=Position(),
-        )
-        found = [compared async for compared in replay(again, "t", log, store, start)]
-        assert len(found) > 3 and all(each.equal and not each.fault for each in found)
-        assert again.learner.save() == learner.save() and found[0].made_with["peft"]
-
-        bus, killed = KillingBus(), KillingStore()
-        log = await filled_log(killed, bus)
-        kills = [(9, -1), (-1, 12), (20, -1)]
-        other, died = await train_through_kills(bus, killed, lambda: in_loop(model)[1], kills, log, config)
-        assert died == 3 and other.tensors() == learner.tensors()
-
-    asyncio.run(main())
+    bus, killed = KillingBus(), KillingStore()
+    log = await filled_log(killed, bus)
+    kills = [(9, -1), (-1, 12), (20, -1)]
+    other, died = await train_through_kills(bus, killed, lambda: in_loop(model)[1], kills, log, config)
+    assert died == 3 and other.tensors() == learner.tensors()
 
 
-def test_versions_are_the_adapter_and_say_of_what(model: str) -> None:
+async def test_versions_are_the_adapter_and_say_of_what(model: str) -> None:
     config, learner = in_loop(model)
-
-    async def main() -> None:
-        store = MemoryStore()
-        log = await filled_log(store)
-        await run_loop(log, store, learner, msgspec.structs.replace(config, max_steps=3))
-        events = await published(log)
-        follower = PolicyFetcher(store, "main")
-        policies = [follower.fetch(event) for event in events]
-        assert len(policies) == 5 and {each.adapter for each in policies} == {learner.adapter}
-        assert dict(policies[-1].tensors) == learner.tensors()
-        whole = bytes_of(opened(model, None).tensors())
-        assert all(event.stats["bytes"] < 0.5 * whole for event in events)
-
-    asyncio.run(main())
+    store = MemoryStore()
+    log = await filled_log(store)
+    await run_loop(log, store, learner, msgspec.structs.replace(config, max_steps=3))
+    events = await published(log)
+    follower = PolicyFetcher(store, "main")
+    policies = [follower.fetch(event) for event in events]
+    assert len(policies) == 5 and {each.adapter for each in policies} == {learner.adapter}
+    assert dict(policies[-1].tensors) == learner.tensors()
+    whole = bytes_of(opened(model, None).tensors())
+    assert all(event.stats["bytes"] < 0.5 * whole for event in events)
 
 
 @pytest.mark.parametrize(
@@ -226,25 +217,22 @@ def test_versions_are_the_adapter_and_say_of_what(model: str) -> None:
     ],
     ids=["on", "off", "rank", "alpha", "targets"],
 )
-def test_a_run_keeps_its_adapter_and_a_new_run_begins_anew(
+async def test_a_run_keeps_its_adapter_and_a_new_run_begins_anew(
     model: str, before: LoraConfig | None, after: LoraConfig | None, words: str
 ) -> None:
-    async def main() -> None:
-        store = MemoryStore()
-        log = await filled_log(store)
-        config, learner = in_loop(model, before)
-        await run_loop(log, store, learner, msgspec.structs.replace(config, max_steps=2))
-        config, other = in_loop(model, after)
-        fresh = other.tensors()
-        with pytest.raises(ConfigError, match=r"trainer\.lora: the checkpoint of step \d+ " + words) as refused:
-            await run_loop(log, store, other, config)
-        assert "another name in `run`" in str(refused.value) and "\n" not in str(refused.value)
-        assert other.tensors() == fresh
-        floor = msgspec.structs.replace(FLOOR, run="anew")
-        await run_loop(log, store, other, msgspec.structs.replace(config, max_steps=1), floor)
-        events = await published(log)
-        newest = PolicyFetcher(store, "main").fetch(events[-1])
-        assert newest.adapter == other.adapter and newest.tensors.keys() == fresh.keys()
-        assert len({event.version for event in events}) == len(events)
-
-    asyncio.run(main())
+    store = MemoryStore()
+    log = await filled_log(store)
+    config, learner = in_loop(model, before)
+    await run_loop(log, store, learner, msgspec.structs.replace(config, max_steps=2))
+    config, other = in_loop(model, after)
+    fresh = other.tensors()
+    with pytest.raises(ConfigError, match=r"trainer\.lora: the checkpoint of step \d+ " + words) as refused:
+        await run_loop(log, store, other, config)
+    assert "another name in `run`" in str(refused.value) and "\n" not in str(refused.value)
+    assert other.tensors() == fresh
+    floor = msgspec.structs.replace(FLOOR, run="anew")
+    await run_loop(log, store, other, msgspec.structs.replace(config, max_steps=1), floor)
+    events = await published(log)
+    newest = PolicyFetcher(store, "main").fetch(events[-1])
+    assert newest.adapter == other.adapter and newest.tensors.keys() == fresh.keys()
+    assert len({event.version for event in events}) == len(events)

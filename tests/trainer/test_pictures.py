@@ -197,40 +197,37 @@ async def filled(log: Log, store: MemoryStore, tiny_model_folder: Path) -> None:
         await log.publish(topics.BUFFER, Block(members))
 
 
-def test_a_run_on_pictures_drops_what_cannot_be_shown_and_is_replayed_to_the_bit(
+async def test_a_run_on_pictures_drops_what_cannot_be_shown_and_is_replayed_to_the_bit(
     tiny_model_folder: Path,
 ) -> None:
-    async def main() -> None:
-        store = MemoryStore()
-        log = Log(MemoryBus(), "t", store=store)
-        await filled(log, store, tiny_model_folder)
-        learner = TorchLearner(str(tiny_model_folder), CONFIG, device="cpu")
-        image_inputs = open_sight(str(tiny_model_folder), store)
-        await run_trainer(role_of("train", FLOOR, log, store), CONFIG, learner, seed=3, image_inputs=image_inputs)
-        journal = [message.value async for message in log.read_all(topics.BATCHES)]
-        trained = {item.id.partition(".")[0] for each in journal if isinstance(each, Batch) for item in each.items}
-        assert trained == {f"count-{sequence}" for sequence in range(GROUPS) if sequence != GONE}
-        told = [message.value async for message in log.read_all(topics.PROGRESS)]
-        dropped = {group: why for each in told if isinstance(each, Drawn) for group, why in each.dropped.items()}
-        assert dropped == {f"count-{GONE}.0": BAD_IMAGE}
+    store = MemoryStore()
+    log = Log(MemoryBus(), "t", store=store)
+    await filled(log, store, tiny_model_folder)
+    learner = TorchLearner(str(tiny_model_folder), CONFIG, device="cpu")
+    image_inputs = open_sight(str(tiny_model_folder), store)
+    await run_trainer(role_of("train", FLOOR, log, store), CONFIG, learner, seed=3, image_inputs=image_inputs)
+    journal = [message.value async for message in log.read_all(topics.BATCHES)]
+    trained = {item.id.partition(".")[0] for each in journal if isinstance(each, Batch) for item in each.items}
+    assert trained == {f"count-{sequence}" for sequence in range(GROUPS) if sequence != GONE}
+    told = [message.value async for message in log.read_all(topics.PROGRESS)]
+    dropped = {group: why for each in told if isinstance(each, Drawn) for group, why in each.dropped.items()}
+    assert dropped == {f"count-{GONE}.0": BAD_IMAGE}
 
-        again = TorchLearner(str(tiny_model_folder), CONFIG, device="cpu")
-        compared = [
-            compared
-            async for compared in replay(
-                learning(again, tiny_model_folder, store), "t", log, store, await start(log, store)
-            )
-        ]
-        assert len(compared) >= 2 and all(each.equal and not each.fault for each in compared)
-        assert whole_hash(again.save()) == whole_hash(learner.save())
+    again = TorchLearner(str(tiny_model_folder), CONFIG, device="cpu")
+    compared = [
+        compared
+        async for compared in replay(
+            learning(again, tiny_model_folder, store), "t", log, store, await start(log, store)
+        )
+    ]
+    assert len(compared) >= 2 and all(each.equal and not each.fault for each in compared)
+    assert whole_hash(again.save()) == whole_hash(learner.save())
 
-        name = next(iter(store.keys("blobs/")))
-        store.delete(name)
-        with pytest.raises(BadFrame, match=f"missing: {name}"):
-            third = learning(TorchLearner(str(tiny_model_folder), CONFIG, device="cpu"), tiny_model_folder, store)
-            [compared async for compared in replay(third, "t", log, store, await start(log, store))]
-
-    asyncio.run(main())
+    name = next(iter(store.keys("blobs/")))
+    store.delete(name)
+    with pytest.raises(BadFrame, match=f"missing: {name}"):
+        third = learning(TorchLearner(str(tiny_model_folder), CONFIG, device="cpu"), tiny_model_folder, store)
+        [compared async for compared in replay(third, "t", log, store, await start(log, store))]
 
 
 async def start(log: Log, store: MemoryStore):

@@ -36,43 +36,37 @@ async def told(log: Log, store: Store, floor: Floor = FLOOR, *, agreed: bool = T
     return code, page.getvalue()
 
 
-def test_a_trainer_whose_log_lost_its_data_ends_before_it_takes_a_lease() -> None:
-    async def main() -> None:
-        store = MemoryStore()
-        await train(await filled_log(store), store, ScriptedLearner())
-        lost = await filled_log(store)
-        with pytest.raises(ConfigError, match="headrace recover"):
-            await train(lost, store, ScriptedLearner())
-        assert await journal(lost) == [] and await published(lost) == []
-
-    asyncio.run(main())
+async def test_a_trainer_whose_log_lost_its_data_ends_before_it_takes_a_lease() -> None:
+    store = MemoryStore()
+    await train(await filled_log(store), store, ScriptedLearner())
+    lost = await filled_log(store)
+    with pytest.raises(ConfigError, match="headrace recover"):
+        await train(lost, store, ScriptedLearner())
+    assert await journal(lost) == [] and await published(lost) == []
 
 
-def test_after_recovery_the_run_goes_on_from_its_checkpoint_with_versions_above_all_of_before() -> None:
-    async def main() -> None:
-        store, first = MemoryStore(), ScriptedLearner()
-        old = await filled_log(store)
-        await train(old, store, first)
-        before = load_newest(store, "t")
-        assert before is not None
-        token, version = highest(store, "t", "main")
-        log = await filled_log(store)
-        code, page = await told(log, store)
-        assert code == 0 and f"after step {before.position.step}" in page and "Lost with the old log" in page
-        made = load_newest(store, "t")
-        assert made is not None and [place.token for place in places(store, "t")] == [made.position.journal_token]
-        assert {name: bytes(item.data) for name, item in made.learner.items()} == {
-            name: bytes(item.data) for name, item in before.learner.items()
-        }
-        assert made.position.journal_token > token and made.position.version == version + 1
-        await train(log, store, ScriptedLearner(), MORE)
-        steps = [entry.step for entry in await journal(log) if isinstance(entry, Batch)]
-        assert steps == list(range(before.position.step + 1, before.position.step + 1 + STEPS))
-        versions = [event.version for event in await published(log)]
-        assert versions == list(range(version + 1, version + 1 + len(versions))) and len(versions) > STEPS / 2
-        assert (await told(log, store))[1].startswith("The log and the store belong together")
-
-    asyncio.run(main())
+async def test_after_recovery_the_run_goes_on_from_its_checkpoint_with_versions_above_all_of_before() -> None:
+    store, first = MemoryStore(), ScriptedLearner()
+    old = await filled_log(store)
+    await train(old, store, first)
+    before = load_newest(store, "t")
+    assert before is not None
+    token, version = highest(store, "t", "main")
+    log = await filled_log(store)
+    code, page = await told(log, store)
+    assert code == 0 and f"after step {before.position.step}" in page and "Lost with the old log" in page
+    made = load_newest(store, "t")
+    assert made is not None and [place.token for place in places(store, "t")] == [made.position.journal_token]
+    assert {name: bytes(item.data) for name, item in made.learner.items()} == {
+        name: bytes(item.data) for name, item in before.learner.items()
+    }
+    assert made.position.journal_token > token and made.position.version == version + 1
+    await train(log, store, ScriptedLearner(), MORE)
+    steps = [entry.step for entry in await journal(log) if isinstance(entry, Batch)]
+    assert steps == list(range(before.position.step + 1, before.position.step + 1 + STEPS))
+    versions = [event.version for event in await published(log)]
+    assert versions == list(range(version + 1, version + 1 + len(versions))) and len(versions) > STEPS / 2
+    assert (await told(log, store))[1].startswith("The log and the store belong together")
 
 
 class WritesLeft:
@@ -116,7 +110,7 @@ class MortalStore(MemoryStore):
 
 
 @pytest.mark.full
-def test_a_recovery_that_is_killed_before_any_of_its_writes_is_made_again() -> None:
+async def test_a_recovery_that_is_killed_before_any_of_its_writes_is_made_again() -> None:
     async def is_killed_at(writes: int) -> bool:
         life = WritesLeft()
         store = MortalStore(life)
@@ -133,41 +127,32 @@ def test_a_recovery_that_is_killed_before_any_of_its_writes_is_made_again() -> N
         assert before is not None and after is not None and after.position.step == before.position.step + STEPS
         return is_killed
 
-    async def main() -> None:
-        deaths = 0
-        while await is_killed_at(deaths):
-            deaths += 1
-        assert deaths > 7, "4 sends, a checkpoint, removals, the claim"
-
-    asyncio.run(main())
+    deaths = 0
+    while await is_killed_at(deaths):
+        deaths += 1
+    assert deaths > 7, "4 sends, a checkpoint, removals, the claim"
 
 
-def test_nothing_is_changed_before_it_is_agreed_to_nor_in_a_log_with_steps_of_its_own() -> None:
-    async def main() -> None:
-        store, other = MemoryStore(), MemoryStore()
-        await train(await filled_log(store), store, ScriptedLearner())
-        lost, before = await filled_log(store), dict(store_bytes(store))
-        assert (await told(lost, store, agreed=False))[0] == 1
-        assert await journal(lost) == [] and dict(store_bytes(store)) == before
-        running = await filled_log(other)
-        await train(running, other, ScriptedLearner())
-        with pytest.raises(ConfigError, match=r"has steps of its own .* nothing was changed"):
-            await told(running, store)
-        assert dict(store_bytes(store)) == before
-
-    asyncio.run(main())
+async def test_nothing_is_changed_before_it_is_agreed_to_nor_in_a_log_with_steps_of_its_own() -> None:
+    store, other = MemoryStore(), MemoryStore()
+    await train(await filled_log(store), store, ScriptedLearner())
+    lost, before = await filled_log(store), dict(store_bytes(store))
+    assert (await told(lost, store, agreed=False))[0] == 1
+    assert await journal(lost) == [] and dict(store_bytes(store)) == before
+    running = await filled_log(other)
+    await train(running, other, ScriptedLearner())
+    with pytest.raises(ConfigError, match=r"has steps of its own .* nothing was changed"):
+        await told(running, store)
+    assert dict(store_bytes(store)) == before
 
 
-def test_a_lost_store_is_told_with_what_can_be_done() -> None:
-    async def main() -> None:
-        log = await filled_log(store := MemoryStore())
-        await train(log, store, ScriptedLearner())
-        code, page = await told(log, MemoryStore())
-        assert code == 1 and "With a backup" in page and "which is not in" in page
-        with pytest.raises(ConfigError, match="which is not in"):
-            await train(log, MemoryStore(), ScriptedLearner())
-
-    asyncio.run(main())
+async def test_a_lost_store_is_told_with_what_can_be_done() -> None:
+    log = await filled_log(store := MemoryStore())
+    await train(log, store, ScriptedLearner())
+    code, page = await told(log, MemoryStore())
+    assert code == 1 and "With a backup" in page and "which is not in" in page
+    with pytest.raises(ConfigError, match="which is not in"):
+        await train(log, MemoryStore(), ScriptedLearner())
 
 
 def store_bytes(store: Store) -> list[tuple[str, bytes]]:

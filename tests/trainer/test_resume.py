@@ -45,79 +45,67 @@ from trainer.learners.scripted import ScriptedLearner
 from trainer.replay.resume import find_start
 
 
-def test_a_checkpoint_of_steps_that_were_rolled_back_later_is_passed_over() -> None:
-    async def main() -> None:
-        log, store = Log(MemoryBus(), "t"), MemoryStore()
-        await log.create_topics(partitions=1, keep_ms=-1)
-        await log.publish(topics.BATCHES, Fence(run="r", token=1))
-        for step in (3, 5):
-            weights = {"weights": Tensor("F32", (1,), bytes(4))}
-            save(store, "r", Checkpoint(Position(step=step, journal_next=1), weights, Uses(), ()), token=1)
-        lease = Lease(run="r", token=1, owner="")
-        state, _ = await find_start(log, store, lease)
-        assert state is not None and state.position.step == 5
-        back = Rollback(run="r", token=1, from_step=4, to_step=6, restored_version=3, version=7, reason="alarm")
-        await log.publish(topics.BATCHES, back)
-        state, found = await find_start(log, store, lease)
-        assert state is not None and state.position.step == 3 and found.entries == (back,)
-
-    asyncio.run(main())
+async def test_a_checkpoint_of_steps_that_were_rolled_back_later_is_passed_over() -> None:
+    log, store = Log(MemoryBus(), "t"), MemoryStore()
+    await log.create_topics(partitions=1, keep_ms=-1)
+    await log.publish(topics.BATCHES, Fence(run="r", token=1))
+    for step in (3, 5):
+        weights = {"weights": Tensor("F32", (1,), bytes(4))}
+        save(store, "r", Checkpoint(Position(step=step, journal_next=1), weights, Uses(), ()), token=1)
+    lease = Lease(run="r", token=1, owner="")
+    state, _ = await find_start(log, store, lease)
+    assert state is not None and state.position.step == 5
+    back = Rollback(run="r", token=1, from_step=4, to_step=6, restored_version=3, version=7, reason="alarm")
+    await log.publish(topics.BATCHES, back)
+    state, found = await find_start(log, store, lease)
+    assert state is not None and state.position.step == 3 and found.entries == (back,)
 
 
-def test_a_checkpoint_is_told_and_written_before_its_version_is_published() -> None:
-    async def main() -> None:
-        tick = itertools.count()
-        store = MemoryStore()
-        log = await filled_log(store, MemoryBus(lambda: next(tick)))
-        await train(log, store, ScriptedLearner())
-        saved = {
-            each.value.version: each.timestamp_ms
-            async for each in log.read_all(topics.BATCHES)
-            if isinstance(each.value, Saved)
-        }
-        published = {
-            each.value.version: each.timestamp_ms
-            async for each in log.read_all(topics.POLICIES)
-            if isinstance(each.value, PolicyEvent) and each.value.event == "published"
-        }
-        assert len(saved) > 3 and all(time < published[version] for version, time in saved.items())
-
-    asyncio.run(main())
+async def test_a_checkpoint_is_told_and_written_before_its_version_is_published() -> None:
+    tick = itertools.count()
+    store = MemoryStore()
+    log = await filled_log(store, MemoryBus(lambda: next(tick)))
+    await train(log, store, ScriptedLearner())
+    saved = {
+        each.value.version: each.timestamp_ms
+        async for each in log.read_all(topics.BATCHES)
+        if isinstance(each.value, Saved)
+    }
+    published = {
+        each.value.version: each.timestamp_ms
+        async for each in log.read_all(topics.POLICIES)
+        if isinstance(each.value, PolicyEvent) and each.value.event == "published"
+    }
+    assert len(saved) > 3 and all(time < published[version] for version, time in saved.items())
 
 
 @pytest.mark.parametrize("send", range(2, 40))
-def test_skips_in_a_row_are_counted_across_a_death_between_them(send: int) -> None:
-    async def main() -> None:
-        config = msgspec.structs.replace(CONFIG, checkpoint_every=1, warmup=None, max_steps=8)
-        failing = tuple(step_seed(3, step) for step in (3, 4, 5))
-        bus, store = KillingBus(), KillingStore()
-        log = await filled_log(store, bus)
-        learner = functools.partial(ScriptedLearner, fail_at=failing)
-        _, died = await train_through_kills(bus, store, learner, [(send, -1)], log, config)
-        assert died == 1
-        records = await journal(log)
-        assert {record.step for record in records if isinstance(record, Skip)} == {3, 4}
-        assert [record.to_step for record in records if isinstance(record, Rollback)] == [5]
-
-    asyncio.run(main())
+async def test_skips_in_a_row_are_counted_across_a_death_between_them(send: int) -> None:
+    config = msgspec.structs.replace(CONFIG, checkpoint_every=1, warmup=None, max_steps=8)
+    failing = tuple(step_seed(3, step) for step in (3, 4, 5))
+    bus, store = KillingBus(), KillingStore()
+    log = await filled_log(store, bus)
+    learner = functools.partial(ScriptedLearner, fail_at=failing)
+    _, died = await train_through_kills(bus, store, learner, [(send, -1)], log, config)
+    assert died == 1
+    records = await journal(log)
+    assert {record.step for record in records if isinstance(record, Skip)} == {3, 4}
+    assert [record.to_step for record in records if isinstance(record, Rollback)] == [5]
 
 
 @pytest.mark.parametrize("topic", [topics.BUFFER, topics.BATCHES], ids=lambda topic: topic.name)
-def test_a_resume_whose_segment_was_deleted_says_so_and_overwrites_nothing(topic: topics.Topic) -> None:
-    async def main() -> None:
-        store = MemoryStore()
-        log = await filled_log(store)
-        await train(log, store, ScriptedLearner(), msgspec.structs.replace(CONFIG, max_steps=STEPS // 2))
-        name = log.name(topic)
-        remove(store, "t", [places(store, "t")[-1]])  # so that what follows the one before is asked of the log
-        (at, end), *_ = (await log.bus.end_offsets(name)).items()
-        await log.bus.delete_records(at, end)
-        before, count = {key: store.get(key) for key in store.keys("")}, len(await published(log))
-        with pytest.raises(OffsetOutOfRange, match=rf"t\.{topic.name}/0: offset \d+ is not kept"):
-            await train(log, store, ScriptedLearner())
-        assert {key: store.get(key) for key in store.keys("")} == before and len(await published(log)) == count
-
-    asyncio.run(main())
+async def test_a_resume_whose_segment_was_deleted_says_so_and_overwrites_nothing(topic: topics.Topic) -> None:
+    store = MemoryStore()
+    log = await filled_log(store)
+    await train(log, store, ScriptedLearner(), msgspec.structs.replace(CONFIG, max_steps=STEPS // 2))
+    name = log.name(topic)
+    remove(store, "t", [places(store, "t")[-1]])  # so that what follows the one before is asked of the log
+    (at, end), *_ = (await log.bus.end_offsets(name)).items()
+    await log.bus.delete_records(at, end)
+    before, count = {key: store.get(key) for key in store.keys("")}, len(await published(log))
+    with pytest.raises(OffsetOutOfRange, match=rf"t\.{topic.name}/0: offset \d+ is not kept"):
+        await train(log, store, ScriptedLearner())
+    assert {key: store.get(key) for key in store.keys("")} == before and len(await published(log)) == count
 
 
 class KillingFolder(PutsThatKill, DirectoryStore):
@@ -141,64 +129,57 @@ def usual_groups(records: list[object]) -> set[str]:
 
 
 @pytest.mark.parametrize("every", [2, 7, 1, 3, 4])
-def test_a_trainer_killed_at_any_put_ends_with_the_same_weights_and_batches(tmp_path: Path, every: int) -> None:
-    async def main() -> None:
-        expected, records, versions = await unkilled(tmp_path / "whole")
-        store = KillingFolder(tmp_path / "killed")
-        log = await filled_log(store)
-        for kill in range(300):
-            learner = ScriptedLearner()
-            store.puts, store.kill_at = 0, 1 + kill * every % 11 + kill // 5
-            if await ends(train(log, store, learner)):
-                break
-        else:
-            raise AssertionError("the run never ended")
-        assert kill > 3, "nothing was killed"
-        assert learner.tensors() == expected
-        assert journaled_items(await journal(log)) == journaled_items(records)
-        assert sorted({event.version for event in await published(log)}) == versions
-        steps = [record.step for record in await journal(log) if isinstance(record, Batch)]
-        assert len(steps) == len(set(steps)), "a step was journaled again instead of being executed again"
-
-    asyncio.run(main())
+async def test_a_trainer_killed_at_any_put_ends_with_the_same_weights_and_batches(tmp_path: Path, every: int) -> None:
+    expected, records, versions = await unkilled(tmp_path / "whole")
+    store = KillingFolder(tmp_path / "killed")
+    log = await filled_log(store)
+    for kill in range(300):
+        learner = ScriptedLearner()
+        store.puts, store.kill_at = 0, 1 + kill * every % 11 + kill // 5
+        if await ends(train(log, store, learner)):
+            break
+    else:
+        raise AssertionError("the run never ended")
+    assert kill > 3, "nothing was killed"
+    assert learner.tensors() == expected
+    assert journaled_items(await journal(log)) == journaled_items(records)
+    assert sorted({event.version for event in await published(log)}) == versions
+    steps = [record.step for record in await journal(log) if isinstance(record, Batch)]
+    assert len(steps) == len(set(steps)), "a step was journaled again instead of being executed again"
 
 
 @pytest.mark.parametrize("kill_at", [2, 3, 4, 5])
-def test_a_checkpoint_written_while_the_journal_is_executed_again_passes_over_nothing(
+async def test_a_checkpoint_written_while_the_journal_is_executed_again_passes_over_nothing(
     tmp_path: Path, kill_at: int
 ) -> None:
-    async def main() -> None:
-        store = KillingFolder(tmp_path)
-        log = await filled_log(store)
-        learner = ScriptedLearner()
-        await train(log, store, learner)
-        checkpoint.remove(store, "t", checkpoint.places(store, "t")[1:])
-        store.puts, store.kill_at = 0, kill_at
-        assert not await ends(train(log, store, ScriptedLearner()))
-        store.kill_at = -1
-        again = ScriptedLearner()
-        await train(log, store, again)
-        assert again.tensors() == learner.tensors()
-        steps = [record.step for record in await journal(log) if isinstance(record, Batch)]
-        assert len(steps) == len(set(steps)), "a step was journaled again instead of being executed again"
-
-    asyncio.run(main())
+    store = KillingFolder(tmp_path)
+    log = await filled_log(store)
+    learner = ScriptedLearner()
+    await train(log, store, learner)
+    checkpoint.remove(store, "t", checkpoint.places(store, "t")[1:])
+    store.puts, store.kill_at = 0, kill_at
+    assert not await ends(train(log, store, ScriptedLearner()))
+    store.kill_at = -1
+    again = ScriptedLearner()
+    await train(log, store, again)
+    assert again.tensors() == learner.tensors()
+    steps = [record.step for record in await journal(log) if isinstance(record, Batch)]
+    assert len(steps) == len(set(steps)), "a step was journaled again instead of being executed again"
 
 
 @pytest.mark.parametrize("first", range(4, 56, 4))
-def test_the_master_is_told_of_every_step_also_when_its_trainer_died_before_telling(tmp_path: Path, first: int) -> None:
-    async def main() -> None:
-        store = DirectoryStore(tmp_path)
-        log = await filled_log(store)
-        bus = KillingBus()
-        bus.__dict__.update({**log.bus.__dict__, "sends": 0, "kill_at": first})
-        log = Log(bus, "t", store=store)
-        assert not await ends(train(log, store, ScriptedLearner()))
-        bus.kill_at = -1
-        await train(log, store, ScriptedLearner())
-        assert await drawn(log) == usual_groups(await journal(log))
-
-    asyncio.run(main())
+async def test_the_master_is_told_of_every_step_also_when_its_trainer_died_before_telling(
+    tmp_path: Path, first: int
+) -> None:
+    store = DirectoryStore(tmp_path)
+    log = await filled_log(store)
+    bus = KillingBus()
+    bus.__dict__.update({**log.bus.__dict__, "sends": 0, "kill_at": first})
+    log = Log(bus, "t", store=store)
+    assert not await ends(train(log, store, ScriptedLearner()))
+    bus.kill_at = -1
+    await train(log, store, ScriptedLearner())
+    assert await drawn(log) == usual_groups(await journal(log))
 
 
 CYCLES = 100
@@ -312,31 +293,28 @@ def hexed(tensor: Tensor) -> str:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_trainer_that_was_overtaken_publishes_nothing_that_is_loaded_and_journals_nothing_that_counts(
+async def test_a_trainer_that_was_overtaken_publishes_nothing_that_is_loaded_and_journals_nothing_that_counts(
     seed: int,
 ) -> None:
-    async def main() -> None:
-        chosen = random.Random(seed)
-        outcomes: Counter[str] = Counter()
-        expected_store = MemoryStore()
-        quiet = await filled_log(expected_store)
-        await train(quiet, expected_store, ScriptedLearner())
-        alone = load_newest(expected_store, "t")
-        expected, expected_loaded = counted(await journal(quiet)), await loaded(quiet, expected_store)
-        for _ in range(CYCLES // 5):
-            store = MemoryStore()
-            log = await filled_log(store)
-            outcomes[await overtaken(log, store, chosen.randint(3, 90))] += 1
-            # What counts is what one trainer in peace would have journaled, and every version has its content.
-            assert counted(await journal(log)) == expected
-            assert await loaded(log, store) == expected_loaded
-            outcomes["stale events"] += await stale_events(log)
-            newest = load_newest(store, "t")
-            assert newest is not None and alone is not None
-            assert newest.learner == alone.learner
-        assert outcomes["fenced out"] >= CYCLES // 10 and outcomes["stale events"] >= 1, outcomes
-
-    asyncio.run(main())
+    chosen = random.Random(seed)
+    outcomes: Counter[str] = Counter()
+    expected_store = MemoryStore()
+    quiet = await filled_log(expected_store)
+    await train(quiet, expected_store, ScriptedLearner())
+    alone = load_newest(expected_store, "t")
+    expected, expected_loaded = counted(await journal(quiet)), await loaded(quiet, expected_store)
+    for _ in range(CYCLES // 5):
+        store = MemoryStore()
+        log = await filled_log(store)
+        outcomes[await overtaken(log, store, chosen.randint(3, 90))] += 1
+        # What counts is what one trainer in peace would have journaled, and every version has its content.
+        assert counted(await journal(log)) == expected
+        assert await loaded(log, store) == expected_loaded
+        outcomes["stale events"] += await stale_events(log)
+        newest = load_newest(store, "t")
+        assert newest is not None and alone is not None
+        assert newest.learner == alone.learner
+    assert outcomes["fenced out"] >= CYCLES // 10 and outcomes["stale events"] >= 1, outcomes
 
 
 def counted(records: list[object]) -> list[tuple[object, ...]]:

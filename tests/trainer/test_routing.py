@@ -334,33 +334,28 @@ async def run(
     return log, store, learner, metrics
 
 
-def test_what_the_engine_used_is_what_the_learner_uses_and_a_replay_gives_the_same_bits(
+async def test_what_the_engine_used_is_what_the_learner_uses_and_a_replay_gives_the_same_bits(
     model_routing_on_the_log: Path,
 ) -> None:
-    async def main() -> None:
-        log, store, learner, metrics = await run(model_routing_on_the_log)
-        blocks = [message.value async for message in log.read_all(topics.BUFFER)]
-        members = [experience for block in blocks if isinstance(block, Block) for experience in block.experiences]
-        plain = load_model(str(model_routing_on_the_log))
-        routers = Routers(plain)
-        for each in members:
-            with torch.no_grad(), routers.recorded() as taken:
-                plain(input_ids=torch.tensor([each.tokens.tolist()]), use_cache=False)
-            expected = torch.stack(taken, 1).numpy()
-            assert (routing(each)[:-1] == expected[:-1]).all() and (routing(each)[-1] == -1).all()
+    log, store, learner, metrics = await run(model_routing_on_the_log)
+    blocks = [message.value async for message in log.read_all(topics.BUFFER)]
+    members = [experience for block in blocks if isinstance(block, Block) for experience in block.experiences]
+    plain = load_model(str(model_routing_on_the_log))
+    routers = Routers(plain)
+    for each in members:
+        with torch.no_grad(), routers.recorded() as taken:
+            plain(input_ids=torch.tensor([each.tokens.tolist()]), use_cache=False)
+        expected = torch.stack(taken, 1).numpy()
+        assert (routing(each)[:-1] == expected[:-1]).all() and (routing(each)[-1] == -1).all()
 
-        told = {
-            name.removeprefix("usual/"): value for name, value in metrics.gauges().items() if name.startswith("usual/")
-        }
-        assert told["routing_replayed"] == 1.0 and told["routing_without"] == 0.0
-        assert 0 <= told["routing_differs_layers"] <= told["routing_differs"] < 1
+    told = {name.removeprefix("usual/"): value for name, value in metrics.gauges().items() if name.startswith("usual/")}
+    assert told["routing_replayed"] == 1.0 and told["routing_without"] == 0.0
+    assert 0 <= told["routing_differs_layers"] <= told["routing_differs"] < 1
 
-        other = TorchLearner(str(model_routing_on_the_log), CONFIG, device="cpu")
-        report = TrainerReport(Metrics("replay"))
-        learning = Learning(floor=FLOOR, config=CONFIG, learner=other, report=report, position=Position())
-        start = await find_start(log, store, "t", from_step=-1, to_step=None)
-        compared = [compared async for compared in replay(learning, "t", log, store, start)]
-        assert compared and all(each.equal and not each.fault for each in compared)
-        assert whole_hash(other.save()) == whole_hash(learner.save())
-
-    asyncio.run(main())
+    other = TorchLearner(str(model_routing_on_the_log), CONFIG, device="cpu")
+    report = TrainerReport(Metrics("replay"))
+    learning = Learning(floor=FLOOR, config=CONFIG, learner=other, report=report, position=Position())
+    start = await find_start(log, store, "t", from_step=-1, to_step=None)
+    compared = [compared async for compared in replay(learning, "t", log, store, start)]
+    assert compared and all(each.equal and not each.fault for each in compared)
+    assert whole_hash(other.save()) == whole_hash(learner.save())

@@ -98,111 +98,93 @@ def learner() -> CountingLearner:
     return found
 
 
-def test_the_next_step_is_taken_while_a_checkpoint_is_being_stored() -> None:
-    async def main() -> None:
-        each = learner()
-        store = SlowStore(each)
-        log = await filled_log(store)
+async def test_the_next_step_is_taken_while_a_checkpoint_is_being_stored() -> None:
+    each = learner()
+    store = SlowStore(each)
+    log = await filled_log(store)
+    await train(log, store, each, CONFIG)
+    batches = [record for record in await journal(log) if isinstance(record, Batch)]
+    assert [batch.step for batch in batches] == [*range(6)]
+    assert [batch.version for batch in batches] == [*range(6)], "a batch names the version of the weights it meets"
+    assert [event.version for event in await published(log)] == [*range(7)]
+    assert [event.step for event in await published(log)] == [-1, *range(6)]
+
+
+async def test_a_failed_upload_ends_the_trainer_and_the_older_checkpoint_is_where_the_next_goes_on() -> None:
+    each = learner()
+    store = SlowStore(each, failing=True)
+    log = await filled_log(store)
+    with pytest.raises(ExceptionGroup) as failed:
         await train(log, store, each, CONFIG)
-        batches = [record for record in await journal(log) if isinstance(record, Batch)]
-        assert [batch.step for batch in batches] == [*range(6)]
-        assert [batch.version for batch in batches] == [*range(6)], "a batch names the version of the weights it meets"
-        assert [event.version for event in await published(log)] == [*range(7)]
-        assert [event.step for event in await published(log)] == [-1, *range(6)]
-
-    asyncio.run(main())
-
-
-def test_a_failed_upload_ends_the_trainer_and_the_older_checkpoint_is_where_the_next_goes_on() -> None:
-    async def main() -> None:
-        each = learner()
-        store = SlowStore(each, failing=True)
-        log = await filled_log(store)
-        with pytest.raises(ExceptionGroup) as failed:
-            await train(log, store, each, CONFIG)
-        assert failed.group_contains(StoreError, match="no space")
-        found = checkpoint.load_newest(store, "t")
-        assert found is not None and found.position.step == -1
-        assert [event.version for event in await published(log)] == [0, 1, 2]
-        again, whole, alone = learner(), learner(), MemoryStore()
-        again.fourth.set()
-        store._failing, store._learner = False, again
-        await train(log, store, again, CONFIG)
-        await train(await filled_log(alone), alone, whole, CONFIG)
-        assert again.tensors() == whole.tensors()
-        assert [event.version for event in await published(log)] == [*range(7)]
-
-    asyncio.run(main())
+    assert failed.group_contains(StoreError, match="no space")
+    found = checkpoint.load_newest(store, "t")
+    assert found is not None and found.position.step == -1
+    assert [event.version for event in await published(log)] == [0, 1, 2]
+    again, whole, alone = learner(), learner(), MemoryStore()
+    again.fourth.set()
+    store._failing, store._learner = False, again
+    await train(log, store, again, CONFIG)
+    await train(await filled_log(alone), alone, whole, CONFIG)
+    assert again.tensors() == whole.tensors()
+    assert [event.version for event in await published(log)] == [*range(7)]
 
 
-def test_the_next_step_is_taken_while_a_version_is_being_stored() -> None:
-    async def main() -> None:
-        each = learner()
-        store = SlowStore(each, version=3)
-        log = await filled_log(store)
+async def test_the_next_step_is_taken_while_a_version_is_being_stored() -> None:
+    each = learner()
+    store = SlowStore(each, version=3)
+    log = await filled_log(store)
+    await train(log, store, each, NO_CHECKPOINTS)
+    assert any(is_part(key, 3) for key in store.puts), "there was something to wait for"
+    batches = [record for record in await journal(log) if isinstance(record, Batch)]
+    assert [batch.version for batch in batches] == [*range(6)], "a batch names the version of the weights it meets"
+    assert [event.version for event in await published(log)] == [*range(7)]
+    assert [event.step for event in await published(log)] == [-1, *range(6)]
+
+
+async def test_a_version_is_what_its_steps_made_whatever_the_next_step_does_meanwhile() -> None:
+    each, alone = learner(), learner()
+    alone.fourth.set()
+    slow, quick = SlowStore(each, version=3), MemoryStore()
+    logs = await filled_log(slow), await filled_log(quick)
+    await train(logs[0], slow, each, NO_CHECKPOINTS)
+    await train(logs[1], quick, alone, NO_CHECKPOINTS)
+    hashes = [[event.manifest_sha256 for event in await published(log)] for log in logs]
+    assert len(hashes[0]) == 7 and len(set(hashes[0])) == 7
+    contents = [[decode_manifest(store.get(event.manifest)).tensors for event in await published(log)]
+                for log, store in zip(logs, (slow, quick), strict=True)]  # fmt: skip
+    assert contents[0] == contents[1]
+
+
+async def test_a_version_that_cannot_be_stored_ends_the_trainer_and_the_next_publishes_it() -> None:
+    each = learner()
+    store = SlowStore(each, version=3, failing=True)
+    log = await filled_log(store)
+    with pytest.raises(ExceptionGroup) as failed:
         await train(log, store, each, NO_CHECKPOINTS)
-        assert any(is_part(key, 3) for key in store.puts), "there was something to wait for"
-        batches = [record for record in await journal(log) if isinstance(record, Batch)]
-        assert [batch.version for batch in batches] == [*range(6)], "a batch names the version of the weights it meets"
-        assert [event.version for event in await published(log)] == [*range(7)]
-        assert [event.step for event in await published(log)] == [-1, *range(6)]
-
-    asyncio.run(main())
-
-
-def test_a_version_is_what_its_steps_made_whatever_the_next_step_does_meanwhile() -> None:
-    async def main() -> None:
-        each, alone = learner(), learner()
-        alone.fourth.set()
-        slow, quick = SlowStore(each, version=3), MemoryStore()
-        logs = await filled_log(slow), await filled_log(quick)
-        await train(logs[0], slow, each, NO_CHECKPOINTS)
-        await train(logs[1], quick, alone, NO_CHECKPOINTS)
-        hashes = [[event.manifest_sha256 for event in await published(log)] for log in logs]
-        assert len(hashes[0]) == 7 and len(set(hashes[0])) == 7
-        contents = [[decode_manifest(store.get(event.manifest)).tensors for event in await published(log)]
-                    for log, store in zip(logs, (slow, quick), strict=True)]  # fmt: skip
-        assert contents[0] == contents[1]
-
-    asyncio.run(main())
+    assert failed.group_contains(StoreError, match="no space")
+    assert [event.version for event in await published(log)] == [0, 1, 2]
+    again, whole, alone = learner(), learner(), MemoryStore()
+    again.fourth.set()
+    whole.fourth.set()
+    store._failing, store._learner = False, again
+    await train(log, store, again, NO_CHECKPOINTS)
+    await train(await filled_log(alone), alone, whole, NO_CHECKPOINTS)
+    assert again.tensors() == whole.tensors()
+    assert [event.version for event in await published(log)] == [*range(7)]
+    assert [event.step for event in await published(log)] == [-1, *range(6)]
 
 
-def test_a_version_that_cannot_be_stored_ends_the_trainer_and_the_next_publishes_it() -> None:
-    async def main() -> None:
-        each = learner()
-        store = SlowStore(each, version=3, failing=True)
-        log = await filled_log(store)
-        with pytest.raises(ExceptionGroup) as failed:
-            await train(log, store, each, NO_CHECKPOINTS)
-        assert failed.group_contains(StoreError, match="no space")
-        assert [event.version for event in await published(log)] == [0, 1, 2]
-        again, whole, alone = learner(), learner(), MemoryStore()
-        again.fourth.set()
-        whole.fourth.set()
-        store._failing, store._learner = False, again
-        await train(log, store, again, NO_CHECKPOINTS)
-        await train(await filled_log(alone), alone, whole, NO_CHECKPOINTS)
-        assert again.tensors() == whole.tensors()
-        assert [event.version for event in await published(log)] == [*range(7)]
-        assert [event.step for event in await published(log)] == [-1, *range(6)]
-
-    asyncio.run(main())
-
-
-def test_a_trainer_that_is_stopped_publishes_what_it_has_begun_to_publish() -> None:
-    async def main() -> None:
-        each = learner()
-        store = StoppingStore(each)
-        log = await filled_log(store)
-        role = role_of("train", FLOOR, log, store)
-        store.stop = partial(asyncio.get_running_loop().call_soon_threadsafe, role.stop.set)
-        await run_trainer(role, NO_CHECKPOINTS, each, seed=3)
-        found = checkpoint.load_newest(store, "t")
-        steps = [event.step for event in await published(log)]
-        assert found is not None and steps[-1] == found.position.step >= 2, "nothing that was trained is left unsaid"
-        assert [event.version for event in await published(log)] == [*range(len(steps))]
-
-    asyncio.run(main())
+async def test_a_trainer_that_is_stopped_publishes_what_it_has_begun_to_publish() -> None:
+    each = learner()
+    store = StoppingStore(each)
+    log = await filled_log(store)
+    role = role_of("train", FLOOR, log, store)
+    store.stop = partial(asyncio.get_running_loop().call_soon_threadsafe, role.stop.set)
+    await run_trainer(role, NO_CHECKPOINTS, each, seed=3)
+    found = checkpoint.load_newest(store, "t")
+    steps = [event.step for event in await published(log)]
+    assert found is not None and steps[-1] == found.position.step >= 2, "nothing that was trained is left unsaid"
+    assert [event.version for event in await published(log)] == [*range(len(steps))]
 
 
 VERSIONS = 24

@@ -268,16 +268,13 @@ def test_the_last_groups_of_a_run_make_a_smaller_step_once_no_more_can_come(
     assert draw.wait == waits and ("u0.0" in taken(draw)) == (not waits)
 
 
-def test_a_stop_ends_the_wait() -> None:
-    async def main() -> None:
-        stop = asyncio.Event()
-        waiting = asyncio.create_task(next_draw(run_of(), stop))
-        await asyncio.sleep(0)
-        stop.set()
-        async with asyncio.timeout(10):
-            assert await waiting is None
-
-    asyncio.run(main())
+async def test_a_stop_ends_the_wait() -> None:
+    stop = asyncio.Event()
+    waiting = asyncio.create_task(next_draw(run_of(), stop))
+    await asyncio.sleep(0)
+    stop.set()
+    async with asyncio.timeout(10):
+        assert await waiting is None
 
 
 GROUPS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), max_size=10, unique_by=lambda pair: pair[0])
@@ -343,21 +340,17 @@ def test_a_group_within_the_bound_is_trained_and_one_beyond_it_is_dropped_and_to
 
 
 @pytest.mark.parametrize("bound", [0.0, distance() * 0.99, distance() * 1.01])
-def test_an_answer_that_is_revised_while_it_is_weighed_is_neither_trained_nor_dropped(bound: float) -> None:
+async def test_an_answer_that_is_revised_while_it_is_weighed_is_neither_trained_nor_dropped(bound: float) -> None:
     """People change their minds while a thread compares: the older revision is gone, the newer one is drawn later."""
     run = with_live(bound=bound)
-
-    async def main() -> Draw:
-        await run.log.create_topics(partitions=1, keep_ms=-1)
-        first = decide_draw(run.supply, run.position, now_s=0.0)
-        weighing = asyncio.create_task(admitted(run, first))
-        if bound:
-            await asyncio.sleep(0)  # it has begun, and waits for the learner's thread
-        newer = block("l0.0", lane="live", num_members=1, version=OLD, revision=1)
-        assert run.supply.intake.take_block(message(newer, 2), newer) == ""
-        return await weighing
-
-    draw = asyncio.run(main())
+    await run.log.create_topics(partitions=1, keep_ms=-1)
+    first = decide_draw(run.supply, run.position, now_s=0.0)
+    weighing = asyncio.create_task(admitted(run, first))
+    if bound:
+        await asyncio.sleep(0)  # it has begun, and waits for the learner's thread
+    newer = block("l0.0", lane="live", num_members=1, version=OLD, revision=1)
+    assert run.supply.intake.take_block(message(newer, 2), newer) == ""
+    draw = await weighing
     held = {(candidate.group, candidate.revision) for candidate in run.supply.intake.buffer.candidates("live")}
     assert ("l0.0", 1) in held and "l0.0" not in {
         candidate.group for candidate in (*draw.taken, *(gone for gone, _ in draw.dropped))

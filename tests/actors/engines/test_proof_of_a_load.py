@@ -1,6 +1,5 @@
 """What proves a load in bfloat16: honest versions pass, and an engine that holds or computes something else is refused."""
 
-import asyncio
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +55,7 @@ def test_logprobs_alone_tell_a_stale_layer_and_two_swapped_experts() -> None:
     [(MATRIX, lambda value: value * 1.01), (EXPERTS, swapped), (MATRIX, lambda value: value.roll(1))],
     ids=["a matrix x 1.01", "two swapped experts", "a stale layer"],
 )
-def test_an_engine_that_holds_anything_else_after_a_load_is_refused_and_goes_on_with_what_it_served(
+async def test_an_engine_that_holds_anything_else_after_a_load_is_refused_and_goes_on_with_what_it_served(
     tmp_path: Path, name: str, fault: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     folder = str(build_family(tmp_path / "model", "qwen3_moe"))
@@ -66,26 +65,23 @@ def test_an_engine_that_holds_anything_else_after_a_load_is_refused_and_goes_on_
         probe = learner.probe(((1, *range(20, 40)), (1, *range(60, 30, -3))))
         return Policy(version=number, tensors=learner.tensors(), touched=frozenset(), probe=probe)
 
-    async def main() -> None:
-        engine = TorchEngine(model=folder, dtype="bfloat16")
-        await engine.start()
-        try:
-            await engine.load(version(1))
-            before = await engine.score_tokens(TEXT)
-            live = dict(engine._model.named_parameters())[name]
-            with torch.no_grad():
-                live.copy_(fault(live))
-            assert await engine.score_tokens(TEXT) != before
-            with pytest.raises(PolicyRefused, match="policy 2: after the load the engine holds other values"):
-                await engine.load(version(2))  # the same weights, so that nothing of them is written again
-            assert engine.version == 1 and await engine.score_tokens(TEXT) == before
-            learner.step(batch(0), learning_rate=1e-4, seed=0)
-            report = await engine.load(version(3))
-            assert engine.version == 3 and report.probe_abs_max < 0.5
-        finally:
-            await engine.close()
-
-    asyncio.run(main())
+    engine = TorchEngine(model=folder, dtype="bfloat16")
+    await engine.start()
+    try:
+        await engine.load(version(1))
+        before = await engine.score_tokens(TEXT)
+        live = dict(engine._model.named_parameters())[name]
+        with torch.no_grad():
+            live.copy_(fault(live))
+        assert await engine.score_tokens(TEXT) != before
+        with pytest.raises(PolicyRefused, match="policy 2: after the load the engine holds other values"):
+            await engine.load(version(2))  # the same weights, so that nothing of them is written again
+        assert engine.version == 1 and await engine.score_tokens(TEXT) == before
+        learner.step(batch(0), learning_rate=1e-4, seed=0)
+        report = await engine.load(version(3))
+        assert engine.version == 3 and report.probe_abs_max < 0.5
+    finally:
+        await engine.close()
 
 
 @pytest.mark.parametrize(

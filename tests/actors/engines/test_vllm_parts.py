@@ -101,138 +101,117 @@ def requests_to(llm: FakeVllm, attempts: Attempts) -> Requests:
     return Requests(llm, attempts, group_max_tokens=64, sampling_params=lambda sampling, num: (sampling, num))
 
 
-def test_a_group_becomes_one_request_and_others_do_not() -> None:
-    async def check() -> None:
-        llm, attempts = FakeVllm(), Attempts()
-        requests, label = requests_to(llm, attempts), attempts.begin(3, proved=True)
-        free, long = Sampling(max_tokens=2), Sampling(max_tokens=65)
-        seeded, greedy = Sampling(max_tokens=2, seed=1), Sampling(max_tokens=2, temperature=0)
-        sampled = [free] * 3 + [long] * 2 + [seeded] * 2 + [greedy] * 2
-        calls = [asyncio.create_task(requests.generate((5,), sampling)) for sampling in sampled]
-        sizes = []
-        for _ in range(7):
-            _, (sampling, num), queue = await llm.next()
-            sizes.append((sampling, num))
-            count = sampling.max_tokens
-            queue.answer.set_result(answered(*[([9] * count, [(label, 0, count)])] * num))
-        completions = await asyncio.gather(*calls)
-        assert sorted(num for _, num in sizes) == [1] * 6 + [3]
-        assert (free, 3) in sizes
-        assert all(completion.spans[0].version == 3 for completion in completions)
-        assert requests.num_running == 0
-
-    asyncio.run(check())
+async def test_a_group_becomes_one_request_and_others_do_not() -> None:
+    llm, attempts = FakeVllm(), Attempts()
+    requests, label = requests_to(llm, attempts), attempts.begin(3, proved=True)
+    free, long = Sampling(max_tokens=2), Sampling(max_tokens=65)
+    seeded, greedy = Sampling(max_tokens=2, seed=1), Sampling(max_tokens=2, temperature=0)
+    sampled = [free] * 3 + [long] * 2 + [seeded] * 2 + [greedy] * 2
+    calls = [asyncio.create_task(requests.generate((5,), sampling)) for sampling in sampled]
+    sizes = []
+    for _ in range(7):
+        _, (sampling, num), queue = await llm.next()
+        sizes.append((sampling, num))
+        count = sampling.max_tokens
+        queue.answer.set_result(answered(*[([9] * count, [(label, 0, count)])] * num))
+    completions = await asyncio.gather(*calls)
+    assert sorted(num for _, num in sizes) == [1] * 6 + [3]
+    assert (free, 3) in sizes
+    assert all(completion.spans[0].version == 3 for completion in completions)
+    assert requests.num_running == 0
 
 
-def test_a_completion_waits_for_the_verdict_on_its_policy() -> None:
-    async def check() -> None:
-        llm, attempts = FakeVllm(), Attempts()
-        requests = requests_to(llm, attempts)
-        old, new = attempts.begin(3, proved=True), attempts.begin(4)
-        call = asyncio.create_task(requests.generate((5,), Sampling(max_tokens=4)))
-        _, _, queue = await llm.next()
-        queue.answer.set_result(answered(([1, 2, 3, 4], [(old, 0, 1), (new, 1, 4)])))
-        await asyncio.sleep(0.01)
-        assert not call.done()
-        attempts.decide(new, True)
-        assert (await call).spans == (Span(0, 1, 3), Span(1, 4, 4))
-
-    asyncio.run(check())
+async def test_a_completion_waits_for_the_verdict_on_its_policy() -> None:
+    llm, attempts = FakeVllm(), Attempts()
+    requests = requests_to(llm, attempts)
+    old, new = attempts.begin(3, proved=True), attempts.begin(4)
+    call = asyncio.create_task(requests.generate((5,), Sampling(max_tokens=4)))
+    _, _, queue = await llm.next()
+    queue.answer.set_result(answered(([1, 2, 3, 4], [(old, 0, 1), (new, 1, 4)])))
+    await asyncio.sleep(0.01)
+    assert not call.done()
+    attempts.decide(new, True)
+    assert (await call).spans == (Span(0, 1, 3), Span(1, 4, 4))
 
 
-def test_tokens_of_a_refused_policy_are_sampled_again_from_before_them() -> None:
-    async def check() -> None:
-        llm, attempts = FakeVllm(), Attempts()
-        requests = requests_to(llm, attempts)
-        old, bad = attempts.begin(3, proved=True), attempts.begin(4)
-        call = asyncio.create_task(requests.generate((5, 6), Sampling(max_tokens=4)))
-        _, _, queue = await llm.next()
-        restored = attempts.begin(3, proved=True)
-        attempts.decide(bad, False)
-        queue.answer.set_result(answered(([1, 2, 3, 4], [(old, 0, 1), (bad, 1, 3), (restored, 3, 4)])))
-        prompt, (sampling, num), queue = await llm.next()
-        assert (prompt, sampling.max_tokens, num) == ([5, 6, 1], 3, 1)
-        queue.answer.set_result(answered(([7, 8, 9], [(restored, 0, 3)])))
-        completion = await call
-        assert completion.tokens == (1, 7, 8, 9)
-        assert completion.logprobs == (-2.0, -8.0, -9.0, -10.0)
-        assert completion.spans == (Span(0, 4, 3),)
-
-    asyncio.run(check())
+async def test_tokens_of_a_refused_policy_are_sampled_again_from_before_them() -> None:
+    llm, attempts = FakeVllm(), Attempts()
+    requests = requests_to(llm, attempts)
+    old, bad = attempts.begin(3, proved=True), attempts.begin(4)
+    call = asyncio.create_task(requests.generate((5, 6), Sampling(max_tokens=4)))
+    _, _, queue = await llm.next()
+    restored = attempts.begin(3, proved=True)
+    attempts.decide(bad, False)
+    queue.answer.set_result(answered(([1, 2, 3, 4], [(old, 0, 1), (bad, 1, 3), (restored, 3, 4)])))
+    prompt, (sampling, num), queue = await llm.next()
+    assert (prompt, sampling.max_tokens, num) == ([5, 6, 1], 3, 1)
+    queue.answer.set_result(answered(([7, 8, 9], [(restored, 0, 3)])))
+    completion = await call
+    assert completion.tokens == (1, 7, 8, 9)
+    assert completion.logprobs == (-2.0, -8.0, -9.0, -10.0)
+    assert completion.spans == (Span(0, 4, 3),)
 
 
-def test_an_answer_held_to_a_schema_begins_again_after_a_refused_policy_and_nothing_of_it_leaves_before_its_end() -> (
+async def test_an_answer_held_to_a_schema_begins_again_after_a_refused_policy_and_nothing_of_it_leaves_before_its_end() -> (
     None
 ):
-    async def check() -> None:
-        llm, attempts = FakeVllm(), Attempts()
-        requests = requests_to(llm, attempts)
-        old, bad = attempts.begin(3, proved=True), attempts.begin(4)
-        held = Sampling(max_tokens=4, stop=(9,), json_schema="{}")
-        left: list[Chunk] = []
-        call = asyncio.create_task(whole(requests, (5, 6), held, left.append, RequestImages()))
-        _, _, queue = await llm.next()
-        attempts.decide(bad, False)
-        queue.answer.set_result(answered(([1, 2, 9], [(old, 0, 2), (bad, 2, 3)]), reason="stop"))
-        prompt, (sampling, num), queue = await llm.next()
-        assert (prompt, sampling, num) == ([5, 6], held, 1) and not left
-        queue.answer.set_result(answered(([3, 9], [(old, 0, 2)]), reason="stop"))
-        completion = await call
-        assert completion.tokens == (3, 9) and completion.stopped
-        assert completion.spans == (Span(0, 2, 3, ratio=False),)
-        assert left == [Chunk((3, 9), completion.logprobs, 3)]
-
-    asyncio.run(check())
+    llm, attempts = FakeVllm(), Attempts()
+    requests = requests_to(llm, attempts)
+    old, bad = attempts.begin(3, proved=True), attempts.begin(4)
+    held = Sampling(max_tokens=4, stop=(9,), json_schema="{}")
+    left: list[Chunk] = []
+    call = asyncio.create_task(whole(requests, (5, 6), held, left.append, RequestImages()))
+    _, _, queue = await llm.next()
+    attempts.decide(bad, False)
+    queue.answer.set_result(answered(([1, 2, 9], [(old, 0, 2), (bad, 2, 3)]), reason="stop"))
+    prompt, (sampling, num), queue = await llm.next()
+    assert (prompt, sampling, num) == ([5, 6], held, 1) and not left
+    queue.answer.set_result(answered(([3, 9], [(old, 0, 2)]), reason="stop"))
+    completion = await call
+    assert completion.tokens == (3, 9) and completion.stopped
+    assert completion.spans == (Span(0, 2, 3, ratio=False),)
+    assert left == [Chunk((3, 9), completion.logprobs, 3)]
 
 
-def test_a_request_is_aborted_when_all_its_callers_are_gone_and_not_before() -> None:
-    async def check() -> None:
-        llm, attempts = FakeVllm(), Attempts()
-        requests, label = requests_to(llm, attempts), attempts.begin(0, proved=True)
-        calls = [asyncio.create_task(requests.generate((5,), Sampling(max_tokens=1))) for _ in range(2)]
-        _, _, first = await llm.next()
-        calls[0].cancel()
-        await asyncio.gather(calls[0], return_exceptions=True)
-        assert not llm.aborted
-        first.answer.set_result(answered(*[([9], [(label, 0, 1)])] * 2))
-        assert (await calls[1]).tokens == (9,)
-        call = asyncio.create_task(requests.generate((5,), Sampling(max_tokens=1)))
-        _, _, second = await llm.next()
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-        async with asyncio.timeout(5):
-            await llm.abort_came.wait()
-        assert llm.aborted == [second.request_id]
-
-    asyncio.run(check())
+async def test_a_request_is_aborted_when_all_its_callers_are_gone_and_not_before() -> None:
+    llm, attempts = FakeVllm(), Attempts()
+    requests, label = requests_to(llm, attempts), attempts.begin(0, proved=True)
+    calls = [asyncio.create_task(requests.generate((5,), Sampling(max_tokens=1))) for _ in range(2)]
+    _, _, first = await llm.next()
+    calls[0].cancel()
+    await asyncio.gather(calls[0], return_exceptions=True)
+    assert not llm.aborted
+    first.answer.set_result(answered(*[([9], [(label, 0, 1)])] * 2))
+    assert (await calls[1]).tokens == (9,)
+    call = asyncio.create_task(requests.generate((5,), Sampling(max_tokens=1)))
+    _, _, second = await llm.next()
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    async with asyncio.timeout(5):
+        await llm.abort_came.wait()
+    assert llm.aborted == [second.request_id]
 
 
-def test_every_caller_learns_that_the_process_is_gone() -> None:
-    async def check() -> None:
-        llm = FakeVllm()
-        requests = requests_to(llm, Attempts())
-        calls = [asyncio.create_task(requests.generate((5,), Sampling(max_tokens=1))) for _ in range(2)]
-        _, _, queue = await llm.next()
-        llm.errored = True
-        queue.answer.set_exception(RuntimeError("core died"))
-        for result in await asyncio.gather(*calls, return_exceptions=True):
-            assert isinstance(result, EngineStopped) and "core died" in str(result)
-
-    asyncio.run(check())
+async def test_every_caller_learns_that_the_process_is_gone() -> None:
+    llm = FakeVllm()
+    requests = requests_to(llm, Attempts())
+    calls = [asyncio.create_task(requests.generate((5,), Sampling(max_tokens=1))) for _ in range(2)]
+    _, _, queue = await llm.next()
+    llm.errored = True
+    queue.answer.set_exception(RuntimeError("core died"))
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(result, EngineStopped) and "core died" in str(result)
 
 
-def test_an_undecidable_attempt_fails_those_who_wait_and_those_who_come() -> None:
-    async def check() -> None:
-        attempts = Attempts()
-        label = attempts.begin(4)
-        waiting = asyncio.create_task(attempts.accepted(label))
-        await asyncio.sleep(0)
-        attempts.fail(label, EngineStopped("gone"))
-        for call in (waiting, attempts.accepted(label)):
-            with pytest.raises(EngineStopped):
-                await call
-
-    asyncio.run(check())
+async def test_an_undecidable_attempt_fails_those_who_wait_and_those_who_come() -> None:
+    attempts = Attempts()
+    label = attempts.begin(4)
+    waiting = asyncio.create_task(attempts.accepted(label))
+    await asyncio.sleep(0)
+    attempts.fail(label, EngineStopped("gone"))
+    for call in (waiting, attempts.accepted(label)):
+        with pytest.raises(EngineStopped):
+            await call
 
 
 def tensors(*sizes: tuple[str, int]) -> dict[str, Tensor]:

@@ -105,90 +105,73 @@ def test_where_all_is_computed_again_no_request_has_a_salt() -> None:
     assert orders[3:] == ["stage", "pause", "apply", "forget", "label", "resume", "compare", "compare"]
 
 
-def test_a_version_is_refused_where_vllm_keeps_what_older_weights_cached() -> None:
-    async def check() -> None:
-        llm, attempts = FakeCore(), Attempts()
-        llm.forgets = False
-        swap = Swap(llm, keeping(llm, attempts), sees=False)
-        with pytest.raises(PolicyRefused, match="prefix cache still holds"):
-            await swap.put(*NOTHING, attempts.begin(4), None, keep=False)
-
-    asyncio.run(check())
+async def test_a_version_is_refused_where_vllm_keeps_what_older_weights_cached() -> None:
+    llm, attempts = FakeCore(), Attempts()
+    llm.forgets = False
+    swap = Swap(llm, keeping(llm, attempts), sees=False)
+    with pytest.raises(PolicyRefused, match="prefix cache still holds"):
+        await swap.put(*NOTHING, attempts.begin(4), None, keep=False)
 
 
-def test_a_load_that_vllm_holds_otherwise_leaves_new_requests_the_salt_of_its_attempt() -> None:
-    async def check() -> None:
-        llm, attempts = FakeCore(), Attempts("keep")
-        requests = keeping(llm, attempts)
-        requests.born, llm.reason = attempts.begin(3, proved=True), "it holds other values in model.norm"
-        swap, bad = Swap(llm, requests, sees=False), attempts.begin(4)
-        await swap.begin()
-        with pytest.raises(PolicyRefused, match=r"it holds other values in model\.norm"):
-            await swap.put(*NOTHING, bad, None, keep=True)
-        assert requests.born == bad, "what it computes is not found by those after it is undone"
-        llm.reason = ""
-        await swap.put(*NOTHING, undone := attempts.begin(3, proved=True), None, keep=False)
-        assert requests.born == undone and llm.sent[-6:-2] == ["apply", "forget", "label", "resume"]
-
-    asyncio.run(check())
+async def test_a_load_that_vllm_holds_otherwise_leaves_new_requests_the_salt_of_its_attempt() -> None:
+    llm, attempts = FakeCore(), Attempts("keep")
+    requests = keeping(llm, attempts)
+    requests.born, llm.reason = attempts.begin(3, proved=True), "it holds other values in model.norm"
+    swap, bad = Swap(llm, requests, sees=False), attempts.begin(4)
+    await swap.begin()
+    with pytest.raises(PolicyRefused, match=r"it holds other values in model\.norm"):
+        await swap.put(*NOTHING, bad, None, keep=True)
+    assert requests.born == bad, "what it computes is not found by those after it is undone"
+    llm.reason = ""
+    await swap.put(*NOTHING, undone := attempts.begin(3, proved=True), None, keep=False)
+    assert requests.born == undone and llm.sent[-6:-2] == ["apply", "forget", "label", "resume"]
 
 
-def test_spans_say_from_which_version_on_keys_and_values_are() -> None:
-    async def check() -> None:
-        llm, attempts = FakeVllm(), Attempts("keep")
-        requests = keeping(llm, attempts)
-        labels = [attempts.begin(version, proved=version == 3) for version in (3, 4, 5)]
-        for label in labels[1:]:
-            attempts.decide(label, True)
-        requests.born = labels[0]
-        call = asyncio.create_task(requests.generate((5,), Sampling(max_tokens=4)))
-        _, _, queue = await llm.next()
-        requests.born = labels[2]
-        queue.answer.set_result(answered(([1, 2, 3, 4], [(labels[0], 0, 1), (labels[1], 1, 3), (labels[2], 3, 4)])))
-        assert (await call).spans == (Span(0, 1, 3), Span(1, 3, 4, kv=3), Span(3, 4, 5, kv=3))
-        call = asyncio.create_task(requests.generate((5,), Sampling(max_tokens=1)))
-        _, _, queue = await llm.next()
-        queue.answer.set_result(answered(([1], [(labels[2], 0, 1)])))
-        assert (await call).spans == (Span(0, 1, 5),)
-
-    asyncio.run(check())
+async def test_spans_say_from_which_version_on_keys_and_values_are() -> None:
+    llm, attempts = FakeVllm(), Attempts("keep")
+    requests = keeping(llm, attempts)
+    labels = [attempts.begin(version, proved=version == 3) for version in (3, 4, 5)]
+    for label in labels[1:]:
+        attempts.decide(label, True)
+    requests.born = labels[0]
+    call = asyncio.create_task(requests.generate((5,), Sampling(max_tokens=4)))
+    _, _, queue = await llm.next()
+    requests.born = labels[2]
+    queue.answer.set_result(answered(([1, 2, 3, 4], [(labels[0], 0, 1), (labels[1], 1, 3), (labels[2], 3, 4)])))
+    assert (await call).spans == (Span(0, 1, 3), Span(1, 3, 4, kv=3), Span(3, 4, 5, kv=3))
+    call = asyncio.create_task(requests.generate((5,), Sampling(max_tokens=1)))
+    _, _, queue = await llm.next()
+    queue.answer.set_result(answered(([1], [(labels[2], 0, 1)])))
+    assert (await call).spans == (Span(0, 1, 5),)
 
 
-def test_a_stream_says_it_with_every_chunk() -> None:
-    async def check() -> None:
-        llm, attempts = FakeCore(), Attempts("keep")
-        requests = Requests(llm, attempts, group_max_tokens=64, streamed_params=lambda sampling: sampling)
-        requests.born = old = attempts.begin(3, proved=True)
-        new = attempts.begin(4)
-        attempts.decide(new, True)
-        chunks: list[Chunk] = []
-        call = asyncio.create_task(stream(requests, (5,), Sampling(max_tokens=3), chunks.append, RequestImages()))
-        _, _, queue = await llm.next()
-        answer = answered(([1, 2, 3], [(old, 0, 1), (new, 1, 3)]))
-        answer.finished = True
-        queue.answer.set_result(answer)
-        assert (await call).spans == (Span(0, 1, 3), Span(1, 3, 4, kv=3))
-        assert [(len(chunk.tokens), chunk.version, chunk.kv) for chunk in chunks] == [(1, 3, -1), (2, 4, 3)]
-
-    asyncio.run(check())
+async def test_a_stream_says_it_with_every_chunk() -> None:
+    llm, attempts = FakeCore(), Attempts("keep")
+    requests = Requests(llm, attempts, group_max_tokens=64, streamed_params=lambda sampling: sampling)
+    requests.born = old = attempts.begin(3, proved=True)
+    new = attempts.begin(4)
+    attempts.decide(new, True)
+    chunks: list[Chunk] = []
+    call = asyncio.create_task(stream(requests, (5,), Sampling(max_tokens=3), chunks.append, RequestImages()))
+    _, _, queue = await llm.next()
+    answer = answered(([1, 2, 3], [(old, 0, 1), (new, 1, 3)]))
+    answer.finished = True
+    queue.answer.set_result(answer)
+    assert (await call).spans == (Span(0, 1, 3), Span(1, 3, 4, kv=3))
+    assert [(len(chunk.tokens), chunk.version, chunk.kv) for chunk in chunks] == [(1, 3, -1), (2, 4, 3)]
 
 
-def test_after_a_refused_attempt_keys_and_values_are_those_of_the_served_version() -> None:
-    async def check() -> None:
-        attempts = Attempts("keep")
-        first, second = attempts.begin(3, proved=True), attempts.begin(4)
-        refused = attempts.begin(5)
-        undone = attempts.begin(4, proved=True)
-        attempts.decide(refused, False)
-        later = attempts.begin(6)
-        of = {label: attempts.kv_version(label, first) for label in (first, second, undone, later)}
-        assert of == {first: 3, second: 3, undone: 4, later: 4}
-        assert attempts.kv_version(undone, refused) == 4, (
-            "what was read of its prompt under the refused one is read again"
-        )
-        assert attempts.kv_version(later, second) == 4
-
-    asyncio.run(check())
+async def test_after_a_refused_attempt_keys_and_values_are_those_of_the_served_version() -> None:
+    attempts = Attempts("keep")
+    first, second = attempts.begin(3, proved=True), attempts.begin(4)
+    refused = attempts.begin(5)
+    undone = attempts.begin(4, proved=True)
+    attempts.decide(refused, False)
+    later = attempts.begin(6)
+    of = {label: attempts.kv_version(label, first) for label in (first, second, undone, later)}
+    assert of == {first: 3, second: 3, undone: 4, later: 4}
+    assert attempts.kv_version(undone, refused) == 4, "what was read of its prompt under the refused one is read again"
+    assert attempts.kv_version(later, second) == 4
 
 
 class AdaptingVllm(FakeVllm):
@@ -260,123 +243,105 @@ class Rig:
         return asyncio.create_task(self.requests.generate((5,), Sampling(max_tokens=tokens)))
 
 
-def test_a_request_ends_under_the_version_it_began_with_which_then_leaves() -> None:
-    async def check() -> None:
-        rig = Rig(slots=3)
-        await rig.load(1)
-        call = rig.begin()
-        _, _, queue = await rig.llm.next()
+async def test_a_request_ends_under_the_version_it_began_with_which_then_leaves() -> None:
+    rig = Rig(slots=3)
+    await rig.load(1)
+    call = rig.begin()
+    _, _, queue = await rig.llm.next()
+    await rig.load(2)
+    assert list(rig.llm.names.values()) == ["1.2", "2.3"]
+    later = rig.begin()
+    _, _, other = await rig.llm.next()
+    assert list(rig.llm.under.values()) == ["1.2", "2.3"]
+    queue.answer.set_result(ended([7, 8, 9, 10]))
+    assert (await call).spans == (Span(0, 4, 1),)
+    await rig.adapters.close()
+    assert list(rig.llm.names.values()) == ["2.3"] and rig.adapters.num_loaded == 1
+    other.answer.set_result(ended([7, 8, 9, 10]))
+    assert (await later).spans == (Span(0, 4, 2),)
+    assert not rig.llm.aborted and list(rig.llm.names.values()) == ["2.3"]
+
+
+async def test_where_no_slot_is_free_the_oldest_requests_go_on_under_the_version_that_serves() -> None:
+    rig = Rig(slots=2)
+    rig.llm.had = 3
+    old = rig.begin()
+    await rig.llm.next()  # under the base
+    await rig.load(1)
+    assert rig.adapters.num_loaded == 2
+    loading = asyncio.create_task(rig.load(2))
+    prompt, sampling, queue = await rig.llm.next()
+    assert (prompt, sampling.max_tokens, rig.llm.under[queue.request_id]) == ([5, 0, 1, 2], 1, "1.2")
+    await loading
+    queue.answer.set_result(ended([9]))
+    completion = await old
+    assert completion.tokens == (0, 1, 2, 9)
+    assert completion.spans == (Span(0, 3, 0), Span(3, 4, 1))
+    await rig.adapters.close()
+    assert list(rig.llm.names.values()) == ["2.3"] and rig.adapters.num_loaded == 1
+
+
+async def test_a_request_that_is_only_being_sent_when_its_version_must_leave_is_sent_again() -> None:
+    rig = Rig(slots=2)
+    await rig.load(1)
+    one = rig.adapters.serving
+    with rig.adapters.used(one):  # it was picked, and vLLM does not have it yet
         await rig.load(2)
-        assert list(rig.llm.names.values()) == ["1.2", "2.3"]
-        later = rig.begin()
-        _, _, other = await rig.llm.next()
-        assert list(rig.llm.under.values()) == ["1.2", "2.3"]
-        queue.answer.set_result(ended([7, 8, 9, 10]))
-        assert (await call).spans == (Span(0, 4, 1),)
-        await rig.adapters.close()
-        assert list(rig.llm.names.values()) == ["2.3"] and rig.adapters.num_loaded == 1
-        other.answer.set_result(ended([7, 8, 9, 10]))
-        assert (await later).spans == (Span(0, 4, 2),)
-        assert not rig.llm.aborted and list(rig.llm.names.values()) == ["2.3"]
-
-    asyncio.run(check())
-
-
-def test_where_no_slot_is_free_the_oldest_requests_go_on_under_the_version_that_serves() -> None:
-    async def check() -> None:
-        rig = Rig(slots=2)
-        rig.llm.had = 3
-        old = rig.begin()
-        await rig.llm.next()  # under the base
-        await rig.load(1)
-        assert rig.adapters.num_loaded == 2
-        loading = asyncio.create_task(rig.load(2))
-        prompt, sampling, queue = await rig.llm.next()
-        assert (prompt, sampling.max_tokens, rig.llm.under[queue.request_id]) == ([5, 0, 1, 2], 1, "1.2")
-        await loading
-        queue.answer.set_result(ended([9]))
-        completion = await old
-        assert completion.tokens == (0, 1, 2, 9)
-        assert completion.spans == (Span(0, 3, 0), Span(3, 4, 1))
-        await rig.adapters.close()
-        assert list(rig.llm.names.values()) == ["2.3"] and rig.adapters.num_loaded == 1
-
-    asyncio.run(check())
-
-
-def test_a_request_that_is_only_being_sent_when_its_version_must_leave_is_sent_again() -> None:
-    async def check() -> None:
-        rig = Rig(slots=2)
-        await rig.load(1)
-        one = rig.adapters.serving
-        with rig.adapters.used(one):  # it was picked, and vLLM does not have it yet
-            await rig.load(2)
-            loading = asyncio.create_task(rig.load(3))
-            while not one.is_leaving:  # noqa: ASYNC110  the load makes it true
-                await asyncio.sleep(0)
-            assert not loading.done()
-            queue = await rig.llm.add_request("x", {"prompt_token_ids": [5]}, None)
-            await rig.adapters.began(one, "x")
-            assert rig.llm.aborted == ["x"] and queue.answer.done()
-        await loading
-        await rig.adapters.close()
-        assert list(rig.llm.names.values()) == ["3.4"]
-
-    asyncio.run(check())
-
-
-def test_a_refused_version_leaves_and_the_one_before_serves_on() -> None:
-    async def check() -> None:
-        rig = Rig(slots=2)
-        served = await rig.load(1)
-        await rig.adapters.make_room()
-        one, _ = await rig.adapters.add(rig.attempts.begin(2, proved=True), "/nowhere")
-        with rig.adapters.used(one):
-            pass  # the probe
-        assert rig.adapters.num_loaded == 2, "it stays until the verdict"
-        rig.adapters.retire(one)
-        await rig.adapters.close()
-        assert rig.adapters.serving is served and list(rig.llm.names.values()) == ["1.2"]
-
-    asyncio.run(check())
-
-
-def test_a_version_that_vllm_does_not_hold_as_it_was_sent_is_refused_and_leaves() -> None:
-    async def check() -> None:
-        rig = Rig(slots=2)
-        await rig.load(1)
-        rig.llm.reason = "after the load vLLM holds other values in model.layers.1"
-        with pytest.raises(PolicyRefused, match=f"policy 2.3: {rig.llm.reason}"):
-            await rig.load(2)
-        await rig.adapters.close()
-        assert list(rig.llm.names.values()) == ["1.2"] and rig.adapters.serving.label == "1.2"
-
-    asyncio.run(check())
-
-
-def test_a_request_that_is_cancelled_while_it_is_sent_is_aborted_before_its_version_may_leave() -> None:
-    async def check() -> None:
-        rig = Rig(slots=3)
-        await rig.load(1)
-        sent, add_request = asyncio.Event(), rig.llm.add_request
-
-        async def slow(request_id: str, prompt: Any, params: Any, **named: Any) -> Queue:
-            await sent.wait()
-            return await add_request(request_id, prompt, params, **named)
-
-        rig.llm.add_request = slow  # type: ignore[method-assign]
-        call = rig.begin()
-        await rig.load(2)
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-        assert list(rig.llm.names.values()) == ["1.2", "2.3"], "vLLM may have the request by now"
-        sent.set()
-        while rig.adapters.num_loaded > 1:  # noqa: ASYNC110  the request's end makes it true
+        loading = asyncio.create_task(rig.load(3))
+        while not one.is_leaving:  # noqa: ASYNC110  the load makes it true
             await asyncio.sleep(0)
-        await rig.adapters.close()
-        assert rig.llm.aborted == ["1"] and list(rig.llm.names.values()) == ["2.3"]
+        assert not loading.done()
+        queue = await rig.llm.add_request("x", {"prompt_token_ids": [5]}, None)
+        await rig.adapters.began(one, "x")
+        assert rig.llm.aborted == ["x"] and queue.answer.done()
+    await loading
+    await rig.adapters.close()
+    assert list(rig.llm.names.values()) == ["3.4"]
 
-    asyncio.run(check())
+
+async def test_a_refused_version_leaves_and_the_one_before_serves_on() -> None:
+    rig = Rig(slots=2)
+    served = await rig.load(1)
+    await rig.adapters.make_room()
+    one, _ = await rig.adapters.add(rig.attempts.begin(2, proved=True), "/nowhere")
+    with rig.adapters.used(one):
+        pass  # the probe
+    assert rig.adapters.num_loaded == 2, "it stays until the verdict"
+    rig.adapters.retire(one)
+    await rig.adapters.close()
+    assert rig.adapters.serving is served and list(rig.llm.names.values()) == ["1.2"]
+
+
+async def test_a_version_that_vllm_does_not_hold_as_it_was_sent_is_refused_and_leaves() -> None:
+    rig = Rig(slots=2)
+    await rig.load(1)
+    rig.llm.reason = "after the load vLLM holds other values in model.layers.1"
+    with pytest.raises(PolicyRefused, match=f"policy 2.3: {rig.llm.reason}"):
+        await rig.load(2)
+    await rig.adapters.close()
+    assert list(rig.llm.names.values()) == ["1.2"] and rig.adapters.serving.label == "1.2"
+
+
+async def test_a_request_that_is_cancelled_while_it_is_sent_is_aborted_before_its_version_may_leave() -> None:
+    rig = Rig(slots=3)
+    await rig.load(1)
+    sent, add_request = asyncio.Event(), rig.llm.add_request
+
+    async def slow(request_id: str, prompt: Any, params: Any, **named: Any) -> Queue:
+        await sent.wait()
+        return await add_request(request_id, prompt, params, **named)
+
+    rig.llm.add_request = slow  # type: ignore[method-assign]
+    call = rig.begin()
+    await rig.load(2)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    assert list(rig.llm.names.values()) == ["1.2", "2.3"], "vLLM may have the request by now"
+    sent.set()
+    while rig.adapters.num_loaded > 1:  # noqa: ASYNC110  the request's end makes it true
+        await asyncio.sleep(0)
+    await rig.adapters.close()
+    assert rig.llm.aborted == ["1"] and list(rig.llm.names.values()) == ["2.3"]
 
 
 KNOWN = frozenset({"enable_return_routed_experts"})

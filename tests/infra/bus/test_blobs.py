@@ -1,6 +1,5 @@
 """Frames too large for the log: deposited in the store, claimed, pruned."""
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,78 +119,62 @@ async def prune(log: Log, today: int = TODAY) -> int:
     return await prune_frames(log, today=today, keep_ms=KEEP_MS)
 
 
-def test_what_nothing_claims_goes_when_keep_has_passed_and_not_a_day_before() -> None:
-    async def main() -> None:
-        store = MemoryStore()
-        log = await log_on(store)
-        deposit(store, FRAME, day=LONG_AGO)
-        last_day = LONG_AGO + 30 + LEEWAY_DAYS
-        assert await prune(log, today=last_day) == 0 and kept(store)
-        assert await prune(log, today=last_day + 1) == 1 and not kept(store)
-
-    asyncio.run(main())
+async def test_what_nothing_claims_goes_when_keep_has_passed_and_not_a_day_before() -> None:
+    store = MemoryStore()
+    log = await log_on(store)
+    deposit(store, FRAME, day=LONG_AGO)
+    last_day = LONG_AGO + 30 + LEEWAY_DAYS
+    assert await prune(log, today=last_day) == 0 and kept(store)
+    assert await prune(log, today=last_day + 1) == 1 and not kept(store)
 
 
 @pytest.mark.parametrize("topic", [EXPERIENCES, EXPERTS, BUFFER], ids=lambda topic: topic.name)
-def test_a_frame_that_a_kept_record_claims_stays_however_old_it_is(topic: Topic) -> None:
-    async def main() -> None:
-        store = MemoryStore()
-        log = await log_on(store)
-        at = await send(log, topic, deposit(store, FRAME, day=LONG_AGO))
-        assert await prune(log) == 0
-        await log.bus.delete_records(Partition(at.topic, at.partition), at.offset + 1)
-        assert await prune(log) == 1
-
-    asyncio.run(main())
+async def test_a_frame_that_a_kept_record_claims_stays_however_old_it_is(topic: Topic) -> None:
+    store = MemoryStore()
+    log = await log_on(store)
+    at = await send(log, topic, deposit(store, FRAME, day=LONG_AGO))
+    assert await prune(log) == 0
+    await log.bus.delete_records(Partition(at.topic, at.partition), at.offset + 1)
+    assert await prune(log) == 1
 
 
-def test_a_frame_that_only_a_dead_letter_claims_stays() -> None:
-    async def main() -> None:
-        store = MemoryStore()
-        log = await log_on(store)
-        value = deposit(store, FRAME, day=LONG_AGO)
-        letter = DeadLetter(topic="experiences", partition=0, offset=0, stage="verify", reason="bad", value=value)
-        await log.publish(DEAD_LETTERS, letter)
-        assert await prune(log) == 0 and kept(store) == {read_claim(value).key}
-
-    asyncio.run(main())
+async def test_a_frame_that_only_a_dead_letter_claims_stays() -> None:
+    store = MemoryStore()
+    log = await log_on(store)
+    value = deposit(store, FRAME, day=LONG_AGO)
+    letter = DeadLetter(topic="experiences", partition=0, offset=0, stage="verify", reason="bad", value=value)
+    await log.publish(DEAD_LETTERS, letter)
+    assert await prune(log) == 0 and kept(store) == {read_claim(value).key}
 
 
-def test_a_frame_sent_again_while_the_old_one_is_removed_stays_readable() -> None:
-    async def main() -> None:
-        again: list[bytes] = []
-        store = HookedStore(lambda key: again.append(deposit(store, FRAME, day=TODAY)))
-        log = await log_on(store)
-        deposit(store, FRAME, day=LONG_AGO)
-        assert await prune(log) == 1 and len(again) == 1
-        await send(log, EXPERIENCES, again[0])
-        assert kept(store) == {read_claim(again[0]).key} == await claimed_keys(log)
-
-    asyncio.run(main())
+async def test_a_frame_sent_again_while_the_old_one_is_removed_stays_readable() -> None:
+    again: list[bytes] = []
+    store = HookedStore(lambda key: again.append(deposit(store, FRAME, day=TODAY)))
+    log = await log_on(store)
+    deposit(store, FRAME, day=LONG_AGO)
+    assert await prune(log) == 1 and len(again) == 1
+    await send(log, EXPERIENCES, again[0])
+    assert kept(store) == {read_claim(again[0]).key} == await claimed_keys(log)
 
 
-def test_a_copy_made_while_the_log_is_read_keeps_its_frame() -> None:
+async def test_a_copy_made_while_the_log_is_read_keeps_its_frame() -> None:
     """A record that expires behind the reader, after its dead letter was written."""
+    store = MemoryStore()
+    log = await log_on(store)
+    value = deposit(store, FRAME, day=LONG_AGO)
+    at = await send(log, EXPERIENCES, value)
+    letter = DeadLetter(topic="experiences", partition=0, offset=0, stage="verify", reason="bad", value=value)
+    begin, topics = log.assigned, []
 
-    async def main() -> None:
-        store = MemoryStore()
-        log = await log_on(store)
-        value = deposit(store, FRAME, day=LONG_AGO)
-        at = await send(log, EXPERIENCES, value)
-        letter = DeadLetter(topic="experiences", partition=0, offset=0, stage="verify", reason="bad", value=value)
-        begin, topics = log.assigned, []
+    async def assigned(topic: Topic, starts: Any, *, group: str | None = None) -> Any:
+        topics.append(topic)
+        if topic is EXPERIENCES:
+            await log.publish(DEAD_LETTERS, letter)
+            await log.bus.delete_records(Partition(at.topic, at.partition), at.offset + 1)
+        return await begin(topic, starts, group=group)
 
-        async def assigned(topic: Topic, starts: Any, *, group: str | None = None) -> Any:
-            topics.append(topic)
-            if topic is EXPERIENCES:
-                await log.publish(DEAD_LETTERS, letter)
-                await log.bus.delete_records(Partition(at.topic, at.partition), at.offset + 1)
-            return await begin(topic, starts, group=group)
-
-        watched = WatchedLog(log, assigned)
-        assert await prune(watched) == 0 and kept(store) and topics[0] is topics[-1] is DEAD_LETTERS
-
-    asyncio.run(main())
+    watched = WatchedLog(log, assigned)
+    assert await prune(watched) == 0 and kept(store) and topics[0] is topics[-1] is DEAD_LETTERS
 
 
 class WatchedLog(Log):
@@ -205,21 +188,17 @@ class WatchedLog(Log):
         return await self._begin(topic, starts, group=group)
 
 
-def test_a_frame_that_is_sent_lies_under_the_day_of_the_sending() -> None:
+async def test_a_frame_that_is_sent_lies_under_the_day_of_the_sending() -> None:
     assert epoch_day(86_400.0 * TODAY + 1) == TODAY
-
-    async def main() -> None:
-        store = MemoryStore()
-        log = await log_on(store)
-        tokens = np.random.default_rng(0).integers(1, 1 << 31, 400_000)
-        one = make_experience(
-            tokens=tokens, logprobs=np.zeros(0, np.float32), messages=(), id="t.0.0-0-0", group="t.0", episode=0,
-            group_size=1, spans=(),
-        )  # fmt: skip
-        await log.publish(EXPERIENCES, Block((one,)))
-        (key,) = kept(store)
-        assert (day_of_key(key) or 0) > TODAY
-        found = [message async for message in log.read_all(EXPERIENCES)]
-        assert is_claim(found[0].record.value) and found[0].error is None
-
-    asyncio.run(main())
+    store = MemoryStore()
+    log = await log_on(store)
+    tokens = np.random.default_rng(0).integers(1, 1 << 31, 400_000)
+    one = make_experience(
+        tokens=tokens, logprobs=np.zeros(0, np.float32), messages=(), id="t.0.0-0-0", group="t.0", episode=0,
+        group_size=1, spans=(),
+    )  # fmt: skip
+    await log.publish(EXPERIENCES, Block((one,)))
+    (key,) = kept(store)
+    assert (day_of_key(key) or 0) > TODAY
+    found = [message async for message in log.read_all(EXPERIENCES)]
+    assert is_claim(found[0].record.value) and found[0].error is None

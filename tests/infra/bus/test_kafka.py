@@ -28,15 +28,12 @@ NOBODY = "127.0.0.1:9"
 DEADLINE_S = 90.0
 
 
-def test_an_unreachable_broker_is_named_within_the_deadline() -> None:
-    async def run() -> None:
-        bus = KafkaBus(NOBODY, deadline_s=0.3)
-        with pytest.raises(BrokerUnavailable, match=rf"{NOBODY} is not reachable: connect .* 0\.3 s"):
-            await bus.start()
-        await bus.close()
-        assert not await answers(NOBODY, timeout_s=1.0)
-
-    asyncio.run(run())
+async def test_an_unreachable_broker_is_named_within_the_deadline() -> None:
+    bus = KafkaBus(NOBODY, deadline_s=0.3)
+    with pytest.raises(BrokerUnavailable, match=rf"{NOBODY} is not reachable: connect .* 0\.3 s"):
+        await bus.start()
+    await bus.close()
+    assert not await answers(NOBODY, timeout_s=1.0)
 
 
 def test_a_topic_is_created_once_a_fenced_broker_is_heard_again() -> None:
@@ -181,20 +178,17 @@ def test_reading_and_sending_name_the_address_when_the_broker_stays_away(tmp_pat
         broker.stop()
 
 
-def test_a_broker_that_keeps_silent_past_a_request_is_asked_again() -> None:
-    async def run() -> None:
-        bus, tries = KafkaBus(NOBODY, deadline_s=30.0), 0
+async def test_a_broker_that_keeps_silent_past_a_request_is_asked_again() -> None:
+    bus, tries = KafkaBus(NOBODY, deadline_s=30.0), 0
 
-        async def attempt() -> str:
-            nonlocal tries
-            tries += 1
-            if tries == 1:
-                raise KafkaTimeoutError("batch expired")
-            return "stored"
+    async def attempt() -> str:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise KafkaTimeoutError("batch expired")
+        return "stored"
 
-        assert await bus._retried("send", attempt) == "stored" and tries == 2
-
-    asyncio.run(run())
+    assert await bus._retried("send", attempt) == "stored" and tries == 2
     assert may_pass(RequestTimedOutError()) and may_pass(OSError()) and not may_pass(TopicAuthorizationFailedError())
 
 
@@ -216,26 +210,23 @@ asyncio.run(join(*sys.argv[1:]))
 
 
 @pytest.mark.full
-def test_joining_a_group_with_a_killed_member_is_no_broker_that_is_away(kafka: str, app_name: str) -> None:
-    async def run() -> None:
-        bus = KafkaBus(kafka, deadline_s=2.0)
-        await bus.start()
-        await bus.create_topic(app_name, 1, topic_config(EXPERIENCES, 60_000_000))
-        await bus.send(app_name, b"x", key=b"k")
-        member = await asyncio.create_subprocess_exec(sys.executable, "-c", MEMBER, kafka, app_name, stdout=PIPE)
-        assert member.stdout is not None
-        assert await member.stdout.readline() == b"joined\n"
-        member.kill()
-        await member.wait()
-        reader = await bus.subscribed([app_name], group=app_name)
-        async with asyncio.timeout(DEADLINE_S):
-            while not (records := await reader.get_many(timeout_s=0.5)):
-                pass
-        assert [record.value for record in records] == [b"x"]
-        await reader.close()
-        await bus.close()
-
-    asyncio.run(run())
+async def test_joining_a_group_with_a_killed_member_is_no_broker_that_is_away(kafka: str, app_name: str) -> None:
+    bus = KafkaBus(kafka, deadline_s=2.0)
+    await bus.start()
+    await bus.create_topic(app_name, 1, topic_config(EXPERIENCES, 60_000_000))
+    await bus.send(app_name, b"x", key=b"k")
+    member = await asyncio.create_subprocess_exec(sys.executable, "-c", MEMBER, kafka, app_name, stdout=PIPE)
+    assert member.stdout is not None
+    assert await member.stdout.readline() == b"joined\n"
+    member.kill()
+    await member.wait()
+    reader = await bus.subscribed([app_name], group=app_name)
+    async with asyncio.timeout(DEADLINE_S):
+        while not (records := await reader.get_many(timeout_s=0.5)):
+            pass
+    assert [record.value for record in records] == [b"x"]
+    await reader.close()
+    await bus.close()
 
 
 READERS = 6
@@ -298,10 +289,7 @@ def test_what_may_pass_is_tried_again_and_its_result_returned() -> None:
     assert asyncio.run(retry(Failing(OSError(), OSError()), [0.0, 0.0], passing)) == 3
 
 
-def test_pauses_end_before_the_time_to_give_up_which_counts_from_the_call() -> None:
-    async def left() -> tuple[list[float], list[float]]:
-        soon, late = within(0.5, [0.01, 0.02, 3.0, 0.01]), within(0.05, doubling(0.01))
-        await asyncio.sleep(0.06)
-        return list(soon), list(late)
-
-    assert asyncio.run(left()) == ([0.01, 0.02], [])
+async def test_pauses_end_before_the_time_to_give_up_which_counts_from_the_call() -> None:
+    soon, late = within(0.5, [0.01, 0.02, 3.0, 0.01]), within(0.05, doubling(0.01))
+    await asyncio.sleep(0.06)
+    assert (list(soon), list(late)) == ([0.01, 0.02], [])

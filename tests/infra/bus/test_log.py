@@ -294,17 +294,14 @@ def test_topics_are_created_once_and_a_changed_count_is_refused() -> None:
     run(check)
 
 
-def test_no_role_starts_where_topics_that_are_joined_differ_in_their_partitions() -> None:
-    async def check() -> None:
-        bus = MemoryBus()
-        await bus.create_topic("app.experiences", 8, {})
-        log = Log(bus, "app")
-        with pytest.raises(ConfigError, match=r"app\.experiences: got 8 partitions .* expected 4"):
-            await log.create_topics(partitions=4, keep_ms=1000)
-        with pytest.raises(ConfigError, match=r"app\.experiences: got 8 partitions .* expected 4"):
-            await log.require_topics()
-
-    asyncio.run(check())
+async def test_no_role_starts_where_topics_that_are_joined_differ_in_their_partitions() -> None:
+    bus = MemoryBus()
+    await bus.create_topic("app.experiences", 8, {})
+    log = Log(bus, "app")
+    with pytest.raises(ConfigError, match=r"app\.experiences: got 8 partitions .* expected 4"):
+        await log.create_topics(partitions=4, keep_ms=1000)
+    with pytest.raises(ConfigError, match=r"app\.experiences: got 8 partitions .* expected 4"):
+        await log.require_topics()
 
 
 async def progress_log() -> Log:
@@ -313,21 +310,18 @@ async def progress_log() -> Log:
     return log
 
 
-def test_the_records_at_offsets_are_those_that_are_kept_in_one_read_for_neighbours() -> None:
-    async def main() -> None:
-        log = await progress_log()
-        for number in range(200):
-            await log.bus.send(log.name(PROGRESS), str(number).encode(), key=b"k")
-        await log.bus.delete_records(Partition(log.name(PROGRESS), 0), 3)
-        found = await log.at(PROGRESS, 0, [199, 1, 4, 5, 4, 900])
-        assert {offset: record.value for offset, record in found.items()} == {4: b"4", 5: b"5", 199: b"199"}
-        assert await log.at(PROGRESS, 0, []) == await log.at(PROGRESS, 0, [2]) == {}
-        assert await log.at(PROGRESS, 7, [4]) == {}, "a partition that the topic does not have"
-
-    asyncio.run(main())
+async def test_the_records_at_offsets_are_those_that_are_kept_in_one_read_for_neighbours() -> None:
+    log = await progress_log()
+    for number in range(200):
+        await log.bus.send(log.name(PROGRESS), str(number).encode(), key=b"k")
+    await log.bus.delete_records(Partition(log.name(PROGRESS), 0), 3)
+    found = await log.at(PROGRESS, 0, [199, 1, 4, 5, 4, 900])
+    assert {offset: record.value for offset, record in found.items()} == {4: b"4", 5: b"5", 199: b"199"}
+    assert await log.at(PROGRESS, 0, []) == await log.at(PROGRESS, 0, [2]) == {}
+    assert await log.at(PROGRESS, 7, [4]) == {}, "a partition that the topic does not have"
 
 
-def test_what_retention_takes_while_offsets_are_read_is_missing_and_the_rest_is_there() -> None:
+async def test_what_retention_takes_while_offsets_are_read_is_missing_and_the_rest_is_there() -> None:
     class Trimming(MemoryBus):
         async def assigned(
             self, starts: Mapping[Partition, int], *, group: str | None = None, fetch_bytes: int = 0
@@ -337,14 +331,11 @@ def test_what_retention_takes_while_offsets_are_read_is_missing_and_the_rest_is_
                 await self.delete_records(partition, 5)
             return reader
 
-    async def main() -> None:
-        log = Log(Trimming(), "bot")
-        await log.create_topics(partitions=1, keep_ms=-1)
-        for number in range(9):
-            await log.bus.send(log.name(PROGRESS), str(number).encode(), key=b"k")
-        assert list(await log.at(PROGRESS, 0, [2, 4, 5, 8])) == [5, 8]
-
-    asyncio.run(main())
+    log = Log(Trimming(), "bot")
+    await log.create_topics(partitions=1, keep_ms=-1)
+    for number in range(9):
+        await log.bus.send(log.name(PROGRESS), str(number).encode(), key=b"k")
+    assert list(await log.at(PROGRESS, 0, [2, 4, 5, 8])) == [5, 8]
 
 
 # Expected values of Kafka's own UtilsTest (signed there).

@@ -23,18 +23,16 @@ async def silent(connections: list[object]) -> asyncio.Server:
     return await asyncio.start_server(take, "127.0.0.1", 0)
 
 
-def test_callers_at_once_ask_the_brokers_one_question_and_share_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_callers_at_once_ask_the_brokers_one_question_and_share_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     connections: list[object] = []
     monkeypatch.setattr("infra.log.kafka.ASK_S", 0.2)
-
-    async def main() -> None:
-        async with await silent(connections) as server:
-            port = server.sockets[0].getsockname()[1]
-            bus = KafkaBus(f"127.0.0.1:{port}", access=Access(protocol="SASL_PLAINTEXT", username="u", password="p"))
-            assert await asyncio.gather(*(bus.why_refused() for _ in range(1024))) == [None] * 1024
-            assert len(connections) == 1
-
-    asyncio.run(main())
+    async with await silent(connections) as server:
+        port = server.sockets[0].getsockname()[1]
+        bus = KafkaBus(f"127.0.0.1:{port}", access=Access(protocol="SASL_PLAINTEXT", username="u", password="p"))
+        assert await asyncio.gather(*(bus.why_refused() for _ in range(1024))) == [None] * 1024
+        assert len(connections) == 1
 
 
 class Vault:

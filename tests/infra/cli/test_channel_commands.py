@@ -1,6 +1,5 @@
 """The commands that decide what customers are served, and the evals they ask for."""
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -54,25 +53,22 @@ def test_the_stable_channel_is_moved_by_hand_and_every_move_is_told(kafka: str, 
     ]  # fmt: skip
 
 
-def test_a_version_that_an_overtaken_trainer_published_cannot_be_promoted() -> None:
-    async def main() -> None:
-        log = Log(MemoryBus(), "t")
-        await log.create_topics(partitions=1, keep_ms=-1)
-        first = await log.publish(POLICIES, PolicyEvent(event="lease", policy="main"))
-        await log.publish(POLICIES, PolicyEvent(event="published", policy="main", version=1, token=first.offset))
-        second = await log.publish(POLICIES, PolicyEvent(event="lease", policy="main"))
-        await log.publish(POLICIES, PolicyEvent(event="published", policy="main", version=2, token=first.offset))
-        await log.publish(
-            POLICIES, PolicyEvent(event="orphaned", policy="main", version=1, token=first.offset, reason="late")
-        )
-        versions, stable = await versions_and_stable(log, "main", 1)
-        check_move(versions, stable, "promoted", 1)
-        with pytest.raises(ConfigError, match="version 2: never published; the newest is 1"):
-            check_move(versions, stable, "promoted", 2)
-        await log.publish(POLICIES, PolicyEvent(event="published", policy="main", version=2, token=second.offset))
-        check_move(*await versions_and_stable(log, "main", 2), "promoted", 2)
-
-    asyncio.run(main())
+async def test_a_version_that_an_overtaken_trainer_published_cannot_be_promoted() -> None:
+    log = Log(MemoryBus(), "t")
+    await log.create_topics(partitions=1, keep_ms=-1)
+    first = await log.publish(POLICIES, PolicyEvent(event="lease", policy="main"))
+    await log.publish(POLICIES, PolicyEvent(event="published", policy="main", version=1, token=first.offset))
+    second = await log.publish(POLICIES, PolicyEvent(event="lease", policy="main"))
+    await log.publish(POLICIES, PolicyEvent(event="published", policy="main", version=2, token=first.offset))
+    await log.publish(
+        POLICIES, PolicyEvent(event="orphaned", policy="main", version=1, token=first.offset, reason="late")
+    )
+    versions, stable = await versions_and_stable(log, "main", 1)
+    check_move(versions, stable, "promoted", 1)
+    with pytest.raises(ConfigError, match="version 2: never published; the newest is 1"):
+        check_move(versions, stable, "promoted", 2)
+    await log.publish(POLICIES, PolicyEvent(event="published", policy="main", version=2, token=second.offset))
+    check_move(*await versions_and_stable(log, "main", 2), "promoted", 2)
 
 
 LONG = 4 * LOOK
@@ -93,37 +89,33 @@ async def long_log(bus: CountingBus, versions: int = LONG) -> Log:
     return log
 
 
-def test_a_move_and_an_evaluation_read_policies_from_the_newest_summary_and_for_an_old_version_all_of_it() -> None:
-    async def main() -> None:
-        bus = CountingBus()
-        log = await long_log(bus)
-        for version, is_old in ((LONG - 1, False), (-1, False), (7, True), (LONG, False)):
-            bus.read.clear()
-            versions, stable = await versions_and_stable(log, "main", version)
-            assert stable.version == 7 and (version in versions) == (0 <= version < LONG)
-            assert (bus.read[log.name(POLICIES)] > LONG) == is_old
-            assert is_old or bus.read[log.name(POLICIES)] <= FEW
+async def test_a_move_and_an_evaluation_read_policies_from_the_newest_summary_and_for_an_old_version_all_of_it() -> (
+    None
+):
+    bus = CountingBus()
+    log = await long_log(bus)
+    for version, is_old in ((LONG - 1, False), (-1, False), (7, True), (LONG, False)):
         bus.read.clear()
-        assert await request(log, "main", "dev", None) == LONG - 1
-        assert bus.read[log.name(POLICIES)] <= FEW
+        versions, stable = await versions_and_stable(log, "main", version)
+        assert stable.version == 7 and (version in versions) == (0 <= version < LONG)
+        assert (bus.read[log.name(POLICIES)] > LONG) == is_old
+        assert is_old or bus.read[log.name(POLICIES)] <= FEW
+    bus.read.clear()
+    assert await request(log, "main", "dev", None) == LONG - 1
+    assert bus.read[log.name(POLICIES)] <= FEW
 
-    asyncio.run(main())
 
-
-def test_what_is_said_of_late_versions_is_read_from_a_summary_before_them_and_is_the_end_of_the_whole() -> None:
-    async def main() -> None:
-        bus = CountingBus()
-        log = await long_log(bus)
-        whole = await recent_words(log, "main", at_least=None)
-        bus.read.clear()
-        late = await words_about(log, "main", LONG - 100)
-        assert bus.read[log.name(POLICIES)] <= 2 * FEW
-        recent = await recent_words(log, "main", at_least=2000, at_most=1000)
-        for words in (late, recent):
-            assert not words.is_whole and whole.is_whole
-            assert words.stable == whole.stable and words.events == whole.events[-len(words.events) :]
-        assert LONG - 100 in {event.version for _, event in late.events}
-        assert 1000 <= len(recent.events) <= 2000, "of what is kept there is a bound"
-        assert (await words_about(log, "main", 7)).is_whole
-
-    asyncio.run(main())
+async def test_what_is_said_of_late_versions_is_read_from_a_summary_before_them_and_is_the_end_of_the_whole() -> None:
+    bus = CountingBus()
+    log = await long_log(bus)
+    whole = await recent_words(log, "main", at_least=None)
+    bus.read.clear()
+    late = await words_about(log, "main", LONG - 100)
+    assert bus.read[log.name(POLICIES)] <= 2 * FEW
+    recent = await recent_words(log, "main", at_least=2000, at_most=1000)
+    for words in (late, recent):
+        assert not words.is_whole and whole.is_whole
+        assert words.stable == whole.stable and words.events == whole.events[-len(words.events) :]
+    assert LONG - 100 in {event.version for _, event in late.events}
+    assert 1000 <= len(recent.events) <= 2000, "of what is kept there is a bound"
+    assert (await words_about(log, "main", 7)).is_whole

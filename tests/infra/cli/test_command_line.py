@@ -241,21 +241,18 @@ def test_a_screen_prints_any_text_as_text_in_tables_too(text: str, in_table: boo
     assert harmless(written().replace("\n", ""))
 
 
-def test_peek_shows_every_kind_of_record_without_obeying_it(capsys: pytest.CaptureFixture[str]) -> None:
-    async def check() -> None:
-        log = Log(MemoryBus(), "t", store=MemoryStore())
-        await log.create_topics(partitions=1, keep_ms=-1)
-        for record in RECORDS:
-            await log.publish(HOMES[type(record).__name__], record, key="k")  # type: ignore[arg-type]
-        console, written = screen()
-        for topic in set(HOMES.values()):
-            for message in await newest(log, topic, 50):
-                peek.show(console, message, as_json=False)
-                peek.show(console, message, as_json=True)
-        assert "evil[/i][bold]x[/]" in written() and "\\x1b]52" in written() and harmless(written())
-        assert harmless(capsys.readouterr().out)
-
-    asyncio.run(check())
+async def test_peek_shows_every_kind_of_record_without_obeying_it(capsys: pytest.CaptureFixture[str]) -> None:
+    log = Log(MemoryBus(), "t", store=MemoryStore())
+    await log.create_topics(partitions=1, keep_ms=-1)
+    for record in RECORDS:
+        await log.publish(HOMES[type(record).__name__], record, key="k")  # type: ignore[arg-type]
+    console, written = screen()
+    for topic in set(HOMES.values()):
+        for message in await newest(log, topic, 50):
+            peek.show(console, message, as_json=False)
+            peek.show(console, message, as_json=True)
+    assert "evil[/i][bold]x[/]" in written() and "\\x1b]52" in written() and harmless(written())
+    assert harmless(capsys.readouterr().out)
 
 
 def test_trace_shows_an_answer_and_what_was_said_without_obeying_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,19 +92,16 @@ def test_a_port_that_is_taken_is_said_with_the_setting_that_names_another() -> N
             bound(address, "console.listen")
 
 
-def test_up_prints_the_link_once_the_console_listens_and_not_before(tmp_path: Path) -> None:
-    async def main() -> None:
-        out = io.StringIO()
-        ready = tmp_path / "console.ready"
-        saying = asyncio.create_task(say_when(ready, "console http://127.0.0.1:8400/enter?link=a", Screen(file=out)))
-        await asyncio.sleep(0.05)
-        assert not out.getvalue()
-        ready.touch()
-        async with asyncio.timeout(30):
-            await saying
-        assert "link=a" in out.getvalue()
-
-    asyncio.run(main())
+async def test_up_prints_the_link_once_the_console_listens_and_not_before(tmp_path: Path) -> None:
+    out = io.StringIO()
+    ready = tmp_path / "console.ready"
+    saying = asyncio.create_task(say_when(ready, "console http://127.0.0.1:8400/enter?link=a", Screen(file=out)))
+    await asyncio.sleep(0.05)
+    assert not out.getvalue()
+    ready.touch()
+    async with asyncio.timeout(30):
+        await saying
+    assert "link=a" in out.getvalue()
 
 
 def test_up_starts_the_console_and_its_link_is_no_argument(tmp_path: Path) -> None:

@@ -58,55 +58,49 @@ def test_the_data_page_has_tasks_with_their_success_what_processors_made_and_eve
     assert all(table in text for table in bounds(""))
 
 
-def test_every_letter_is_on_a_page_of_the_data_though_many_came_at_one_moment(tmp_path: Path) -> None:
-    async def main() -> None:
-        log = await filled()
-        for at in range(2 * SHOWN):
-            lost = DeadLetter(topic="experiences", partition=1, offset=at, stage="verify", reason="bad frame")
-            await log.publish(topics.DEAD_LETTERS, lost)
-        async with looking(tmp_path, log) as (client, _):
-            for first in ("/data", "/data?reason=bad+frame"):
-                found, path = [], first
-                for _ in range(3):
-                    page = (await client.get(path)).text
-                    found += re.findall(r"<code>(experiences/\d+@\d+)</code>", page)
-                    path = page.partition('class="more" href="')[2].partition('"')[0].replace("&amp;", "&")
-                assert not path and len(found) == len(set(found)) == 2 * SHOWN + 1
-
-    asyncio.run(main())
+async def test_every_letter_is_on_a_page_of_the_data_though_many_came_at_one_moment(tmp_path: Path) -> None:
+    log = await filled()
+    for at in range(2 * SHOWN):
+        lost = DeadLetter(topic="experiences", partition=1, offset=at, stage="verify", reason="bad frame")
+        await log.publish(topics.DEAD_LETTERS, lost)
+    async with looking(tmp_path, log) as (client, _):
+        for first in ("/data", "/data?reason=bad+frame"):
+            found, path = [], first
+            for _ in range(3):
+                page = (await client.get(path)).text
+                found += re.findall(r"<code>(experiences/\d+@\d+)</code>", page)
+                path = page.partition('class="more" href="')[2].partition('"')[0].replace("&amp;", "&")
+            assert not path and len(found) == len(set(found)) == 2 * SHOWN + 1
 
 
-def test_what_a_letter_holds_is_shown_unless_it_is_sealed_or_not_json_and_is_never_run(tmp_path: Path) -> None:
-    async def main() -> None:
-        log = await filled()
-        assert log.keys is not None
-        shut = json.dumps({"said": seal_text(SECRET, log.keys, MADE), "stars": 3}).encode()
-        values = [
-            json.dumps({"text": HOSTILE["markup"], "turned": HOSTILE["control"]}).encode(), shut,
-            seal_event(json.dumps({"said": SECRET}).encode(), log.keys, [SESSION]), b"\x00HR\xff", b"", b"[" * 60_000,
-        ]  # fmt: skip
-        places = []
-        for at, value in enumerate(values):
-            lost = DeadLetter(topic="tasks", partition=0, offset=at, stage="verify", reason="odd", value=value)
-            places.append(await log.publish(topics.DEAD_LETTERS, lost))
-        async with looking(tmp_path, log) as (client, _):
-            paths = [f"/data/letters/{place.partition}/{place.offset}" for place in places]
-            listed = (await client.get("/data")).text
-            pages = [await client.get(path) for path in paths]
-            assert all(path in listed for path in paths) and {page.status_code for page in pages} == {200}
-            assert "&lt;script&gt;" in pages[0].text and "<script>document" not in pages[0].text
-            assert not {"\x1b", "\u202e"} & set(pages[0].text)
-            assert "(sealed)" in pages[1].text and "&#34;stars&#34;: 3" in pages[1].text
-            assert "Sealed: it is about an answer of a named user." in page_text(pages[2])
-            assert "Not JSON: 4 bytes." in page_text(pages[3]) and "It holds nothing." in page_text(pages[4])
-            assert "Not JSON: 60,000 bytes." in page_text(pages[5])
-            assert not any(SECRET in page.text or "sealed:" in page.text for page in pages)
-            for nowhere in ("0/999999", "7/0", "x/1", "0/-1", f"0/{'9' * 30}"):
-                assert (await client.get(f"/data/letters/{nowhere}")).status_code == 404
-            client.cookies.clear()
-            assert (await client.get(paths[0])).status_code == 401
-
-    asyncio.run(main())
+async def test_what_a_letter_holds_is_shown_unless_it_is_sealed_or_not_json_and_is_never_run(tmp_path: Path) -> None:
+    log = await filled()
+    assert log.keys is not None
+    shut = json.dumps({"said": seal_text(SECRET, log.keys, MADE), "stars": 3}).encode()
+    values = [
+        json.dumps({"text": HOSTILE["markup"], "turned": HOSTILE["control"]}).encode(), shut,
+        seal_event(json.dumps({"said": SECRET}).encode(), log.keys, [SESSION]), b"\x00HR\xff", b"", b"[" * 60_000,
+    ]  # fmt: skip
+    places = []
+    for at, value in enumerate(values):
+        lost = DeadLetter(topic="tasks", partition=0, offset=at, stage="verify", reason="odd", value=value)
+        places.append(await log.publish(topics.DEAD_LETTERS, lost))
+    async with looking(tmp_path, log) as (client, _):
+        paths = [f"/data/letters/{place.partition}/{place.offset}" for place in places]
+        listed = (await client.get("/data")).text
+        pages = [await client.get(path) for path in paths]
+        assert all(path in listed for path in paths) and {page.status_code for page in pages} == {200}
+        assert "&lt;script&gt;" in pages[0].text and "<script>document" not in pages[0].text
+        assert not {"\x1b", "\u202e"} & set(pages[0].text)
+        assert "(sealed)" in pages[1].text and "&#34;stars&#34;: 3" in pages[1].text
+        assert "Sealed: it is about an answer of a named user." in page_text(pages[2])
+        assert "Not JSON: 4 bytes." in page_text(pages[3]) and "It holds nothing." in page_text(pages[4])
+        assert "Not JSON: 60,000 bytes." in page_text(pages[5])
+        assert not any(SECRET in page.text or "sealed:" in page.text for page in pages)
+        for nowhere in ("0/999999", "7/0", "x/1", "0/-1", f"0/{'9' * 30}"):
+            assert (await client.get(f"/data/letters/{nowhere}")).status_code == 404
+        client.cookies.clear()
+        assert (await client.get(paths[0])).status_code == 401
 
 
 @pytest.fixture(scope="module")

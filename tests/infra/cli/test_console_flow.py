@@ -146,32 +146,26 @@ def test_a_value_of_a_step_is_said_by_name_and_lane_since_when_and_how_often() -
     assert (found["since_ms"], found["times"], found["lately"]) == (START_MS + 20_000, 4.0, 4.0)
 
 
-def test_the_flow_page_says_every_alarm_so_and_of_many_how_many_more_there_are(tmp_path: Path) -> None:
+async def test_the_flow_page_says_every_alarm_so_and_of_many_how_many_more_there_are(tmp_path: Path) -> None:
     ago_ms = [90_000]
-
-    async def main() -> None:
-        log = Log(MemoryBus(lambda: wall_ms() - ago_ms[0]), "t", store=MemoryStore())
-        await log.create_topics(partitions=1, keep_ms=-1)
-        said = tuple(
-            f"a plugin says {at}" for at in "abcdefghijklmnopqrstuvwxyz" + "abcdefghijklmnopqrstuvwxyz".upper()
-        )
-        for count in (0.0, 0.0, 3.0):
-            report = Progress(role="train", instance="train/1", state="learning", counters={CHI2: count}, alarms=said)
-            grown = await log.publish(topics.REPORTS, report)
-            ago_ms[0] -= 40_000
-        async with looking(tmp_path, log) as (client, _):
-            text = page_text(await client.get("/"))
-            since = clock(grown.timestamp_ms)
-            assert (
-                "A value of a step is unhealthy : chi2 of lane live (estimate of χ²(π‖μ)), at train/1;"
-                f" 3 times since {since} , 3 in the last minute what to do"
-            ) in text
-            assert "A role does not run : no master runs: none has ever reported; see its log; seen here since" in text
-            assert "train/1: a plugin says a; seen here since" in text
-            num_alarms = len(said) + 4  # three roles that do not run
-            assert f"{num_alarms} alarms" in text and f"and {num_alarms - MAX_ALARMS} more" in text
-
-    asyncio.run(main())
+    log = Log(MemoryBus(lambda: wall_ms() - ago_ms[0]), "t", store=MemoryStore())
+    await log.create_topics(partitions=1, keep_ms=-1)
+    said = tuple(f"a plugin says {at}" for at in "abcdefghijklmnopqrstuvwxyz" + "abcdefghijklmnopqrstuvwxyz".upper())
+    for count in (0.0, 0.0, 3.0):
+        report = Progress(role="train", instance="train/1", state="learning", counters={CHI2: count}, alarms=said)
+        grown = await log.publish(topics.REPORTS, report)
+        ago_ms[0] -= 40_000
+    async with looking(tmp_path, log) as (client, _):
+        text = page_text(await client.get("/"))
+        since = clock(grown.timestamp_ms)
+        assert (
+            "A value of a step is unhealthy : chi2 of lane live (estimate of χ²(π‖μ)), at train/1;"
+            f" 3 times since {since} , 3 in the last minute what to do"
+        ) in text
+        assert "A role does not run : no master runs: none has ever reported; see its log; seen here since" in text
+        assert "train/1: a plugin says a; seen here since" in text
+        num_alarms = len(said) + 4  # three roles that do not run
+        assert f"{num_alarms} alarms" in text and f"and {num_alarms - MAX_ALARMS} more" in text
 
 
 LANES = ("live", "usual")

@@ -97,104 +97,89 @@ async def far_log() -> tuple[Log, FarLog]:
     return log, bus
 
 
-def test_every_page_answers_before_anything_is_read_and_says_how_much_there_is_to_read(tmp_path: Path) -> None:
-    async def main() -> None:
-        log, bus = await far_log()
-        bus.here.clear()
-        held = sum([sum((await bus.end_offsets(topic_name("t", topic))).values()) for topic in PAGED])
-        async with looking_at(Settings(app="t", folder=tmp_path), log, tmp_path, is_built=False) as (client, reading):
-            said = f"The index is being built: 0 of {held:,} records are read."
-            for path in ("/", "/flow", *OF_THE_INDEX):
-                page = await client.get(path)
-                assert page.status_code == 200 and said in page.text, path
-                assert (BEING_READ in page.text) is (path in ("/", "/flow"))
-            page = await client.get(FIRST)
-            assert page.status_code == 503 and "Not read yet: the index is behind the log by" in page_text(page)
-            bus.here.set()
-            await until(lambda: reading.index.note("whole") == 1)
-            reading.forget_fresh()
-            for path in ("/", *OF_THE_INDEX, FIRST):
-                page = await client.get(path)
-                assert page.status_code == 200 and "is being built" not in page.text, path
-
-    asyncio.run(main())
+async def test_every_page_answers_before_anything_is_read_and_says_how_much_there_is_to_read(tmp_path: Path) -> None:
+    log, bus = await far_log()
+    bus.here.clear()
+    held = sum([sum((await bus.end_offsets(topic_name("t", topic))).values()) for topic in PAGED])
+    async with looking_at(Settings(app="t", folder=tmp_path), log, tmp_path, is_built=False) as (client, reading):
+        said = f"The index is being built: 0 of {held:,} records are read."
+        for path in ("/", "/flow", *OF_THE_INDEX):
+            page = await client.get(path)
+            assert page.status_code == 200 and said in page.text, path
+            assert (BEING_READ in page.text) is (path in ("/", "/flow"))
+        page = await client.get(FIRST)
+        assert page.status_code == 503 and "Not read yet: the index is behind the log by" in page_text(page)
+        bus.here.set()
+        await until(lambda: reading.index.note("whole") == 1)
+        reading.forget_fresh()
+        for path in ("/", *OF_THE_INDEX, FIRST):
+            page = await client.get(path)
+            assert page.status_code == 200 and "is being built" not in page.text, path
 
 
-def test_while_the_broker_is_away_every_page_shows_what_was_known_or_says_why_not(tmp_path: Path) -> None:
-    async def main() -> None:
-        log, bus = await far_log()
-        async with looking(tmp_path, log) as (client, reading):
-            for path in PAGES:
-                assert (await client.get(path)).status_code == 200
-            bus.is_away = True
-            reading.forget_fresh()
-            for path in PAGES:
-                page = await client.get(path)
-                assert page.status_code == 200 or (page.status_code == 503 and "the broker is away" in page_text(page))
-                assert "The log cannot be read now. The pages show what was read before." in page_text(page), path
-            assert "question 0 about refunds" in page_text(await client.get("/answers?text=refunds"))
-            bus.is_away = False
-            await until(lambda: not reading.index.note("fault"))
-            reading.forget_fresh()
-            assert "cannot be read" not in page_text(await client.get(FIRST))
-
-    asyncio.run(main())
+async def test_while_the_broker_is_away_every_page_shows_what_was_known_or_says_why_not(tmp_path: Path) -> None:
+    log, bus = await far_log()
+    async with looking(tmp_path, log) as (client, reading):
+        for path in PAGES:
+            assert (await client.get(path)).status_code == 200
+        bus.is_away = True
+        reading.forget_fresh()
+        for path in PAGES:
+            page = await client.get(path)
+            assert page.status_code == 200 or (page.status_code == 503 and "the broker is away" in page_text(page))
+            assert "The log cannot be read now. The pages show what was read before." in page_text(page), path
+        assert "question 0 about refunds" in page_text(await client.get("/answers?text=refunds"))
+        bus.is_away = False
+        await until(lambda: not reading.index.note("fault"))
+        reading.forget_fresh()
+        assert "cannot be read" not in page_text(await client.get(FIRST))
 
 
-def test_a_page_does_not_take_what_is_unread_for_what_is_not_there(tmp_path: Path) -> None:
-    async def main() -> None:
-        log = await filled()
-        async with looking(tmp_path, log), looking(tmp_path, log) as (client, reading):  # the first keeps the index up
+async def test_a_page_does_not_take_what_is_unread_for_what_is_not_there(tmp_path: Path) -> None:
+    log = await filled()
+    async with looking(tmp_path, log), looking(tmp_path, log) as (client, reading):  # the first keeps the index up
+        with closing(sqlite3.connect(tmp_path / "state" / FILE)) as database, database:
+            database.execute("DELETE FROM answers")
+            database.execute("DELETE FROM evals")
+        assert "None of them is in the kept log." in page_text(await client.get("/versions/5"))
+        reading._held["index"] = (float("inf"), IndexState(left={"batches": 3}, is_whole=True))
+        page = page_text(await client.get("/versions/5"))
+        assert "Not read yet: the index is behind the log by 3 of batches." in page
+        assert "None of them is in the kept log." not in page and "answered no suite" not in page
+        found = page_text(await client.get("/answers?text=refunds"))
+        assert "Nothing fits what was read. Not read yet: the index is behind" in found
+        with pytest.raises(NotReadYet, match="Look again in a moment"):
+            await reading.answer(live(99, "", "").id)
+
+
+async def test_of_two_consoles_over_one_run_both_show_it_and_one_goes_on_when_the_other_ends(tmp_path: Path) -> None:
+    log = await filled()
+    async with looking(tmp_path, log) as (other, _), looking(tmp_path, log) as (client, _):
+        for path in PAGES:
+            assert page_text(await client.get(path)) and (await other.get(path)).status_code == 200
+    async with looking(tmp_path, log) as (client, _):
+        for name in (FILE, f"{FILE}-wal", f"{FILE}-shm"):  # and a file that is removed is made again
+            (tmp_path / "state" / name).unlink(missing_ok=True)
+        new = live(30, "a later wish", "granted")
+        await log.publish(topics.EXPERIENCES, Block((new,)))
+        async with asyncio.timeout(30):
+            while "granted" not in page_text(await client.get("/answers?text=wish")):  # noqa: ASYNC110 (a page tells no one)
+                await asyncio.sleep(0.05)
+        assert "question 0 about refunds" in page_text(await client.get("/answers?text=refunds"))
+
+
+async def test_an_index_that_is_not_there_and_a_page_that_broke_say_so_under_the_same_headers(tmp_path: Path) -> None:
+    log = await filled()
+    async with looking(tmp_path, log) as (client, _):
+        for change, status, said in (
+            ("UPDATE answers SET time_ms = 'then'", 500, "This page broke"),
+            ("DROP TABLE answers", 503, "The index is being built again"),
+        ):
             with closing(sqlite3.connect(tmp_path / "state" / FILE)) as database, database:
-                database.execute("DELETE FROM answers")
-                database.execute("DELETE FROM evals")
-            assert "None of them is in the kept log." in page_text(await client.get("/versions/5"))
-            reading._held["index"] = (float("inf"), IndexState(left={"batches": 3}, is_whole=True))
-            page = page_text(await client.get("/versions/5"))
-            assert "Not read yet: the index is behind the log by 3 of batches." in page
-            assert "None of them is in the kept log." not in page and "answered no suite" not in page
-            found = page_text(await client.get("/answers?text=refunds"))
-            assert "Nothing fits what was read. Not read yet: the index is behind" in found
-            with pytest.raises(NotReadYet, match="Look again in a moment"):
-                await reading.answer(live(99, "", "").id)
-
-    asyncio.run(main())
-
-
-def test_of_two_consoles_over_one_run_both_show_it_and_one_goes_on_when_the_other_ends(tmp_path: Path) -> None:
-    async def main() -> None:
-        log = await filled()
-        async with looking(tmp_path, log) as (other, _), looking(tmp_path, log) as (client, _):
-            for path in PAGES:
-                assert page_text(await client.get(path)) and (await other.get(path)).status_code == 200
-        async with looking(tmp_path, log) as (client, _):
-            for name in (FILE, f"{FILE}-wal", f"{FILE}-shm"):  # and a file that is removed is made again
-                (tmp_path / "state" / name).unlink(missing_ok=True)
-            new = live(30, "a later wish", "granted")
-            await log.publish(topics.EXPERIENCES, Block((new,)))
-            async with asyncio.timeout(30):
-                while "granted" not in page_text(await client.get("/answers?text=wish")):  # noqa: ASYNC110 (a page tells no one)
-                    await asyncio.sleep(0.05)
-            assert "question 0 about refunds" in page_text(await client.get("/answers?text=refunds"))
-
-    asyncio.run(main())
-
-
-def test_an_index_that_is_not_there_and_a_page_that_broke_say_so_under_the_same_headers(tmp_path: Path) -> None:
-    async def main() -> None:
-        log = await filled()
-        async with looking(tmp_path, log) as (client, _):
-            for change, status, said in (
-                ("UPDATE answers SET time_ms = 'then'", 500, "This page broke"),
-                ("DROP TABLE answers", 503, "The index is being built again"),
-            ):
-                with closing(sqlite3.connect(tmp_path / "state" / FILE)) as database, database:
-                    database.execute(change)
-                page = await client.get("/answers")
-                assert page.status_code == status and said in page_text(page)
-                assert {name: page.headers.get(name) for name in HEADERS} == HEADERS
-
-    asyncio.run(main())
+                database.execute(change)
+            page = await client.get("/answers")
+            assert page.status_code == status and said in page_text(page)
+            assert {name: page.headers.get(name) for name in HEADERS} == HEADERS
 
 
 def test_a_log_whose_beginning_was_removed_shows_what_is_left_and_says_what_is_gone(tmp_path: Path) -> None:
@@ -220,46 +205,38 @@ def test_who_was_forgotten_is_gone_from_every_page_and_no_key_opens_them(tmp_pat
     assert not [page for page in (bob, *others) if "Theodor" in page_text(page).replace('value="Theodor"', "")]
 
 
-def test_an_archive_says_why_a_version_was_held_and_what_was_measured(tmp_path: Path) -> None:
+async def test_an_archive_says_why_a_version_was_held_and_what_was_measured(tmp_path: Path) -> None:
     file = tmp_path / "run.headrace"
-
-    async def main() -> None:
-        store = MemoryStore()
-        log = await filled_log(store)
-        config = msgspec.structs.replace(CONFIG, learner=Use(use=SCRIPTED))
-        await train(log, store, ScriptedLearner(), config)
-        for version in (0, 1):
-            result = EvalResult(policy="main", version=version, suite="dev", num_tasks=4, num_correct=3 - version)
-            await log.publish(topics.EVALS, result)
-        held = PolicyEvent(
-            event="held", policy="main", version=1, channel="stable", owner="gate", token=1,
-            reason="dev: 0.500, expected at least 0.600", stats={"dev": 0.5, "stable/dev": 0.75},
-        )  # fmt: skip
-        await log.publish(topics.POLICIES, held)
-        settings = Settings(app="t", pacing=FLOOR.pacing, policy=PolicyConfig(model="somebody/tiny"), trainer=config)
-        with writing(file) as archive:
-            start = await find_start(log, store, "t", to_step=None)
-            archive.finish(await fill_archive(archive, ReplaySource(settings, log, store, "somebody/tiny"), start))
-        async with (
-            open_source(SettingsFile(file)) as (read, restored, _, state, command),
-            looking_at(read, restored, state) as (client, _),
-        ):
-            assert command == (), "an archive has no settings of stages to run"
-            page = (await client.get("/versions/1")).text
-            assert (
-                "Held back by gate: dev: 0.500, expected at least 0.600." in page
-                and "0.75" in page
-                and "2 of 4" in page
-            )
-            flow = page_text(await client.get("/"))
-            assert ARCHIVED in flow and "No alarms." in flow, "roles that are not in it are no alarm"
-            learning = (await client.get("/learning")).text
-            assert "Suite dev" in learning and "Loss" in learning
-            assert "An archive has no settings of stages." in (await client.get("/data")).text
-            trained = (await client.get("/answers?fate=trained")).text
-            assert (await client.get(re.findall('href="(/answers/[^?"]+)"', trained)[0])).status_code == 200
-
-    asyncio.run(main())
+    store = MemoryStore()
+    log = await filled_log(store)
+    config = msgspec.structs.replace(CONFIG, learner=Use(use=SCRIPTED))
+    await train(log, store, ScriptedLearner(), config)
+    for version in (0, 1):
+        result = EvalResult(policy="main", version=version, suite="dev", num_tasks=4, num_correct=3 - version)
+        await log.publish(topics.EVALS, result)
+    held = PolicyEvent(
+        event="held", policy="main", version=1, channel="stable", owner="gate", token=1,
+        reason="dev: 0.500, expected at least 0.600", stats={"dev": 0.5, "stable/dev": 0.75},
+    )  # fmt: skip
+    await log.publish(topics.POLICIES, held)
+    settings = Settings(app="t", pacing=FLOOR.pacing, policy=PolicyConfig(model="somebody/tiny"), trainer=config)
+    with writing(file) as archive:
+        start = await find_start(log, store, "t", to_step=None)
+        archive.finish(await fill_archive(archive, ReplaySource(settings, log, store, "somebody/tiny"), start))
+    async with (
+        open_source(SettingsFile(file)) as (read, restored, _, state, command),
+        looking_at(read, restored, state) as (client, _),
+    ):
+        assert command == (), "an archive has no settings of stages to run"
+        page = (await client.get("/versions/1")).text
+        assert "Held back by gate: dev: 0.500, expected at least 0.600." in page and "0.75" in page and "2 of 4" in page
+        flow = page_text(await client.get("/"))
+        assert ARCHIVED in flow and "No alarms." in flow, "roles that are not in it are no alarm"
+        learning = (await client.get("/learning")).text
+        assert "Suite dev" in learning and "Loss" in learning
+        assert "An archive has no settings of stages." in (await client.get("/data")).text
+        trained = (await client.get("/answers?fate=trained")).text
+        assert (await client.get(re.findall('href="(/answers/[^?"]+)"', trained)[0])).status_code == 200
 
 
 def test_a_run_of_which_nothing_is_there_says_so_on_every_page(tmp_path: Path) -> None:
@@ -309,18 +286,15 @@ def test_an_answer_of_a_task_whose_id_has_a_slash_has_its_page(tmp_path: Path) -
     assert found.status_code == 303 and found.headers["location"] == "/answers/HumanEval/0.0.0-0-0"
 
 
-def test_any_number_may_be_asked_for_and_a_form_of_too_many_fields_is_refused_in_words(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with looking(tmp_path, await filled()) as (client, _):
-            for before in ("99999999999999999999", "\u00b2", "-1", "1e3", "\u0663"):
-                for path in ("/data", "/answers", "/versions"):
-                    assert (await client.get(path, params={"before": before})).status_code == 200
-            body = "&".join(f"a{at}=1" for at in range(MAX_FIELDS + 1))
-            for path in ("/enter", "/actions/pause"):
-                page = await client.post(path, content=body, headers={"origin": "http://127.0.0.1:1"})
-                assert page.status_code == 403 and f"more than {MAX_FIELDS} fields" in page.text
-
-    asyncio.run(main())
+async def test_any_number_may_be_asked_for_and_a_form_of_too_many_fields_is_refused_in_words(tmp_path: Path) -> None:
+    async with looking(tmp_path, await filled()) as (client, _):
+        for before in ("99999999999999999999", "\u00b2", "-1", "1e3", "\u0663"):
+            for path in ("/data", "/answers", "/versions"):
+                assert (await client.get(path, params={"before": before})).status_code == 200
+        body = "&".join(f"a{at}=1" for at in range(MAX_FIELDS + 1))
+        for path in ("/enter", "/actions/pause"):
+            page = await client.post(path, content=body, headers={"origin": "http://127.0.0.1:1"})
+            assert page.status_code == 403 and f"more than {MAX_FIELDS} fields" in page.text
 
 
 def test_one_answers_page_has_its_whole_life(tmp_path: Path) -> None:

@@ -26,21 +26,16 @@ def result(version: int, correct: int = 3) -> EvalResult:
     return EvalResult(policy="main", version=version, suite="dev", num_tasks=4, num_correct=correct, request="")
 
 
-def test_master_and_explorer_answer_a_request_beside_the_schedule(tmp_path: Path) -> None:
-    async def run() -> EvalResult:
-        store = folder_store(tmp_path)
-        log = await memory_log(store=store)
-        await load(log, dev=4)
-        await announce(log, store, 3)  # the schedule has nothing for it
-        config = replace(MASTER, evals=SUITES, eval_lead=0)
-        async with running(
-            master(log, config), explorer(log, store, ScriptedEngine()), asyncio.create_task(streams(log))
-        ):
-            wanted = await request(log, "main", "dev", None)
-            async with asyncio.timeout(60):
-                return await wait_for_result(log, "main", "dev", wanted)
-
-    found = asyncio.run(run())
+async def test_master_and_explorer_answer_a_request_beside_the_schedule(tmp_path: Path) -> None:
+    store = folder_store(tmp_path)
+    log = await memory_log(store=store)
+    await load(log, dev=4)
+    await announce(log, store, 3)  # the schedule has nothing for it
+    config = replace(MASTER, evals=SUITES, eval_lead=0)
+    async with running(master(log, config), explorer(log, store, ScriptedEngine()), asyncio.create_task(streams(log))):
+        wanted = await request(log, "main", "dev", None)
+        async with asyncio.timeout(60):
+            found = await wait_for_result(log, "main", "dev", wanted)
     assert (found.suite, found.version, found.num_tasks, found.num_correct) == ("dev", 3, 4, 4)
 
 

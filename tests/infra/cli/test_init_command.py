@@ -1,6 +1,5 @@
 """`headrace init`, and the examples it copies."""
 
-import asyncio
 import json
 import re
 import sys
@@ -175,7 +174,7 @@ def plugin(use: str, name: str, tmp_path: Path) -> Any:
     return load(use, {}, "test")
 
 
-def test_guess_is_won_by_bisection_through_the_engine(tmp_path: Path) -> None:
+async def test_guess_is_won_by_bisection_through_the_engine(tmp_path: Path) -> None:
     """The policy is a script that halves what is left; the workflow and the environment are the example's own."""
     settings = load_settings(copied("guess", tmp_path / "guess"))
     add_plugin_folders(settings.folder, settings.plugins)
@@ -198,7 +197,4 @@ def test_guess_is_won_by_bisection_through_the_engine(tmp_path: Path) -> None:
         assert len(parts) == 1 and parts[0].end == "terminal"
         return max(score.value for score in parts[0].scores if score.value is not None)
 
-    async def run() -> list[float]:
-        return [await won(task) for task in tasks[:16]]
-
-    assert asyncio.run(run()) == [1.0] * 16
+    assert [await won(task) for task in tasks[:16]] == [1.0] * 16

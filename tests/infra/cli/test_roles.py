@@ -36,7 +36,7 @@ from trainer.config import LoraConfig, TrainerConfig
 LIMIT_S = 60.0
 
 
-def test_a_role_that_is_started_early_loads_while_it_waits_and_begins_once_the_file_is_there_or_it_is_stopped(
+async def test_a_role_that_is_started_early_loads_while_it_waits_and_begins_once_the_file_is_there_or_it_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin, loaded, stop = tmp_path / "begin", threading.Event(), asyncio.Event()
@@ -46,23 +46,20 @@ def test_a_role_that_is_started_early_loads_while_it_waits_and_begins_once_the_f
     def fails() -> None:
         raise ImportError("no module vllm")  # left to the role, which needs it
 
-    async def main() -> None:
-        await until_begun(loaded.set, stop)
-        assert not loaded.is_set(), "a role that is not started early begins at once and loads nothing"
-        monkeypatch.setenv(BEGIN_VARIABLE, child.env[BEGIN_VARIABLE])
-        waiting = asyncio.create_task(until_begun(loaded.set, asyncio.Event()))
-        stopped = asyncio.create_task(until_begun(fails, stop))
-        assert await asyncio.to_thread(loaded.wait, LIMIT_S), "nothing is loaded before the file is there"
-        assert not waiting.done() and not stopped.done()
-        stop.set()
-        async with asyncio.timeout(LIMIT_S):
-            await stopped
-            begin.touch()
-            await waiting
-            await until_begun(fails, asyncio.Event())
-
     monkeypatch.delenv(BEGIN_VARIABLE, raising=False)
-    asyncio.run(main())
+    await until_begun(loaded.set, stop)
+    assert not loaded.is_set(), "a role that is not started early begins at once and loads nothing"
+    monkeypatch.setenv(BEGIN_VARIABLE, child.env[BEGIN_VARIABLE])
+    waiting = asyncio.create_task(until_begun(loaded.set, asyncio.Event()))
+    stopped = asyncio.create_task(until_begun(fails, stop))
+    assert await asyncio.to_thread(loaded.wait, LIMIT_S), "nothing is loaded before the file is there"
+    assert not waiting.done() and not stopped.done()
+    stop.set()
+    async with asyncio.timeout(LIMIT_S):
+        await stopped
+        begin.touch()
+        await waiting
+        await until_begun(fails, asyncio.Event())
 
 
 @pytest.mark.full

@@ -151,20 +151,17 @@ def test_accuracy_is_the_newest_of_each_suite_with_its_interval_and_pass_at_k() 
     assert accuracy_text(accuracy) == "30.0% (20.0% to 40.0%), pass@4 80.0%"
 
 
-def test_lag_is_what_a_group_has_yet_to_commit_and_too_much_is_an_alarm() -> None:
-    async def main() -> None:
-        log = Log(MemoryBus(), "t")
-        await log.create_topics(partitions=2, keep_ms=-1)
-        reader = await log.subscribed(topics.VERIFIED, group="collect")
-        for index in (0, 1, 1):
-            await log.publish(topics.VERIFIED, Tick(partition=index, due_ms=0))
-        await log.publish(topics.REPORTS, progress("process"))
-        state = await read_status(log, now_s=time.time(), max_lag=2)
-        assert state["lags"]["verified"] == 3 and state["lags"]["tasks"] is None
-        assert state["alarms"] == ["verified: 3 records wait, expected at most 2"] and alarms(state, 3) == []
-        await reader.close()
-
-    asyncio.run(main())
+async def test_lag_is_what_a_group_has_yet_to_commit_and_too_much_is_an_alarm() -> None:
+    log = Log(MemoryBus(), "t")
+    await log.create_topics(partitions=2, keep_ms=-1)
+    reader = await log.subscribed(topics.VERIFIED, group="collect")
+    for index in (0, 1, 1):
+        await log.publish(topics.VERIFIED, Tick(partition=index, due_ms=0))
+    await log.publish(topics.REPORTS, progress("process"))
+    state = await read_status(log, now_s=time.time(), max_lag=2)
+    assert state["lags"]["verified"] == 3 and state["lags"]["tasks"] is None
+    assert state["alarms"] == ["verified: 3 records wait, expected at most 2"] and alarms(state, 3) == []
+    await reader.close()
 
 
 def worker(number: int, waits: FeedbackWait | None, state: str = "running") -> Progress:

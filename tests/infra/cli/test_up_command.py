@@ -116,18 +116,16 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
 """
 
 
-def test_up_prints_the_cause_of_a_role_that_cannot_start_once_and_an_alarm_where_it_goes_on(tmp_path: Path) -> None:
+async def test_up_prints_the_cause_of_a_role_that_cannot_start_once_and_an_alarm_where_it_goes_on(
+    tmp_path: Path,
+) -> None:
     said = io.StringIO()
     tell = teller(tmp_path, Screen(file=said, width=200))
     code = "import sys; print('ValueError: no room', file=sys.stderr); sys.exit(1)"
     child = Child(name="explore", argv=(sys.executable, "-S", "-c", code), log=tmp_path / "explore.log", max_failures=4)
-
-    async def run() -> None:
-        child_ = msgspec.structs.replace(child, max_backoff_s=0.01)
-        async with Supervisor([child_], tell) as supervisor:
-            await supervisor.wait()
-
-    asyncio.run(run())
+    child_ = msgspec.structs.replace(child, max_backoff_s=0.01)
+    async with Supervisor([child_], tell) as supervisor:
+        await supervisor.wait()
     assert said.getvalue().splitlines() == [
         "explore started",
         "explore exited (exit code 1)",

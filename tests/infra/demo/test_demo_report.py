@@ -84,30 +84,24 @@ def test_only_a_master_that_is_done_in_this_run_ends_it() -> None:
     assert run_of((5, done)).done and not run_of((5, progress("master", state="done"))).done
 
 
-def test_a_log_that_is_read_on_is_read_once() -> None:
-    async def main() -> tuple[RunRecord, float | None]:
-        log = Log(MemoryBus(lambda: int(START_S * 1000) + 31_500), "t")
-        await log.create_topics(partitions=2, keep_ms=-1)
-        run = RunRecord(started_s=START_S)
-        for steps in (1.0, 2.0):
-            await log.publish(topics.REPORTS, progress("train", steps=steps))
-            await log.publish(topics.EXPERIENCES, group_block())
-            await run.read_on(log)
-        return run, await startup_s(log, START_S)
-
-    run, first_s = asyncio.run(main())
+async def test_a_log_that_is_read_on_is_read_once() -> None:
+    log = Log(MemoryBus(lambda: int(START_S * 1000) + 31_500), "t")
+    await log.create_topics(partitions=2, keep_ms=-1)
+    run = RunRecord(started_s=START_S)
+    for steps in (1.0, 2.0):
+        await log.publish(topics.REPORTS, progress("train", steps=steps))
+        await log.publish(topics.EXPERIENCES, group_block())
+        await run.read_on(log)
+    first_s = await startup_s(log, START_S)
     assert len(run.history) == 2 and run.counter("train", "steps") == 2.0 and first_s == 31.5
     assert ": 2 steps, 0 experiences trained, no version yet" in run.line()
 
 
-def test_start_up_is_not_measured_in_a_run_that_was_gone_on_with() -> None:
-    async def main() -> float | None:
-        log = Log(MemoryBus(lambda: int(START_S * 1000) - 100_000), "t")
-        await log.create_topics(partitions=1, keep_ms=-1)
-        await log.publish(topics.EXPERIENCES, group_block())
-        return await startup_s(log, START_S)
-
-    assert asyncio.run(main()) is None
+async def test_start_up_is_not_measured_in_a_run_that_was_gone_on_with() -> None:
+    log = Log(MemoryBus(lambda: int(START_S * 1000) - 100_000), "t")
+    await log.create_topics(partitions=1, keep_ms=-1)
+    await log.publish(topics.EXPERIENCES, group_block())
+    assert await startup_s(log, START_S) is None
 
 
 def test_a_line_of_progress_names_phase_steps_version_and_accuracy() -> None:

@@ -1,6 +1,5 @@
 """The agent of the OpenAI Agents SDK that plays the demo's task guess: turn by turn what the built-in workflow makes of it."""
 
-import asyncio
 import socket
 import subprocess
 import time
@@ -56,7 +55,7 @@ def built_in(folder: Path) -> Workflow:
     return workflow
 
 
-def test_the_agent_s_games_are_recorded_and_rewarded_as_those_of_the_built_in_workflow(
+async def test_the_agent_s_games_are_recorded_and_rewarded_as_those_of_the_built_in_workflow(
     service: str, tmp_path: Path
 ) -> None:
     folder = build_char_model(tmp_path / "model", 0, TASKS["guess"].vocabulary, TASKS["guess"].size)
@@ -79,29 +78,22 @@ def test_the_agent_s_games_are_recorded_and_rewarded_as_those_of_the_built_in_wo
         await engine.close()
         return session.experiences(group="g.0", attempt=0, episode=0), tuple(scores)
 
-    async def run() -> None:
-        workflow, agent = built_in(tmp_path), Program(url=service)
-        for task, words in zip(guess(), says, strict=False):
-            ((ours,), none), ((theirs,), also_none) = await play(workflow, task, words), await play(agent, task, words)
-            assert none == also_none == ()
-            assert theirs.tokens.tolist() == ours.tokens.tolist()
-            assert (theirs.end, [one.at for one in theirs.scores]) == (ours.end, [one.at for one in ours.scores])
-            values = [[round(one.value, 9) for one in side.scores] for side in (theirs, ours)]
-            assert values[0] == values[1] and {one.name for one in theirs.scores} == {"environment"}
-
-    asyncio.run(run())
+    workflow, agent = built_in(tmp_path), Program(url=service)
+    for task, words in zip(guess(), says, strict=False):
+        ((ours,), none), ((theirs,), also_none) = await play(workflow, task, words), await play(agent, task, words)
+        assert none == also_none == ()
+        assert theirs.tokens.tolist() == ours.tokens.tolist()
+        assert (theirs.end, [one.at for one in theirs.scores]) == (ours.end, [one.at for one in ours.scores])
+        values = [[round(one.value, 9) for one in side.scores] for side in (theirs, ours)]
+        assert values[0] == values[1] and {one.name for one in theirs.scores} == {"environment"}
 
 
-def test_a_game_in_which_nothing_is_said_ends_without_a_reward(service: str, tmp_path: Path) -> None:
+async def test_a_game_in_which_nothing_is_said_ends_without_a_reward(service: str, tmp_path: Path) -> None:
     folder = build_char_model(tmp_path / "model", 0, TASKS["guess"].vocabulary, TASKS["guess"].size)
     tokenizer = load_tokenizer(folder)
-
-    async def run() -> tuple[Score, ...]:
-        engine = ScriptedEngine(num_vocabulary=VOCABULARY_SIZE, max_model_len=64, script=lambda _: tokenizer.eos_ids)
-        await engine.start()
-        session = Session(engine, CachedTokenizer(tokenizer), Sampling(max_tokens=3, stop=tokenizer.eos_ids))
-        scores = await Program(url=service)(next(iter(guess())), session)
-        await engine.close()
-        return tuple(scores)
-
-    assert asyncio.run(run()) == (Score(name="environment", value=0.0),)
+    engine = ScriptedEngine(num_vocabulary=VOCABULARY_SIZE, max_model_len=64, script=lambda _: tokenizer.eos_ids)
+    await engine.start()
+    session = Session(engine, CachedTokenizer(tokenizer), Sampling(max_tokens=3, stop=tokenizer.eos_ids))
+    scores = await Program(url=service)(next(iter(guess())), session)
+    await engine.close()
+    assert tuple(scores) == (Score(name="environment", value=0.0),)

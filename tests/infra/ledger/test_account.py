@@ -227,15 +227,12 @@ async def log_of_a_run() -> Log:
     return log
 
 
-def test_the_account_of_a_log() -> None:
-    async def main() -> None:
-        log = await log_of_a_run()
-        read: list[str] = []
-        found = await audit(log, RUN, lambda topic, left: read.append(topic))
-        assert (found.trained, found.dropped, found.pending) == (2, {"all rewards equal": 2}, 2)
-        assert found.is_clean and read[0] == "batches" and [one for one in read if one][-1] == "experts"
-
-    asyncio.run(main())
+async def test_the_account_of_a_log() -> None:
+    log = await log_of_a_run()
+    read: list[str] = []
+    found = await audit(log, RUN, lambda topic, left: read.append(topic))
+    assert (found.trained, found.dropped, found.pending) == (2, {"all rewards equal": 2}, 2)
+    assert found.is_clean and read[0] == "batches" and [one for one in read if one][-1] == "experts"
 
 
 def test_a_full_disk_is_an_error_that_names_the_folder_of_temporary_files() -> None:
@@ -247,100 +244,82 @@ def test_a_full_disk_is_an_error_that_names_the_folder_of_temporary_files() -> N
             ledger.account()
 
 
-def test_a_record_that_comes_during_the_audit_is_pending_at_most() -> None:
-    async def main() -> None:
-        log = await log_of_a_run()
+async def test_a_record_that_comes_during_the_audit_is_pending_at_most() -> None:
+    log = await log_of_a_run()
 
-        def publish_all_of_a_group(topic: str, left: int) -> None:
-            if topic == "dead-letters":  # batches, progress and buffer are read by now
-                tasks.append(asyncio.ensure_future(pass_through()))
+    def publish_all_of_a_group(topic: str, left: int) -> None:
+        if topic == "dead-letters":  # batches, progress and buffer are read by now
+            tasks.append(asyncio.ensure_future(pass_through()))
 
-        async def pass_through() -> None:
-            await log.publish(topics.EXPERIENCES, block("late.0"))
-            await log.publish(topics.BUFFER, block("late.0"))
-            await log.publish(topics.BATCHES, batch(1, "late.0.0-0-0"))
+    async def pass_through() -> None:
+        await log.publish(topics.EXPERIENCES, block("late.0"))
+        await log.publish(topics.BUFFER, block("late.0"))
+        await log.publish(topics.BATCHES, batch(1, "late.0.0-0-0"))
 
-        tasks: list[asyncio.Future[None]] = []
-        found = await audit(log, RUN, publish_all_of_a_group)
-        await asyncio.gather(*tasks)
-        assert found.is_clean and found.pending in (2, 4)
-
-    asyncio.run(main())
+    tasks: list[asyncio.Future[None]] = []
+    found = await audit(log, RUN, publish_all_of_a_group)
+    await asyncio.gather(*tasks)
+    assert found.is_clean and found.pending in (2, 4)
 
 
-def test_what_was_trained_from_below_the_kept_buffer_is_not_called_unknown() -> None:
-    async def main() -> None:
-        log = await log_of_a_run()
-        for _ in range(7):
-            await log.publish(topics.BUFFER, block("b.0"))
-        await log.publish(topics.BATCHES, batch(1, "gone.0.0-0-0"))
-        assert (await audit(log, RUN)).unknown == ("gone.0.0-0-0",)
-        await log.bus.delete_records(Partition(log.name(topics.BUFFER), 0), 8)
-        assert (await audit(log, RUN)).is_clean
-
-    asyncio.run(main())
+async def test_what_was_trained_from_below_the_kept_buffer_is_not_called_unknown() -> None:
+    log = await log_of_a_run()
+    for _ in range(7):
+        await log.publish(topics.BUFFER, block("b.0"))
+    await log.publish(topics.BATCHES, batch(1, "gone.0.0-0-0"))
+    assert (await audit(log, RUN)).unknown == ("gone.0.0-0-0",)
+    await log.bus.delete_records(Partition(log.name(topics.BUFFER), 0), 8)
+    assert (await audit(log, RUN)).is_clean
 
 
-def test_what_was_published_before_the_kept_journal_is_left_out_and_never_called_pending() -> None:
-    async def main() -> None:
-        tick = itertools.count(step=1000)
-        log = Log(MemoryBus(lambda: next(tick)), "t")
-        await log.create_topics(partitions=2, keep_ms=-1)
-        await log.publish(topics.EXPERTS, block("old.0"))
-        await log.publish(topics.BATCHES, batch(0, "old.0.0-0-0", "old.0.0-1-0"))
-        await log.publish(topics.BATCHES, batch(1))
-        await log.publish(topics.EXPERIENCES, block("new.0"))
-        await log.publish(topics.BATCHES, batch(2, "new.0.0-0-0", "new.0.0-1-0"))
-        whole = await audit(log, RUN)
-        assert (whole.published, whole.trained, whole.pending) == (4, 4, 0)
-        await log.bus.delete_records(Partition(log.name(topics.BATCHES), 0), 1)
-        kept = await audit(log, RUN)
-        assert (kept.published, kept.trained, kept.pending) == (2, 2, 0)
-
-    asyncio.run(main())
+async def test_what_was_published_before_the_kept_journal_is_left_out_and_never_called_pending() -> None:
+    tick = itertools.count(step=1000)
+    log = Log(MemoryBus(lambda: next(tick)), "t")
+    await log.create_topics(partitions=2, keep_ms=-1)
+    await log.publish(topics.EXPERTS, block("old.0"))
+    await log.publish(topics.BATCHES, batch(0, "old.0.0-0-0", "old.0.0-1-0"))
+    await log.publish(topics.BATCHES, batch(1))
+    await log.publish(topics.EXPERIENCES, block("new.0"))
+    await log.publish(topics.BATCHES, batch(2, "new.0.0-0-0", "new.0.0-1-0"))
+    whole = await audit(log, RUN)
+    assert (whole.published, whole.trained, whole.pending) == (4, 4, 0)
+    await log.bus.delete_records(Partition(log.name(topics.BATCHES), 0), 1)
+    kept = await audit(log, RUN)
+    assert (kept.published, kept.trained, kept.pending) == (2, 2, 0)
 
 
 @pytest.mark.slow
-def test_master_explorer_streams_and_trainer_drain_to_zero_and_go_on_when_told(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with whole_loop(tmp_path) as log:
-            await trained_steps(log, 5)
-            seen: list[Draining] = []
-            account = await drain(log, "test", "ann", 60.0, seen.append)
-            assert account.is_clean and account.on_the_way == 0, account.pending_ids[:5]
-            assert account.trained > 10 and {one.state for one in seen} >= {"drained"}
-            issued = len([one async for one in log.read_all(TASKS)])
-            again = await drain(log, "test", "ann", 60.0, seen.append)
-            assert again.published == account.published, "a drained app does not go on by itself"
-            assert len([one async for one in log.read_all(TASKS)]) == issued
-            steps = len([one async for one in log.read_all(PROGRESS) if isinstance(one.value, Drawn)])
-            await go_on(log, "ann")
-            await trained_steps(log, steps + 2)
-
-    asyncio.run(main())
+async def test_master_explorer_streams_and_trainer_drain_to_zero_and_go_on_when_told(tmp_path: Path) -> None:
+    async with whole_loop(tmp_path) as log:
+        await trained_steps(log, 5)
+        seen: list[Draining] = []
+        account = await drain(log, "test", "ann", 60.0, seen.append)
+        assert account.is_clean and account.on_the_way == 0, account.pending_ids[:5]
+        assert account.trained > 10 and {one.state for one in seen} >= {"drained"}
+        issued = len([one async for one in log.read_all(TASKS)])
+        again = await drain(log, "test", "ann", 60.0, seen.append)
+        assert again.published == account.published, "a drained app does not go on by itself"
+        assert len([one async for one in log.read_all(TASKS)]) == issued
+        steps = len([one async for one in log.read_all(PROGRESS) if isinstance(one.value, Drawn)])
+        await go_on(log, "ann")
+        await trained_steps(log, steps + 2)
 
 
-def test_a_drain_that_nobody_hears_ends_with_its_time_and_says_what_is_on_its_way(tmp_path: Path) -> None:
-    async def main() -> None:
-        log = await memory_log()
-        await log.publish(EXPERIENCES, answer_block(answer("t.0", 0)))
-        account = await drain(log, "test", "ann", 0.2, lambda now: None)
-        assert account.on_the_way == 1
-
-    asyncio.run(main())
+async def test_a_drain_that_nobody_hears_ends_with_its_time_and_says_what_is_on_its_way(tmp_path: Path) -> None:
+    log = await memory_log()
+    await log.publish(EXPERIENCES, answer_block(answer("t.0", 0)))
+    account = await drain(log, "test", "ann", 0.2, lambda now: None)
+    assert account.on_the_way == 1
 
 
-def test_a_master_that_starts_into_a_drain_issues_nothing() -> None:
-    async def main() -> None:
-        log = await memory_log()
-        await load(log)
-        await log.publish(POLICIES, Directive(order="drain", owner="ann"))
-        heard, tasks = TopicArrivals(log, REPORTS), TopicArrivals(log, TASKS)
-        listening = [asyncio.create_task(one.listen()) for one in (heard, tasks)]
-        async with running(master(log), *listening):
-            await until(lambda: any(one.state == "drained" for one in heard.of(Progress)))
-            assert not tasks.records
-            await go_on(log, "ann")
-            await until(lambda: len(tasks.records) == 4)
-
-    asyncio.run(main())
+async def test_a_master_that_starts_into_a_drain_issues_nothing() -> None:
+    log = await memory_log()
+    await load(log)
+    await log.publish(POLICIES, Directive(order="drain", owner="ann"))
+    heard, tasks = TopicArrivals(log, REPORTS), TopicArrivals(log, TASKS)
+    listening = [asyncio.create_task(one.listen()) for one in (heard, tasks)]
+    async with running(master(log), *listening):
+        await until(lambda: any(one.state == "drained" for one in heard.of(Progress)))
+        assert not tasks.records
+        await go_on(log, "ann")
+        await until(lambda: len(tasks.records) == 4)

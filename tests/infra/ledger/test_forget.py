@@ -62,77 +62,62 @@ def steps_of(journaled: list[object], group: str) -> list[int]:
     ]
 
 
-def test_the_report_names_every_step_and_version_that_learned_from_the_user(tmp_path: Path) -> None:
-    async def body() -> None:
-        log, store = await log_with_ann()
-        await train(log, store, ScriptedLearner())
-        expected = steps_of(await journal(log), "usual-6.0") + steps_of(await journal(log), "usual-7.0")
-        found = await reported(log, tmp_path)
-        assert found.steps == tuple(sorted(set(expected))) and found.steps and found.groups == 2
-        versions = [event.version for event in await published(log) if event.step >= found.steps[0]]
-        assert (found.first_version, found.newest_version) == (min(versions), max(versions))
-
-    asyncio.run(body())
+async def test_the_report_names_every_step_and_version_that_learned_from_the_user(tmp_path: Path) -> None:
+    log, store = await log_with_ann()
+    await train(log, store, ScriptedLearner())
+    expected = steps_of(await journal(log), "usual-6.0") + steps_of(await journal(log), "usual-7.0")
+    found = await reported(log, tmp_path)
+    assert found.steps == tuple(sorted(set(expected))) and found.steps and found.groups == 2
+    versions = [event.version for event in await published(log) if event.step >= found.steps[0]]
+    assert (found.first_version, found.newest_version) == (min(versions), max(versions))
 
 
-def test_replay_says_which_steps_it_cannot_do_and_does_those_before_and_after(tmp_path: Path) -> None:
-    async def body() -> None:
-        log, store = await log_with_ann()
-        await train(log, store, ScriptedLearner())
-        whole, why, _ = await replayed(log, store)
-        assert not why and all(one.equal for one in whole)
-        found = await reported(log, tmp_path)
-        again = Log(log.bus, "t", store=store)
-        before, why, steps = await replayed(again, store, from_step=found.steps[0] - 1)
-        assert f"step {found.steps[0]}: forgotten" in why and tuple(steps) == found.steps
-        assert all(one.equal and one.step < found.steps[0] for one in before)
-        after, why, _ = await replayed(again, store, from_step=whole[-1].step)
-        assert not why and after and all(one.equal for one in after)
-
-    asyncio.run(body())
+async def test_replay_says_which_steps_it_cannot_do_and_does_those_before_and_after(tmp_path: Path) -> None:
+    log, store = await log_with_ann()
+    await train(log, store, ScriptedLearner())
+    whole, why, _ = await replayed(log, store)
+    assert not why and all(one.equal for one in whole)
+    found = await reported(log, tmp_path)
+    again = Log(log.bus, "t", store=store)
+    before, why, steps = await replayed(again, store, from_step=found.steps[0] - 1)
+    assert f"step {found.steps[0]}: forgotten" in why and tuple(steps) == found.steps
+    assert all(one.equal and one.step < found.steps[0] for one in before)
+    after, why, _ = await replayed(again, store, from_step=whole[-1].step)
+    assert not why and after and all(one.equal for one in after)
 
 
-def test_what_waits_in_the_buffer_is_dropped_with_a_reason_and_never_trained() -> None:
-    async def body() -> None:
-        log, store = await log_with_ann()
-        destroy(Keys(store), TENANT, USER)
-        fewer = msgspec.structs.replace(CONFIG, max_steps=STEPS - 2)
-        await train(Log(log.bus, "t", store=store), store, ScriptedLearner(), fewer)
-        journaled = await journal(log)
-        assert not steps_of(journaled, "usual-6.0") and not steps_of(journaled, "usual-7.0")
-        told = [message.value async for message in log.read_all(topics.PROGRESS)]
-        dropped = {group: why for one in told if isinstance(one, Drawn) for group, why in one.dropped.items()}
-        assert dropped.items() >= {("usual-6.0", "forgotten"), ("usual-7.0", "forgotten")}
-
-    asyncio.run(body())
+async def test_what_waits_in_the_buffer_is_dropped_with_a_reason_and_never_trained() -> None:
+    log, store = await log_with_ann()
+    destroy(Keys(store), TENANT, USER)
+    fewer = msgspec.structs.replace(CONFIG, max_steps=STEPS - 2)
+    await train(Log(log.bus, "t", store=store), store, ScriptedLearner(), fewer)
+    journaled = await journal(log)
+    assert not steps_of(journaled, "usual-6.0") and not steps_of(journaled, "usual-7.0")
+    told = [message.value async for message in log.read_all(topics.PROGRESS)]
+    dropped = {group: why for one in told if isinstance(one, Drawn) for group, why in one.dropped.items()}
+    assert dropped.items() >= {("usual-6.0", "forgotten"), ("usual-7.0", "forgotten")}
 
 
-def test_a_trainer_that_restarts_on_lost_steps_goes_on_without_them() -> None:
-    async def body() -> None:
-        log, store = await log_with_ann()
-        learner = ScriptedLearner()
-        await train(log, store, learner)
-        for key in list(store.keys("checkpoints/")):
-            store.delete(key)  # as if it had died before its first checkpoint
-        destroy(Keys(store), TENANT, USER)
-        again = ScriptedLearner()
-        await train(Log(log.bus, "t", store=store), store, again)
-        assert again.tensors() != learner.tensors(), "what was forgotten is not in these weights"
-
-    asyncio.run(body())
+async def test_a_trainer_that_restarts_on_lost_steps_goes_on_without_them() -> None:
+    log, store = await log_with_ann()
+    learner = ScriptedLearner()
+    await train(log, store, learner)
+    for key in list(store.keys("checkpoints/")):
+        store.delete(key)  # as if it had died before its first checkpoint
+    destroy(Keys(store), TENANT, USER)
+    again = ScriptedLearner()
+    await train(Log(log.bus, "t", store=store), store, again)
+    assert again.tensors() != learner.tensors(), "what was forgotten is not in these weights"
 
 
-def test_the_event_of_forgetting_is_in_the_log_and_names_nobody() -> None:
-    async def body() -> None:
-        log = Log(MemoryBus(), "t", store=secret_store())
-        await log.create_topics(partitions=1, keep_ms=-1)
-        about = await tell(log, TENANT, USER, secret=b"s", owner="ops")
-        (message,) = [one async for one in log.read_all(topics.POLICIES)]
-        assert message.value == Directive(order="forget", owner="ops", about=about)
-        assert USER.encode() not in message.record.value and ANN.encode() not in message.record.value
-        assert about != await tell(log, TENANT, USER, secret=b"other", owner="ops")
-
-    asyncio.run(body())
+async def test_the_event_of_forgetting_is_in_the_log_and_names_nobody() -> None:
+    log = Log(MemoryBus(), "t", store=secret_store())
+    await log.create_topics(partitions=1, keep_ms=-1)
+    about = await tell(log, TENANT, USER, secret=b"s", owner="ops")
+    (message,) = [one async for one in log.read_all(topics.POLICIES)]
+    assert message.value == Directive(order="forget", owner="ops", about=about)
+    assert USER.encode() not in message.record.value and ANN.encode() not in message.record.value
+    assert about != await tell(log, TENANT, USER, secret=b"other", owner="ops")
 
 
 @pytest.mark.parametrize(
@@ -140,56 +125,49 @@ def test_the_event_of_forgetting_is_in_the_log_and_names_nobody() -> None:
     [ids.synthetic_group(("q.0.0-0-0",), "synthesize@1", 0), ids.request_group(session_name(TENANT, "chat"), 7, 3)],
     ids=["derived", "a turn of a session"],
 )
-def test_what_is_sealed_is_found_by_its_key_whatever_group_it_lies_in(tmp_path: Path, group: str) -> None:
-    async def body() -> None:
-        log = Log(MemoryBus(), "t", store=secret_store())
-        await log.create_topics(partitions=1, keep_ms=-1)
-        first = of_ann(log, 1).experiences[0]
-        name = ids.experience_id(group, 0, 0)
-        made = msgspec.structs.replace(first, id=name, group=group, lane="expert", sequence=-1)
-        await log.publish(topics.BUFFER, Block((made,)))
-        await log.publish(topics.BATCHES, msgspec.structs.replace(batch(4, name), run="t"))
-        await log.publish(
-            topics.POLICIES, PolicyEvent(event="published", policy="main", version=5, parent=4, step=4, token=1)
-        )
-        found = await reported(log, tmp_path)
-        assert (found.steps, found.first_version, found.groups) == ((4,), 5, 1)
-
-    asyncio.run(body())
+async def test_what_is_sealed_is_found_by_its_key_whatever_group_it_lies_in(tmp_path: Path, group: str) -> None:
+    log = Log(MemoryBus(), "t", store=secret_store())
+    await log.create_topics(partitions=1, keep_ms=-1)
+    first = of_ann(log, 1).experiences[0]
+    name = ids.experience_id(group, 0, 0)
+    made = msgspec.structs.replace(first, id=name, group=group, lane="expert", sequence=-1)
+    await log.publish(topics.BUFFER, Block((made,)))
+    await log.publish(topics.BATCHES, msgspec.structs.replace(batch(4, name), run="t"))
+    await log.publish(
+        topics.POLICIES, PolicyEvent(event="published", policy="main", version=5, parent=4, step=4, token=1)
+    )
+    found = await reported(log, tmp_path)
+    assert (found.steps, found.first_version, found.groups) == ((4,), 5, 1)
 
 
-def test_forgetting_twice_reports_the_same(tmp_path: Path) -> None:
-    async def body() -> None:
-        log, store = await log_with_ann()
-        await train(log, store, ScriptedLearner())
-        first = await reported(log, tmp_path)
-        assert await reported(log, tmp_path) == first
-
-    asyncio.run(body())
+async def test_forgetting_twice_reports_the_same(tmp_path: Path) -> None:
+    log, store = await log_with_ann()
+    await train(log, store, ScriptedLearner())
+    first = await reported(log, tmp_path)
+    assert await reported(log, tmp_path) == first
 
 
-def test_what_was_written_about_their_answers_is_forgotten_with_them_and_what_is_anothers_stays(tmp_path: Path) -> None:
-    async def body() -> None:
-        store = secret_store()
-        log = Log(MemoryBus(), "t", store=store)
-        await log.create_topics(partitions=1, keep_ms=-1)
-        first = of_ann(log, 1).experiences[0]
-        groups = {name: ids.request_group(session_name(TENANT, name), 7, 3) for name in ("hers", "his")}
-        names = {name: ids.experience_id(group, 0, 0) for name, group in groups.items()}
-        hers = msgspec.structs.replace(first, id=names["hers"], group=groups["hers"], lane="live", sequence=-1)
-        await log.publish(topics.EXPERIENCES, Block((hers,)))
-        keys = Keys(store)
-        written = {name: seal_text("a fine name", keys, answer) for name, answer in names.items()}
-        key_ids = destroy(keys, TENANT, USER)
-        index = LogIndex(tmp_path / "trace.sqlite", run="t", policy="main")
-        for _ in range(2):
-            assert (await complete(log, index, keys, "9f", key_ids)).texts == 1, "again is harmless"
-        index.close()
-        assert open_text(written["his"], Keys(store), names["his"]) == "a fine name"
-        with pytest.raises(Sealed, match="forgotten"):
-            open_text(written["hers"], Keys(store), names["hers"])
-
-    asyncio.run(body())
+async def test_what_was_written_about_their_answers_is_forgotten_with_them_and_what_is_anothers_stays(
+    tmp_path: Path,
+) -> None:
+    store = secret_store()
+    log = Log(MemoryBus(), "t", store=store)
+    await log.create_topics(partitions=1, keep_ms=-1)
+    first = of_ann(log, 1).experiences[0]
+    groups = {name: ids.request_group(session_name(TENANT, name), 7, 3) for name in ("hers", "his")}
+    names = {name: ids.experience_id(group, 0, 0) for name, group in groups.items()}
+    hers = msgspec.structs.replace(first, id=names["hers"], group=groups["hers"], lane="live", sequence=-1)
+    await log.publish(topics.EXPERIENCES, Block((hers,)))
+    keys = Keys(store)
+    written = {name: seal_text("a fine name", keys, answer) for name, answer in names.items()}
+    key_ids = destroy(keys, TENANT, USER)
+    index = LogIndex(tmp_path / "trace.sqlite", run="t", policy="main")
+    for _ in range(2):
+        assert (await complete(log, index, keys, "9f", key_ids)).texts == 1, "again is harmless"
+    index.close()
+    assert open_text(written["his"], Keys(store), names["his"]) == "a fine name"
+    with pytest.raises(Sealed, match="forgotten"):
+        open_text(written["hers"], Keys(store), names["hers"])
 
 
 SAVED = Saved(run="t", token=1, step=7, version=3, sha256="9f")
@@ -233,27 +211,24 @@ async def journaled_until(log: Log, enough: Callable[[list[object]], bool]) -> N
 
 
 @pytest.mark.slow
-def test_a_trainer_that_waits_for_more_lets_go_of_what_is_forgotten_and_writes_a_checkpoint() -> None:
-    async def body() -> None:
-        log, store = await log_with_ann()
-        await log.publish(topics.BUFFER, of_ann(log, 2 * STEPS))  # one group alone makes no step
-        endless = msgspec.structs.replace(CONFIG, max_steps=0, checkpoint_every=10_000)
-        trainer = Log(log.bus, "t", store=store)
-        training = asyncio.create_task(train(trainer, store, ScriptedLearner(), endless))
-        await journaled_until(log, lambda found: len([one for one in found if is_step(one)]) == STEPS)
-        before = [one for one in await journal(log) if isinstance(one, Saved)]
-        destroy(Keys(store), TENANT, USER)
-        await tell(log, TENANT, USER, secret=b"s", owner="ops")
-        await journaled_until(log, lambda found: len([one for one in found if isinstance(one, Saved)]) > len(before))
-        training.cancel()
-        await asyncio.gather(training, return_exceptions=True)
-        told = [message.value async for message in log.read_all(topics.PROGRESS)]
-        dropped = {group: why for one in told if isinstance(one, Drawn) for group, why in one.dropped.items()}
-        assert dropped == {f"usual-{2 * STEPS}.0": "forgotten"}
-        newest = [one for one in await journal(log) if isinstance(one, Saved)][-1]
-        assert newest.step == max(one.step for one in await journal(log) if isinstance(one, Batch))
-
-    asyncio.run(body())
+async def test_a_trainer_that_waits_for_more_lets_go_of_what_is_forgotten_and_writes_a_checkpoint() -> None:
+    log, store = await log_with_ann()
+    await log.publish(topics.BUFFER, of_ann(log, 2 * STEPS))  # one group alone makes no step
+    endless = msgspec.structs.replace(CONFIG, max_steps=0, checkpoint_every=10_000)
+    trainer = Log(log.bus, "t", store=store)
+    training = asyncio.create_task(train(trainer, store, ScriptedLearner(), endless))
+    await journaled_until(log, lambda found: len([one for one in found if is_step(one)]) == STEPS)
+    before = [one for one in await journal(log) if isinstance(one, Saved)]
+    destroy(Keys(store), TENANT, USER)
+    await tell(log, TENANT, USER, secret=b"s", owner="ops")
+    await journaled_until(log, lambda found: len([one for one in found if isinstance(one, Saved)]) > len(before))
+    training.cancel()
+    await asyncio.gather(training, return_exceptions=True)
+    told = [message.value async for message in log.read_all(topics.PROGRESS)]
+    dropped = {group: why for one in told if isinstance(one, Drawn) for group, why in one.dropped.items()}
+    assert dropped == {f"usual-{2 * STEPS}.0": "forgotten"}
+    newest = [one for one in await journal(log) if isinstance(one, Saved)][-1]
+    assert newest.step == max(one.step for one in await journal(log) if isinstance(one, Batch))
 
 
 def is_step(one: object) -> bool:

@@ -99,65 +99,58 @@ def test_answers_are_in_the_order_of_their_times_whatever_order_they_are_read_in
     assert rows(index, "SELECT answered FROM texts ORDER BY n") == [(f"said {at}",) for at in (1, 2, 3, 4, 0)]
 
 
-def test_an_index_without_pages_holds_no_text_and_becomes_one_with_them_when_a_console_asks(tmp_path: Path) -> None:
-    async def main() -> None:
-        log = Log(MemoryBus(), "t", store=MemoryStore())
-        await fill(log)
-        plain = LogIndex(tmp_path / FILE, run="t", policy="main")
-        await plain.refresh(log)
-        group = live(0, "", "").group
-        assert plain.places(group) and not any(sizes(plain.database)[table] for table in ("answers", "texts", "curves"))
-        console = LogIndex(tmp_path / FILE, run="t", policy="main", pages=True)
-        assert not await console.refresh(log, wait_s=0.0), "the other one writes"
-        await plain.refresh(log)
-        assert sizes(console.database)["texts"] > 0 and console.places(group) == plain.places(group)
-        plain.close()
-        console.close()
-
-    asyncio.run(main())
-
-
-def test_of_two_processes_one_writes_and_the_other_goes_on_when_it_is_gone(tmp_path: Path) -> None:
-    async def main() -> None:
-        log = Log(MemoryBus(), "t", store=MemoryStore())
-        await fill(log)
-        first, second = (LogIndex(tmp_path / FILE, run="t", policy="main", pages=True) for _ in range(2))
-        assert await first.refresh(log) and not await second.refresh(log, wait_s=0.0)
-        waiting = asyncio.create_task(second.refresh(log))
-        assert await waiting, "the writer has read as far"
-        first.close()
-        await log.publish(topics.EXPERIENCES, Block((live(80, "a later wish", "granted"),)))
-        assert await second.refresh(log)
-        assert second.places(live(80, "", "").group)
-        second.close()
-
-    asyncio.run(main())
-
-
-def test_a_log_that_begins_anew_and_a_file_that_is_gone_or_of_another_layout_begin_the_index_anew(
+async def test_an_index_without_pages_holds_no_text_and_becomes_one_with_them_when_a_console_asks(
     tmp_path: Path,
 ) -> None:
-    async def main() -> None:
-        log = Log(MemoryBus(), "t", store=MemoryStore())
-        await fill(log)
-        with sqlite3.connect(tmp_path / FILE) as old:
-            old.execute("CREATE TABLE answers (x)")
-            old.execute("PRAGMA user_version = 999")
-        old.close()
-        index = LogIndex(tmp_path / FILE, run="t", policy="main", pages=True)
-        await index.refresh(log)
-        held = sizes(index.database)["answers"]
-        for end in ("", "-wal", "-shm"):
-            tmp_path.joinpath(FILE + end).unlink(missing_ok=True)
-        await index.refresh(log)
-        assert sizes(index.database)["answers"] == held > 10
-        other = Log(MemoryBus(), "t", store=MemoryStore())
-        await other.create_topics(partitions=2, keep_ms=-1)
-        await other.publish(topics.EXPERIENCES, Block((live(1, "another", "log"),)))
-        await index.refresh(other)
-        assert rows(index, "SELECT asked FROM texts") == [("another",)]
+    log = Log(MemoryBus(), "t", store=MemoryStore())
+    await fill(log)
+    plain = LogIndex(tmp_path / FILE, run="t", policy="main")
+    await plain.refresh(log)
+    group = live(0, "", "").group
+    assert plain.places(group) and not any(sizes(plain.database)[table] for table in ("answers", "texts", "curves"))
+    console = LogIndex(tmp_path / FILE, run="t", policy="main", pages=True)
+    assert not await console.refresh(log, wait_s=0.0), "the other one writes"
+    await plain.refresh(log)
+    assert sizes(console.database)["texts"] > 0 and console.places(group) == plain.places(group)
+    plain.close()
+    console.close()
 
-    asyncio.run(main())
+
+async def test_of_two_processes_one_writes_and_the_other_goes_on_when_it_is_gone(tmp_path: Path) -> None:
+    log = Log(MemoryBus(), "t", store=MemoryStore())
+    await fill(log)
+    first, second = (LogIndex(tmp_path / FILE, run="t", policy="main", pages=True) for _ in range(2))
+    assert await first.refresh(log) and not await second.refresh(log, wait_s=0.0)
+    waiting = asyncio.create_task(second.refresh(log))
+    assert await waiting, "the writer has read as far"
+    first.close()
+    await log.publish(topics.EXPERIENCES, Block((live(80, "a later wish", "granted"),)))
+    assert await second.refresh(log)
+    assert second.places(live(80, "", "").group)
+    second.close()
+
+
+async def test_a_log_that_begins_anew_and_a_file_that_is_gone_or_of_another_layout_begin_the_index_anew(
+    tmp_path: Path,
+) -> None:
+    log = Log(MemoryBus(), "t", store=MemoryStore())
+    await fill(log)
+    with sqlite3.connect(tmp_path / FILE) as old:
+        old.execute("CREATE TABLE answers (x)")
+        old.execute("PRAGMA user_version = 999")
+    old.close()
+    index = LogIndex(tmp_path / FILE, run="t", policy="main", pages=True)
+    await index.refresh(log)
+    held = sizes(index.database)["answers"]
+    for end in ("", "-wal", "-shm"):
+        tmp_path.joinpath(FILE + end).unlink(missing_ok=True)
+    await index.refresh(log)
+    assert sizes(index.database)["answers"] == held > 10
+    other = Log(MemoryBus(), "t", store=MemoryStore())
+    await other.create_topics(partitions=2, keep_ms=-1)
+    await other.publish(topics.EXPERIENCES, Block((live(1, "another", "log"),)))
+    await index.refresh(other)
+    assert rows(index, "SELECT asked FROM texts") == [("another",)]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +168,7 @@ def test_a_log_that_begins_anew_and_a_file_that_is_gone_or_of_another_layout_beg
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("at_once", [True, False])
-def test_only_journal_records_that_count_train_an_answer(
+async def test_only_journal_records_that_count_train_an_answer(
     tmp_path: Path,
     journal: list[Batch | Fence | Skip | Rollback],
     steps: list[tuple[int, int]],
@@ -184,22 +177,18 @@ def test_only_journal_records_that_count_train_an_answer(
 ) -> None:
     """Also where the index is opened anew between any two of them."""
     log = Log(MemoryBus(), "t", store=MemoryStore())
-
-    async def main() -> None:
-        await log.create_topics(partitions=1, keep_ms=-1)
-        await four(log)
-        for record in journal:
-            await publish(log, record)
-            if not at_once:
-                index = LogIndex(tmp_path / FILE, run="t", policy="main", pages=True)
-                await index.refresh(log)
-                index.close()
-        index = LogIndex(tmp_path / FILE, run="t", policy="main", pages=True)
-        await index.refresh(log)
-        assert index.database.execute("SELECT step, token FROM steps").fetchall() == steps
-        assert rows(index, "SELECT fate FROM answers ORDER BY id") == [(fate,) for fate in fates]
-
-    asyncio.run(main())
+    await log.create_topics(partitions=1, keep_ms=-1)
+    await four(log)
+    for record in journal:
+        await publish(log, record)
+        if not at_once:
+            index = LogIndex(tmp_path / FILE, run="t", policy="main", pages=True)
+            await index.refresh(log)
+            index.close()
+    index = LogIndex(tmp_path / FILE, run="t", policy="main", pages=True)
+    await index.refresh(log)
+    assert index.database.execute("SELECT step, token FROM steps").fetchall() == steps
+    assert rows(index, "SELECT fate FROM answers ORDER BY id") == [(fate,) for fate in fates]
 
 
 def test_what_the_events_of_versions_keep_of_their_steps_outlives_the_reports(tmp_path: Path) -> None:

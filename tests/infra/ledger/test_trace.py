@@ -148,35 +148,29 @@ def test_a_log_that_is_away_does_not_end_what_keeps_the_index_up(tmp_path: Path)
     with_index(tmp_path, body)
 
 
-def test_what_retention_took_leaves_the_index(tmp_path: Path) -> None:
-    async def main() -> None:
-        log = await log_of_a_run()
-        index = LogIndex(tmp_path / "trace.sqlite", run=RUN, policy=POLICY, prune_at=1)
-        try:
-            await index.refresh(log)
-            before = index.places("a.0")
-            for at, end in (await log.bus.end_offsets(log.name(topics.EXPERIENCES))).items():
-                await log.bus.delete_records(at, end)
-            await index.refresh(log)
-            assert index.places("a.0") == [place for place in before if place.topic != "experiences"] != before
-        finally:
-            index.close()
-
-    asyncio.run(main())
+async def test_what_retention_took_leaves_the_index(tmp_path: Path) -> None:
+    log = await log_of_a_run()
+    index = LogIndex(tmp_path / "trace.sqlite", run=RUN, policy=POLICY, prune_at=1)
+    try:
+        await index.refresh(log)
+        before = index.places("a.0")
+        for at, end in (await log.bus.end_offsets(log.name(topics.EXPERIENCES))).items():
+            await log.bus.delete_records(at, end)
+        await index.refresh(log)
+        assert index.places("a.0") == [place for place in before if place.topic != "experiences"] != before
+    finally:
+        index.close()
 
 
-def test_what_was_trimmed_from_the_journal_leaves_the_index(tmp_path: Path) -> None:
-    async def main() -> None:
-        log = await log_of_a_run()
-        index = LogIndex(tmp_path / "trace.sqlite", run=RUN, policy=POLICY, prune_at=1)
-        try:
-            await index.refresh(log)
-            first, *rest = index.steps_between(0, 99)
-            assert rest
-            await log.bus.delete_records(Partition(log.name(topics.BATCHES), 0), first.offset + 1)
-            await index.refresh(log)
-            assert index.steps_between(0, 99) == rest
-        finally:
-            index.close()
-
-    asyncio.run(main())
+async def test_what_was_trimmed_from_the_journal_leaves_the_index(tmp_path: Path) -> None:
+    log = await log_of_a_run()
+    index = LogIndex(tmp_path / "trace.sqlite", run=RUN, policy=POLICY, prune_at=1)
+    try:
+        await index.refresh(log)
+        first, *rest = index.steps_between(0, 99)
+        assert rest
+        await log.bus.delete_records(Partition(log.name(topics.BATCHES), 0), first.offset + 1)
+        await index.refresh(log)
+        assert index.steps_between(0, 99) == rest
+    finally:
+        index.close()

@@ -144,54 +144,45 @@ async def pour(writer: asyncio.StreamWriter, piece: bytes, num_bytes: int) -> in
     ],
     ids=["long", "slow", "slow body", "odd", "trailers"],
 )
-def test_a_request_that_cannot_be_read_is_an_error_object_and_a_counter_and_the_connection_is_closed(
+async def test_a_request_that_cannot_be_read_is_an_error_object_and_a_counter_and_the_connection_is_closed(
     before: int, sent: bytes, limit_s: float, status: int, code: str
 ) -> None:
-    async def check() -> None:
-        async with running(limit_s) as served, served.connection() as (reader, writer):
-            for _ in range(before):
-                writer.write(GET)
-                assert (await told(reader))[0] == 200
-            writer.write(sent)
-            found, body = await told(reader)
-            assert (found, body["error"]["code"], body["error"]["type"]) == (status, code, "invalid_request_error")
-            assert await reader.read() == b""
-            assert served.refused == {code: 1}
-            async with served.connection() as (reader, writer):
-                writer.write(GET)
-                assert (await told(reader))[0] == 200
-
-    asyncio.run(check())
+    async with running(limit_s) as served, served.connection() as (reader, writer):
+        for _ in range(before):
+            writer.write(GET)
+            assert (await told(reader))[0] == 200
+        writer.write(sent)
+        found, body = await told(reader)
+        assert (found, body["error"]["code"], body["error"]["type"]) == (status, code, "invalid_request_error")
+        assert await reader.read() == b""
+        assert served.refused == {code: 1}
+        async with served.connection() as (reader, writer):
+            writer.write(GET)
+            assert (await told(reader))[0] == 200
 
 
 @pytest.mark.parametrize("behind", [LONG, GET[:-4], CHUNKED + b"0\r\nx-a: 1\r\n\r\n", GET * 9, b"\x00\x01\r\n"])
-def test_no_answer_is_cut_off_for_what_follows_its_request(behind: bytes) -> None:
-    async def check() -> None:
-        async with running(0.3) as served, served.connection() as (reader, writer):
-            writer.write(SLOW + behind)
-            await asyncio.sleep(0.6)
-            served.go.set()
-            assert await told(reader) == (200, {"bytes": 0})
-            await reader.read()
-
-    asyncio.run(check())
+async def test_no_answer_is_cut_off_for_what_follows_its_request(behind: bytes) -> None:
+    async with running(0.3) as served, served.connection() as (reader, writer):
+        writer.write(SLOW + behind)
+        await asyncio.sleep(0.6)
+        served.go.set()
+        assert await told(reader) == (200, {"bytes": 0})
+        await reader.read()
 
 
-def test_pipelined_requests_are_few_and_their_connection_holds_no_more() -> None:
-    async def check() -> None:
-        async with running() as served, served.connection() as (reader, writer):
-            writer.write(SLOW)
-            sent = asyncio.create_task(pour(writer, GET * 2000, 32 * 1024 * 1024))
-            while not served.refused:  # noqa: ASYNC110 (the server sets no event)
-                await asyncio.sleep(0.01)
-            assert served.num_begun <= 1
-            assert served.held_bytes() < 256 * 1024
-            served.go.set()
-            assert (await told(reader))[0] == 200
-            assert await sent < 32 * 1024 * 1024
-            assert served.refused["pipelined"] == 1 and served.num_begun <= 2
-
-    asyncio.run(check())
+async def test_pipelined_requests_are_few_and_their_connection_holds_no_more() -> None:
+    async with running() as served, served.connection() as (reader, writer):
+        writer.write(SLOW)
+        sent = asyncio.create_task(pour(writer, GET * 2000, 32 * 1024 * 1024))
+        while not served.refused:  # noqa: ASYNC110 (the server sets no event)
+            await asyncio.sleep(0.01)
+        assert served.num_begun <= 1
+        assert served.held_bytes() < 256 * 1024
+        served.go.set()
+        assert (await told(reader))[0] == 200
+        assert await sent < 32 * 1024 * 1024
+        assert served.refused["pipelined"] == 1 and served.num_begun <= 2
 
 
 @pytest.mark.parametrize(
@@ -206,54 +197,42 @@ def test_pipelined_requests_are_few_and_their_connection_holds_no_more() -> None
     ],
     ids=["trailers", "long trailer", "chunk extension", "body after its answer", "url", "head"],
 )
-def test_nothing_is_read_without_an_end(head: bytes, piece: bytes) -> None:
-    async def check() -> None:
-        async with running() as served, served.connection() as (reader, writer):
-            writer.write(head)
-            assert await pour(writer, piece, 64 * 1024 * 1024) < 32 * 1024 * 1024, "it was read on and on"
-            with suppress(ConnectionError):
-                await reader.read()
-            assert served.refused.total() == 1
-
-    asyncio.run(check())
+async def test_nothing_is_read_without_an_end(head: bytes, piece: bytes) -> None:
+    async with running() as served, served.connection() as (reader, writer):
+        writer.write(head)
+        assert await pour(writer, piece, 64 * 1024 * 1024) < 32 * 1024 * 1024, "it was read on and on"
+        with suppress(ConnectionError):
+            await reader.read()
+        assert served.refused.total() == 1
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n", GET, GET + b"\r\n", REFUSING + b"5\r\nhel"])
-def test_an_idle_connection_is_closed_after_the_limit(sent: bytes) -> None:
-    async def check() -> None:
-        async with running(0.2) as served, served.connection() as (reader, writer):
-            writer.write(sent)
-            await reader.read()
-            assert not served.server.server_state.connections
-
-    asyncio.run(check())
+async def test_an_idle_connection_is_closed_after_the_limit(sent: bytes) -> None:
+    async with running(0.2) as served, served.connection() as (reader, writer):
+        writer.write(sent)
+        await reader.read()
+        assert not served.server.server_state.connections
 
 
-def test_an_answer_that_is_never_read_ends() -> None:
-    async def check() -> None:
-        async with running(0.2) as served, served.connection() as (_, writer):
-            writer.write(ENDLESS)
-            async with asyncio.timeout(20):
-                while not served.num_ended:  # noqa: ASYNC110 (the application sets no event)
-                    await asyncio.sleep(0.02)
-            assert served.refused == {"answer_not_read": 1}
-
-    asyncio.run(check())
+async def test_an_answer_that_is_never_read_ends() -> None:
+    async with running(0.2) as served, served.connection() as (_, writer):
+        writer.write(ENDLESS)
+        async with asyncio.timeout(20):
+            while not served.num_ended:  # noqa: ASYNC110 (the application sets no event)
+                await asyncio.sleep(0.02)
+        assert served.refused == {"answer_not_read": 1}
 
 
-def test_silent_connections_keep_nobody_out() -> None:
-    async def check() -> None:
-        async with running(connections=20) as served:
-            silent = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(50)]
-            async with served.connection() as (reader, writer):
-                writer.write(GET)
-                assert (await told(reader))[0] == 200
-            assert served.refused["too_many_connections"] >= 30
-            assert len(served.server.server_state.connections) <= 20
-            for _, writer in silent:
-                writer.close()
-
-    asyncio.run(check())
+async def test_silent_connections_keep_nobody_out() -> None:
+    async with running(connections=20) as served:
+        silent = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(50)]
+        async with served.connection() as (reader, writer):
+            writer.write(GET)
+            assert (await told(reader))[0] == 200
+        assert served.refused["too_many_connections"] >= 30
+        assert len(served.server.server_state.connections) <= 20
+        for _, writer in silent:
+            writer.close()
 
 
 class Work:
@@ -280,44 +259,38 @@ class Work:
 @pytest.mark.parametrize(
     "kind", [{}, {"swallows": True}, {"fails": True}], ids=["ends", "ends well", "fails meanwhile"]
 )
-def test_work_whose_client_disconnects_is_cancelled_and_has_let_go_before_anything_else_is_done(
+async def test_work_whose_client_disconnects_is_cancelled_and_has_let_go_before_anything_else_is_done(
     kind: dict[str, bool],
 ) -> None:
-    async def act() -> None:
-        guard, first, work = DisconnectGuard(lambda: None), Work(), Work(**kind)
-        first.goes_on.set()
-        assert await guard.run(first.run(), Left) == "done"
+    guard, first, work = DisconnectGuard(lambda: None), Work(), Work(**kind)
+    first.goes_on.set()
+    assert await guard.run(first.run(), Left) == "done"
 
-        async def serve() -> str:
-            with pytest.raises(Left):
-                await guard.run(work.run(), Left)
-            assert work.let_go
-            await asyncio.sleep(0)  # what follows is not cancelled
-            return "served"
-
-        serving = asyncio.create_task(serve())
-        await work.began.wait()
-        guard.on_disconnect()
-        assert await serving == "served" and not serving.cancelling()
-        late = Work()
+    async def serve() -> str:
         with pytest.raises(Left):
-            await guard.run(late.run(), Left)
-        assert late.let_go, "work of a client that has gone begins, so that it counts what it leaves"
+            await guard.run(work.run(), Left)
+        assert work.let_go
+        await asyncio.sleep(0)  # what follows is not cancelled
+        return "served"
 
-    asyncio.run(act())
+    serving = asyncio.create_task(serve())
+    await work.began.wait()
+    guard.on_disconnect()
+    assert await serving == "served" and not serving.cancelling()
+    late = Work()
+    with pytest.raises(Left):
+        await guard.run(late.run(), Left)
+    assert late.let_go, "work of a client that has gone begins, so that it counts what it leaves"
 
 
 @pytest.mark.parametrize("goes", [False, True])
-def test_a_task_that_others_cancel_ends_so_whether_its_client_disconnects_or_not(goes: bool) -> None:
-    async def act() -> None:
-        guard, work = DisconnectGuard(lambda: None), Work()
-        serving = asyncio.create_task(guard.run(work.run(), Left))
-        await work.began.wait()
-        if goes:
-            guard.on_disconnect()
-        serving.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await serving
-        assert work.let_go
-
-    asyncio.run(act())
+async def test_a_task_that_others_cancel_ends_so_whether_its_client_disconnects_or_not(goes: bool) -> None:
+    guard, work = DisconnectGuard(lambda: None), Work()
+    serving = asyncio.create_task(guard.run(work.run(), Left))
+    await work.began.wait()
+    if goes:
+        guard.on_disconnect()
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    assert work.let_go

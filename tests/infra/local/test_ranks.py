@@ -63,32 +63,26 @@ def test_what_no_restart_can_mend_ends_the_group_with_its_code(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_takes_the_others_with_it_and_all_start_again(tmp_path: Path, victim: int) -> None:
-    async def main() -> int:
-        running = asyncio.create_task(run_ranks(group(tmp_path, "again"), asyncio.Event()))
-        await until(lambda: len(pids(tmp_path)) == 3)
-        first = pids(tmp_path)
-        os.kill(pids(tmp_path, victim)[0], signal.SIGKILL)
-        await until(lambda: len(pids(tmp_path)) > 3)
-        assert not any(map(alive, first)), "a new group begins when nothing is left of the old one"
-        return await running
-
-    assert asyncio.run(main()) == 0
+async def test_a_killed_rank_takes_the_others_with_it_and_all_start_again(tmp_path: Path, victim: int) -> None:
+    running = asyncio.create_task(run_ranks(group(tmp_path, "again"), asyncio.Event()))
+    await until(lambda: len(pids(tmp_path)) == 3)
+    first = pids(tmp_path)
+    os.kill(pids(tmp_path, victim)[0], signal.SIGKILL)
+    await until(lambda: len(pids(tmp_path)) > 3)
+    assert not any(map(alive, first)), "a new group begins when nothing is left of the old one"
+    assert await running == 0
     assert not any(map(alive, pids(tmp_path)))
 
 
-def test_a_stop_ends_the_group_also_where_nobody_listens(tmp_path: Path) -> None:
-    async def main() -> int:
-        stop = asyncio.Event()
-        running = asyncio.create_task(run_ranks(group(tmp_path, "wait", stop_s=0.5), stop))
-        await until(lambda: len(pids(tmp_path)) == 3)
-        stop.set()
-        code = await running
-        # Who is killed is gone once its watcher has reaped it, which may be a moment later.
-        await until(lambda: not any(map(alive, pids(tmp_path))))
-        return code
-
-    assert asyncio.run(main()) == 0
+async def test_a_stop_ends_the_group_also_where_nobody_listens(tmp_path: Path) -> None:
+    stop = asyncio.Event()
+    running = asyncio.create_task(run_ranks(group(tmp_path, "wait", stop_s=0.5), stop))
+    await until(lambda: len(pids(tmp_path)) == 3)
+    stop.set()
+    code = await running
+    # Who is killed is gone once its watcher has reaped it, which may be a moment later.
+    await until(lambda: not any(map(alive, pids(tmp_path))))
+    assert code == 0
 
 
 def test_a_rank_is_what_a_launcher_says() -> None:

@@ -1,6 +1,5 @@
 """The supervisor: restarts, order, and nothing left behind."""
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -26,51 +25,39 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_a_child_that_dies_is_restarted_and_counted(tmp_path: Path) -> None:
+async def test_a_child_that_dies_is_restarted_and_counted(tmp_path: Path) -> None:
     flag = tmp_path / "second"
     code = (
         f"import sys, pathlib; flag = pathlib.Path({str(flag)!r}); again = flag.exists(); flag.touch();"
         "sys.exit(0 if again else 7)"
     )
     events: list[ChildEvent] = []
-
-    async def run() -> None:
-        async with Supervisor([script("flaky", tmp_path, code)], events.append) as supervisor:
-            await supervisor.wait()
-            assert supervisor.states["flaky"].restarts == 1
-
-    asyncio.run(run())
+    async with Supervisor([script("flaky", tmp_path, code)], events.append) as supervisor:
+        await supervisor.wait()
+        assert supervisor.states["flaky"].restarts == 1
     assert [event.kind for event in events] == ["started", "exited", "restarting", "started", "exited"]
     assert events[1].exit_code == 7
 
 
-def test_a_child_that_cannot_hold_is_given_up(tmp_path: Path) -> None:
+async def test_a_child_that_cannot_hold_is_given_up(tmp_path: Path) -> None:
     events: list[ChildEvent] = []
-
-    async def run() -> None:
-        child = script("broken", tmp_path, "raise SystemExit(3)", max_failures=1)
-        async with Supervisor([child], events.append) as supervisor:
-            await supervisor.wait()
-            assert supervisor.states["broken"].given_up
-
-    asyncio.run(run())
+    child = script("broken", tmp_path, "raise SystemExit(3)", max_failures=1)
+    async with Supervisor([child], events.append) as supervisor:
+        await supervisor.wait()
+        assert supervisor.states["broken"].given_up
     assert events[-1].kind == "gave_up"
 
 
-def test_a_mistake_at_the_start_is_given_up_at_once(tmp_path: Path) -> None:
+async def test_a_mistake_at_the_start_is_given_up_at_once(tmp_path: Path) -> None:
     events: list[ChildEvent] = []
-
-    async def run() -> None:
-        child = script("serve", tmp_path, "raise SystemExit(2)", mistakes=(2,))
-        async with Supervisor([child], events.append) as supervisor:
-            await supervisor.wait()
-            assert supervisor.states["serve"].given_up
-
-    asyncio.run(run())
+    child = script("serve", tmp_path, "raise SystemExit(2)", mistakes=(2,))
+    async with Supervisor([child], events.append) as supervisor:
+        await supervisor.wait()
+        assert supervisor.states["serve"].given_up
     assert [event.kind for event in events] == ["started", "exited", "gave_up"]
 
 
-def test_a_mistake_of_a_child_that_has_run_is_tried_again_for_ever(tmp_path: Path) -> None:
+async def test_a_mistake_of_a_child_that_has_run_is_tried_again_for_ever(tmp_path: Path) -> None:
     """A topic that somebody deletes under a running role, and makes again: nobody has to start the role by hand."""
     flags = [tmp_path / name for name in ("once", "twice")]
     code = (
@@ -79,18 +66,14 @@ def test_a_mistake_of_a_child_that_has_run_is_tried_again_for_ever(tmp_path: Pat
         "len(done) < 2 and flags[len(done)].touch(); sys.exit((7, 2, 0)[len(done)])"
     )
     events: list[ChildEvent] = []
-
-    async def run() -> None:
-        child = script("train", tmp_path, code, mistakes=(2,), max_failures=1, max_backoff_s=0.4)
-        async with Supervisor([child], events.append) as both:
-            await both.wait()
-            assert both.states["train"].exit_code == 0 and not both.states["train"].given_up
-
-    asyncio.run(run())
+    child = script("train", tmp_path, code, mistakes=(2,), max_failures=1, max_backoff_s=0.4)
+    async with Supervisor([child], events.append) as both:
+        await both.wait()
+        assert both.states["train"].exit_code == 0 and not both.states["train"].given_up
     assert [event.exit_code for event in events if event.kind == "exited"] == [7, 2, 0]
 
 
-def test_tiers_stop_from_the_highest_and_a_deaf_child_is_killed(tmp_path: Path) -> None:
+async def test_tiers_stop_from_the_highest_and_a_deaf_child_is_killed(tmp_path: Path) -> None:
     events: list[ChildEvent] = []
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
     polite = "import time; print('up', flush=True); time.sleep(60)"
@@ -99,12 +82,8 @@ def test_tiers_stop_from_the_highest_and_a_deaf_child_is_killed(tmp_path: Path) 
         script("role", tmp_path, polite),
         script("deaf", tmp_path, deaf, stop_s=0.3),
     ]
-
-    async def run() -> None:
-        async with Supervisor(children, events.append):
-            await until(lambda: all(c.log.exists() and "up" in c.log.read_text() for c in children))
-
-    asyncio.run(run())
+    async with Supervisor(children, events.append):
+        await until(lambda: all(c.log.exists() and "up" in c.log.read_text() for c in children))
     stopped = [event for event in events if event.kind == "stopped"]
     assert {event.name for event in stopped[:2]} == {"role", "deaf"}
     assert stopped[2].name == "broker"
@@ -113,21 +92,17 @@ def test_tiers_stop_from_the_highest_and_a_deaf_child_is_killed(tmp_path: Path) 
     assert codes == {"broker": -signal.SIGTERM, "role": -signal.SIGTERM, "deaf": -signal.SIGKILL}
 
 
-def test_grandchildren_are_ended_with_their_parent(tmp_path: Path) -> None:
+async def test_grandchildren_are_ended_with_their_parent(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys, time; sleep = [sys.executable, '-S', '-c', 'import time; time.sleep(60)'];"
         "print(subprocess.Popen(sleep).pid, flush=True); time.sleep(60)"
     )
-
-    async def run() -> None:
-        child = script("parent", tmp_path, code)
-        async with Supervisor([child]) as supervisor:
-            await until(lambda: child.log.exists() and child.log.read_text().strip().isdigit())
-            grandchild = int(child.log.read_text())
-            supervisor.kill("parent")
-            await until(lambda: gone(grandchild))
-
-    asyncio.run(run())
+    child = script("parent", tmp_path, code)
+    async with Supervisor([child]) as supervisor:
+        await until(lambda: child.log.exists() and child.log.read_text().strip().isdigit())
+        grandchild = int(child.log.read_text())
+        supervisor.kill("parent")
+        await until(lambda: gone(grandchild))
 
 
 def test_a_supervisor_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -261,22 +261,19 @@ def other_bytes(store: MemoryStore) -> None:
         (other_bytes, "damaged"),
     ],
 )
-def test_a_snapshot_that_cannot_be_used_is_said_and_counted_and_the_log_is_folded(
+async def test_a_snapshot_that_cannot_be_used_is_said_and_counted_and_the_log_is_folded(
     harm: object, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def run() -> None:
-        log, store, first = await stored_once(tmp_path / "a")
-        first.close()
-        harm(store)  # type: ignore[operator]
-        metrics = Metrics("process")
-        before = await outcome(log)
-        second = await opened(log, tmp_path / "b", metrics, committed=first.next_offset)
-        assert (second.next_offset, second.num_open()) == (first.next_offset, first.num_open())
-        assert counted(metrics, "snapshots") == {f"snapshots_refused{{reason={reason}}}": 1.0}
-        assert await outcome(log) == before
-        second.close()
-
-    asyncio.run(run())
+    log, store, first = await stored_once(tmp_path / "a")
+    first.close()
+    harm(store)  # type: ignore[operator]
+    metrics = Metrics("process")
+    before = await outcome(log)
+    second = await opened(log, tmp_path / "b", metrics, committed=first.next_offset)
+    assert (second.next_offset, second.num_open()) == (first.next_offset, first.num_open())
+    assert counted(metrics, "snapshots") == {f"snapshots_refused{{reason={reason}}}": 1.0}
+    assert await outcome(log) == before
+    second.close()
     assert (
         len([message for message in caplog.messages if message.startswith("collect_snapshot_refused partition=0")]) == 1
     )
