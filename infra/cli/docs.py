@@ -20,7 +20,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import msgspec
 
 from infra.observe.alarms import anchor, rules
-from infra.observe.measures import MEASURES
+from infra.observe.measures import HELP, MEASURES, exposed
 from infra.roles import rights
 from infra.settings.config import Section, words_of
 from infra.settings.plugin import RESERVED_PARAMETERS, find
@@ -77,7 +77,7 @@ def metrics() -> Iterator[str]:
     yield "\n| metric | kind | labels | role | meaning |\n|---|---|---|---|---|\n"
     for measure in sorted(MEASURES, key=lambda measure: measure.shown):
         labels = ", ".join(f"`{label}`" for label in measure.shown_labels)
-        yield f"| `{measure.shown}` | {measure.kind} | {labels} | {measure.roles} | {measure.meaning}. |\n"
+        yield f"| `{measure.shown}` | {measure.kind} | {labels} | {measure.roles} | {HELP[exposed(measure.name).name]}. |\n"
 
 
 def tables(struct: type[msgspec.Struct], path: str, header: str = "") -> Iterator[str]:
