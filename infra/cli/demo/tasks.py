@@ -224,7 +224,7 @@ invalid = "?"
 shaped = 0.9                     # a guess is worth what it rules out; the best play stays the best
 """
 GUESS_TABLES = """
-[tasks.dedupe]                   # every game asks the same; the number behind it makes the task
+[tasks.dedupe]                   # every prompt is the same; the hidden number makes the task
 by = "task"
 """
 GUESS_WARMUP = """\
