@@ -30,7 +30,7 @@ from pathlib import Path
 import msgspec
 
 from infra.cli.connect import connected
-from infra.cli.demo.demo import children, prepare, write_settings
+from infra.cli.demo.demo import load_children, prepare, write_settings
 from infra.cli.demo.record import RunRecord
 from infra.cli.demo.settings import DemoOptions, task_of
 from infra.cli.options import SettingsFile
@@ -228,7 +228,7 @@ async def crash_loop(
     settings = load_settings(config)
     broker = broker_child(settings)
     assert broker is not None
-    loads = [child for child in children(settings, config) if child.name.startswith("load-")]
+    loads = load_children(settings, config)
     roles = [patient(role_child(settings, SettingsFile(config), role)) for role in TARGETS if role != "kafka"]
     overtaken = [child for child in roles if stops_only and child.name in OVERTAKEN]
     lasting = [*(child for child in roles if child not in overtaken), *loads]

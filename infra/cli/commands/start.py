@@ -39,15 +39,6 @@ class DemoFlags(msgspec.Struct, frozen=True):
     traffic: Annotated[
         bool, typer.Option("--traffic", help="Learn from simulated users' feedback on a gateway's answers.")
     ] = False
-    control: Annotated[
-        str,
-        typer.Option(
-            help="none, shuffled (advantages permuted), sft (supervised share alone) or rl (no demonstrations)."
-        ),
-    ] = "none"
-    agent: Annotated[
-        str, typer.Option(metavar="URL", help="A service that plays guess instead of the built-in workflow.")
-    ] = ""
 
 
 @command
@@ -78,9 +69,7 @@ def demo(
         minutes=flags.minutes or task_of(asked).minutes,
         seed=flags.seed,
         engine=flags.engine or task_of(asked).engines[0],
-        control=flags.control,
         quiet=as_json,
-        agent=flags.agent,
         sets=tuple(sets),
     )
     return run_demo(options)

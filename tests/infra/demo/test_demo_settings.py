@@ -1,4 +1,4 @@
-"""The demo's settings file: what each engine and control changes, and that a folder keeps its options."""
+"""The demo's settings file: what each task and engine gives, and that a folder keeps its options."""
 
 import json
 from collections import Counter
@@ -13,28 +13,24 @@ from actors.tasksets.guess import HIGH, HIGHER, INVALID, LOWER, TURNS, guess, gu
 from actors.tasksets.taskset import Demonstration
 from infra.cli.demo.char_model import build_char_model
 from infra.cli.demo.demo import write_settings
-from infra.cli.demo.settings import ENGINES, TASKS, DemoOptions, demo_toml
+from infra.cli.demo.settings import ENGINES, TASKS, DemoOptions
 from infra.cli.demo.tasks import DemoTask
 from infra.cli.settings import Settings, load_settings
 from infra.settings.plugin import find
 from schemas import Message
 from schemas.errors import ConfigError
 from streams.stages.chain_builder import build_collect, build_tasks, build_verify
-from trainer.loop.supply import lane_share
 
-CONTROLS = tuple(TASKS["add"].lanes)
-EVERY = [(name, engine, control) for name, task in TASKS.items() for engine in task.engines for control in task.lanes]
+EVERY = [(name, engine) for name, task in TASKS.items() for engine in task.engines]
 
 
 def settings(folder: Path, **options: object) -> Settings:
     return load_settings(write_settings(DemoOptions(directory=folder, **options)))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("task", "engine", "control"), EVERY)
-def test_every_task_engine_and_control_gives_settings_that_hold(
-    task: str, engine: str, control: str, tmp_path: Path
-) -> None:
-    found = settings(tmp_path, task=task, engine=engine, control=control, seed=7, minutes=1.5)
+@pytest.mark.parametrize(("task", "engine"), EVERY)
+def test_every_task_and_engine_gives_settings_that_hold(task: str, engine: str, tmp_path: Path) -> None:
+    found = settings(tmp_path, task=task, engine=engine, seed=7, minutes=1.5)
     build_tasks(found.streams())
     build_verify(found.streams())
     build_collect(found.streams())
@@ -63,26 +59,13 @@ def test_no_demo_waits_between_versions_for_anything_but_answers(task: DemoTask,
     assert settings(tmp_path, task=task.name, engine=task.engines[0]).trainer.publish_interval == "0s"
 
 
-def test_a_control_a_task_has_no_use_for_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected one of none, shuffled"):
-        settings(tmp_path, task="guess", control="sft")
-    with pytest.raises(ConfigError, match="expected one of instructions, add, guess, shapes"):
-        settings(tmp_path, task="chess")
-
-
-def test_an_agent_plays_the_task_that_has_turns_and_no_other(tmp_path: Path) -> None:
-    found = settings(tmp_path, task="guess", agent="http://127.0.0.1:9000")
-    assert found.explore.options == {"url": "http://127.0.0.1:9000"}
-    Workflows(found.explore.workflow, found.explore.options, found.explore.workflows)
-    with pytest.raises(ConfigError, match="--agent: got one with --task instructions, expected --task guess"):
-        settings(tmp_path / "other", agent="http://127.0.0.1:9000")
-
-
 def test_an_engine_a_task_does_not_run_on_is_refused(tmp_path: Path) -> None:
     assert TASKS["shapes"].engines == ("torch",) and TASKS["traffic"].engines[0] == "torch"
     assert all(set(task.engines) <= set(ENGINES) for task in TASKS.values())
     with pytest.raises(ConfigError, match="'vllm', expected one of torch"):
         settings(tmp_path, task="shapes")
+    with pytest.raises(ConfigError, match="expected one of instructions, add, guess, shapes"):
+        settings(tmp_path, task="chess")
 
 
 def test_the_guessing_games_turns_extend_each_other_in_its_own_tokens(tmp_path: Path) -> None:
@@ -159,33 +142,11 @@ def test_whom_the_weak_player_shows_never_guesses_outside_what_is_left() -> None
         assert least <= int(row.response) <= most or row.response == said[-2], row
 
 
-def test_a_control_changes_one_thing_only(tmp_path: Path) -> None:
-    plain = demo_toml(DemoOptions(directory=tmp_path, task="add"))
-    for control in CONTROLS[1:]:
-        other = demo_toml(DemoOptions(directory=tmp_path, task="add", control=control))
-        changed = [line for line in other.splitlines() if line not in plain.splitlines()]
-        assert changed and all("weight" in line for line in changed) == (control != "shuffled"), control
-
-
-def test_the_controls_weigh_the_lanes_as_they_say(tmp_path: Path) -> None:
-    weights = {}
-    for control in CONTROLS:
-        lanes = settings(tmp_path / control, task="add", control=control).trainer.lanes
-        weights[control] = (lanes["usual"].weight, lanes["expert"].weight)
-        assert lanes["expert"].weight == 0.0 or lane_share(lanes["expert"], lanes["usual"]) == pytest.approx(1 / 3)
-    assert weights == {"none": (0.75, 0.25), "shuffled": (0.75, 0.25), "sft": (0.0, 0.25), "rl": (1.0, 0.0)}
-
-
 def test_the_stop_is_decided_on_another_suite_than_the_reported_one(tmp_path: Path) -> None:
     for task in ("instructions", "add"):
         found = settings(tmp_path / task, task=task)
         suites = {suite.suite: suite.tasks for suite in found.master.evals}
         assert found.master.stop.suite == "dev" and suites["held-out"] >= 200
-
-
-def test_shuffling_comes_after_the_advantage_it_shuffles(tmp_path: Path) -> None:
-    names = [step.name for step in build_collect(settings(tmp_path, task="add", control="shuffled").streams())]
-    assert names.index("shuffle_advantages") == names.index("advantage") + 1
 
 
 def test_the_same_folder_goes_on_only_with_the_same_options(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Guess a number, played by a program of the OpenAI Agents SDK: a service that is sent one game per request.
 
-    python guess_service.py 9000                                         beside the settings of this folder
-    headrace demo --task guess --agent http://127.0.0.1:9000             or with the demo, which plays the same game
+    python guess_service.py 9000             beside the settings of this folder
 
 It knows nothing of headrace but what it is sent: the task, a base URL, a key and a model's name.
 """
