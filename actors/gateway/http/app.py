@@ -36,7 +36,7 @@ from actors.gateway.apis.completions import CHAT, TEXT
 from actors.gateway.apis.messages import MESSAGES, read_messages
 from actors.gateway.apis.responses import RESPONSES, after
 from actors.gateway.config import GatewayLimits, Webhook
-from actors.gateway.errors import ApiError, bad
+from actors.gateway.errors import ApiError, bad, unavailable
 from actors.gateway.gateway import Gateway
 from actors.gateway.http.body import (
     BodyBudget,
@@ -47,7 +47,7 @@ from actors.gateway.http.body import (
     replied,
     unless_gone,
 )
-from actors.gateway.http.canary import Canary
+from actors.gateway.http.canary import VERSION_HEADER, Canary
 from actors.gateway.http.openapi import COUNT_PATH, MODELS_PATH, OPENAPI_PATH, ROUTES, TOKEN_HEADER, document
 from actors.gateway.http.stream import EventStream
 from actors.gateway.recording.feedback_intake import (
@@ -238,6 +238,9 @@ class Site:
         self, request: Request, body: bytes, parsed: ParsedRequest, api: Api, session: str, place: TakenSlots
     ) -> Response:
         key: ApiKey = request.state.key
+        wanted = request.headers.get(VERSION_HEADER, "")
+        if wanted and wanted != str(self._gateway.engine.version):
+            raise unavailable(f"version {wanted[:20]} is not served here now")
         inside = self._canary is not None and self._canary.takes(
             self._gateway.request_name(parsed, key, session), self._gateway.trial, self._authenticator.book.secret
         )
@@ -271,9 +274,10 @@ class Site:
 
     async def _from_canary(self, request: Request, body: bytes, parsed: ParsedRequest, api: Api) -> Response | None:
         assert self._canary is not None
+        version = self._gateway.trial if self._gateway.trial >= 0 else self._gateway.engine.version
         work = self._canary.answer(
             request.url.path,
-            request.headers,
+            {**request.headers, VERSION_HEADER: str(version)},
             body,
             api=api,
             stream=parsed.stream,

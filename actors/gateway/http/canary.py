@@ -6,6 +6,8 @@
 
 Guarantees: which sessions are inside depends on their names, the version on trial and the gateways' secret, so any number
 of gateways send one session the same way as long as a trial lasts, and a larger share takes more sessions in and none out.
+A canary that serves another version than the one that the session was drawn for does not answer it, so that two gateways of
+which one has read further in the log show nobody a version from outside its share.
 If the canary fails before its first word (in a stream: of the answer, not of its opening), the request is answered here.
 Every second it is asked whether it is there; if it goes, the answer that it began is broken off with an error event. It has
 to say that it is a canary, so gateways cannot send requests round in circles. One that has been away for MISSING_S is an
@@ -37,7 +39,8 @@ ASK_EVERY_S = 1.0
 SILENT_S = 3.0  # one that does not say in so long that it is there is away
 CONNECT_S = 1.0
 EVENT_END, ERROR_EVENTS = b"\n\n", (b'data: {"error"', b"event: error\n")
-PASSED_ON = ("authorization", "x-api-key", "content-type", SESSION_HEADER, SESSION_END_HEADER)
+VERSION_HEADER = "x-headrace-version"  # the only version that may answer
+PASSED_ON = ("authorization", "x-api-key", "content-type", SESSION_HEADER, SESSION_END_HEADER, VERSION_HEADER)
 T = TypeVar("T")
 
 

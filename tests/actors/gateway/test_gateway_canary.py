@@ -18,6 +18,7 @@ from actors.gateway.errors import bad
 from actors.gateway.http.canary import Canary, position_in_trial
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
+from infra.policies.policy import Policy
 from infra.store.memory import MemoryStore
 from schemas import PolicyEvent, Progress
 from schemas.topics import POLICIES, REPORTS
@@ -126,6 +127,18 @@ async def test_a_canary_that_is_gone_costs_nobody_an_answer(tmp_path: Path, stre
         assert answers <= {"Canary.", "Stable."}
         await until(lambda: stable.metrics.gauges().get("canary_there") == 0.0, seconds=60)
         assert await asked(client, stream=stream) == "Stable."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_nobody_meets_a_version_that_the_session_was_not_drawn_for(tmp_path: Path, stream: bool) -> None:
+    async with both(tmp_path) as (stable, canary):
+        key = stable.key()
+        await stable.keys_read(), await canary.keys_read()
+        assert await asked(stable.client(key), stream=stream) == "Canary."
+        # As a canary does that has read further in the log than the gateway before it.
+        await canary.engine.load(Policy(version=7, tensors=bigram(7), touched=frozenset(), probe=None))
+        assert await asked(stable.client(key), stream=stream) == "Stable."
+        assert stable.metrics.counters()["canary{outcome=status 503}"] == 1
 
 
 @asynccontextmanager
