@@ -9,8 +9,8 @@ import socket
 import sqlite3
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -29,12 +29,13 @@ from infra.cli.exit_codes import INTERRUPTED
 from infra.cli.look.trace import open_index
 from infra.cli.options import SettingsFile, command
 from infra.cli.repeat.source import opened
-from infra.cli.run.up import CONSOLE_LINK, CONSOLE_READY
+from infra.cli.run.up import CONSOLE_LINK, CONSOLE_READY, Stopped
 from infra.cli.settings import DEFAULT_FILE, Settings
 from infra.ledger.index import EVERY_S, FILE, follow, read_only
 from infra.local.http_server import HttpBounds, bound, make_server, serve_on
 from infra.local.idle_time import take_small_share
 from infra.log.log import Log
+from infra.roles.process import unless
 from infra.store.store import Store
 from schemas.errors import ConfigError, HeadraceError
 
@@ -50,45 +51,6 @@ class ConsoleSource(NamedTuple):
     store: Store
     state: Path
     command: tuple[str, ...]
-
-
-class Leaving:
-    """SIGINT and SIGTERM from the command's first line on. Construct it in the task that they end.
-
-    While the console starts, a signal cancels what it waits for. A cancellation can get lost: before Python 3.12
-    `asyncio.wait_for` drops one that comes with what it waits for. So the signal is remembered, and `check` asks for it between
-    two steps of the start. Once pages are served the server takes it.
-    """
-
-    def __init__(self) -> None:
-        self.is_asked = False
-        task = asyncio.current_task()
-        assert task is not None, "made outside of a task"
-        self._cancel: Callable[[], object] = task.cancel
-        self._end: Callable[[], object] = self._cancel
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self.ask)
-
-    def ask(self) -> None:
-        """Act as a signal does."""
-        self.is_asked = True
-        self._end()
-
-    def check(self) -> None:
-        """Raises CancelledError where a signal came."""
-        if self.is_asked:
-            raise asyncio.CancelledError
-
-    @contextmanager
-    def ending(self, end: Callable[[], object]) -> Iterator[None]:
-        """Signals call `end` meanwhile, and do so at once where one came before."""
-        self._end = end
-        try:
-            if self.is_asked:
-                end()
-            yield
-        finally:
-            self._end = self._cancel
 
 
 @command
@@ -114,22 +76,27 @@ async def run_console(chosen: SettingsFile, listen: str) -> int:
     """Serve until SIGINT or SIGTERM; exit code 130 where one came before there were pages. Raises ConfigError, BadFrame,
     BrokerUnavailable.
     """
-    leaving = Leaving()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     log_to_stderr()
-    try:
-        async with open_source(chosen) as source:
-            leaving.check()
-            await _serve_source(source, listen, leaving)
-    except asyncio.CancelledError:
-        if not leaving.is_asked:
-            raise
-        return INTERRUPTED
+    async with AsyncExitStack() as opened:
+        try:
+            app, sock = await unless(stop.wait(), _open_pages(opened, chosen, listen), Stopped)
+        except Stopped:
+            return INTERRUPTED
+        server = make_server(app, DRAIN_S, CONSOLE_BOUNDS)
+        stopping = asyncio.create_task(stop.wait())
+        stopping.add_done_callback(lambda task: server.leave())
+        await serve_on(server, sock, lambda port: None)
     return 0
 
 
-async def _serve_source(source: ConsoleSource, listen: str, leaving: Leaving) -> None:
-    settings, log, store, state, command = source
+async def _open_pages(opened: AsyncExitStack, chosen: SettingsFile, listen: str) -> tuple[ASGIApp, socket.socket]:
+    """The application and the socket that it is asked on, after the link was printed. opened: closes what is opened here."""
+    settings, log, store, state, command = await opened.enter_async_context(open_source(chosen))
     sock = bound(listen or settings.console.listen, "console.listen")
+    opened.callback(sock.close)
     sock.listen()  # a link that is opened at once waits for its page
     given = os.environ.get(CONSOLE_LINK, "")  # `up` knows it and prints it; it must not be in a log
     link = given or secrets.token_urlsafe(24)
@@ -141,13 +108,10 @@ async def _serve_source(source: ConsoleSource, listen: str, leaving: Leaving) ->
         (state / CONSOLE_READY).touch()
     access = ConsoleAccess(store, link)
     run = made(settings, log, state, access=access, command=command, address=address, keeps=not given)
-    async with run as (app, known):
-        with contextlib.suppress(NotReadYet):  # it goes on: the first page is read before it is asked for
-            await known.status(wait_s=0)
-        leaving.check()
-        server = make_server(app, DRAIN_S, CONSOLE_BOUNDS)
-        with leaving.ending(server.leave):
-            await serve_on(server, sock, lambda port: None)
+    app, known = await opened.enter_async_context(run)
+    with contextlib.suppress(NotReadYet):  # it goes on: the first page is read before it is asked for
+        await known.status(wait_s=0)
+    return app, sock
 
 
 @asynccontextmanager

@@ -3,9 +3,7 @@
 import difflib
 import re
 import sqlite3
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup, escape
@@ -20,7 +18,7 @@ SHOWN = 60
 MAX_DRAWN = 400  # versions and decisions of the timeline
 MAX_TASKS = 200
 MAX_COMPARED = 50_000  # answers of a version to a suite
-MAX_PAIRED = 20_000  # pairs of equal pieces of two answers that are compared; a page may take ten times that
+MAX_PIECES = 1000  # of an answer that is compared piece by piece, which bounds the time
 STABLE = "stable/"  # what the gate puts before a suite's name for the figure of the stable version
 _PIECE = re.compile(r"\s+|\w+|[^\w\s]", re.UNICODE)
 WORDS = {
@@ -130,8 +128,7 @@ def pairs(
             found.append((low == high, task, a, b))
     found.sort(key=lambda pair: (pair[0], pair[1]))
     counts["unshown"] = max(0, len(found) - MAX_TASKS)
-    budget = Budget(10 * MAX_PAIRED)
-    return [_pair(database, a, b, budget) for _, _, a, b in found[:MAX_TASKS]], counts
+    return [_pair(database, a, b) for _, _, a, b in found[:MAX_TASKS]], counts
 
 
 def suites_both(database: sqlite3.Connection, left: int, right: int) -> list[str]:
@@ -158,63 +155,33 @@ def _answers(database: sqlite3.Connection, suite: str, version: int) -> tuple[di
     return found, count - len(found)
 
 
-def _pair(database: sqlite3.Connection, a: Row, b: Row, budget: "Budget") -> Row:
+def _pair(database: sqlite3.Connection, a: Row, b: Row) -> Row:
     """One recorded prompt and what two versions said, as far as the index holds it. behind: number of characters of the longer
     one that the index does not hold. differs_behind: whether they differ only in these.
     """
     held = [database.execute("SELECT asked, answered FROM texts WHERE n = ?", (row["n"],)).fetchone() for row in (a, b)]
     (asked, said), (_, other) = held
-    left, right = marked(said, other, budget)
+    left, right = marked(said, other)
     return {
         "asked": asked, "sides": ((left, a), (right, b)), "behind": max(0, max(a["size"], b["size"]) - MAX_TEXT),
         "differs_behind": said == other and a["digest"] != b["digest"],
     }  # fmt: skip
 
 
-@dataclass
-class Budget:
-    """Comparisons of pieces that are left for one page."""
+def marked(left: str, right: str) -> tuple[Markup, Markup]:
+    """Two texts with their differences marked, piece by piece; all is marked where one has more than MAX_PIECES.
 
-    left: int
-
-    def take(self, cost: int) -> bool:
-        """Spend `cost` if so much is left; returns whether it was."""
-        is_left = cost <= self.left
-        self.left -= cost if is_left else 0
-        return is_left
-
-
-def marked(left: str, right: str, budget: Budget) -> tuple[Markup, Markup]:
-    """Two texts with their differences marked: piece by piece where that is cheap, else all between their common beginning and
-    end. It is cheap where few pairs of pieces are equal; a text that repeats itself has as many as its length squared.
-
-    >>> marked("a b", "a c", Budget(100))
+    >>> marked("a b", "a c")
     (Markup('a <del>b</del>'), Markup('a <ins>c</ins>'))
     """
     first, second = (_PIECE.findall(text) for text in (left, right))
-    head = _num_equal(first, second)
-    tail = _num_equal(first[head:][::-1], second[head:][::-1])
-    inner = first[head : len(first) - tail], second[head : len(second) - tail]
-    runs = [("equal", first[:head], []), *_runs(*inner, budget), ("equal", first[len(first) - tail :], [])]
+    runs: Sequence[tuple[str, int, int, int, int]] = [("replace", 0, len(first), 0, len(second))]
+    if max(len(first), len(second)) <= MAX_PIECES:
+        runs = difflib.SequenceMatcher(str.isspace, first, second).get_opcodes()
     found: tuple[list[str], list[str]] = ([], [])
-    for kind, a, b in runs:
-        texts = ("".join(a), "".join(a if kind == "equal" else b))
-        for side, text, tag in zip(found, texts, ("del", "ins"), strict=True):
+    for kind, a, b, c, d in runs:
+        for side, text, tag in zip(found, ("".join(first[a:b]), "".join(second[c:d])), ("del", "ins"), strict=True):
             if text:
                 shown = escape(printable(text))
                 side.append(str(shown) if kind == "equal" else f"<{tag}>{shown}</{tag}>")
     return Markup("".join(found[0])), Markup("".join(found[1]))
-
-
-def _num_equal(first: Sequence[str], second: Sequence[str]) -> int:
-    differ = (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-    return next(differ, min(len(first), len(second)))
-
-
-def _runs(first: list[str], second: list[str], budget: Budget) -> Sequence[tuple[str, list[str], list[str]]]:
-    counts = Counter(piece for piece in second if not piece.isspace())
-    cost = sum(counts[piece] for piece in first) + len(first) + len(second)
-    if cost > MAX_PAIRED or not budget.take(cost):
-        return [("replace", first, second)]
-    found = difflib.SequenceMatcher(str.isspace, first, second, autojunk=False).get_opcodes()
-    return [(kind, first[a:b], second[c:d]) for kind, a, b, c, d in found]

@@ -11,7 +11,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
-from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +18,7 @@ import msgspec
 import typer
 
 from infra.cli.connect import app_store, reading
-from infra.cli.govern.channel import ChannelDecision, decisions
+from infra.cli.govern.channel import ChannelDecision, decisions, servable
 from infra.cli.govern.words import words_about
 from infra.cli.options import SettingsFile, command
 from infra.cli.settings import Settings
@@ -28,14 +27,13 @@ from infra.ledger.archive import MODEL_SUFFIXES
 from infra.log.log import Log
 from infra.model.adapter import base_hash, merged_model, write_adapter_folder
 from infra.model.model import DTYPE_NAMES, model_tensors
-from infra.policies.beginning import newest_summary
+from infra.policies.beginning import folded
 from infra.policies.fetch import PolicyFetcher
-from infra.policies.fold import PolicyFeed, Summary
 from infra.policies.policy import Adapter, Policy
 from infra.policies.share import SHARD_BYTES, split_runs
 from infra.policies.tensors import Tensor, write_tensors
 from infra.store.store import Store
-from schemas import Directive, PolicyEvent, topics
+from schemas import PolicyEvent
 from schemas.errors import ConfigError, NotInStore
 
 ABOUT = "headrace.json"
@@ -100,32 +98,16 @@ async def published(log: Log, policy: str, version: str) -> PolicyEvent:
     """The event of a version: a number, "newest" or "stable". Raises ConfigError with what there is."""
     if not version.isdigit() and version not in ("newest", "stable"):
         raise ConfigError(f'version: got "{version}", expected a number, "newest" or "stable"')
-    since = await newest_summary(log)
-    feed = await _feed(log, policy, since)
-    event = feed.events.get(_number(version, feed))
-    if event is None and since is not None and _number(version, feed) < since.of(policy).known_from:
-        feed = await _feed(log, policy, None)
-        event = feed.events.get(_number(version, feed))
-    if event is None:
-        there = f"the newest is {max(feed.events)}" if feed.events else "none is"
+    known = (await folded(log)).of(policy)
+    number = int(version) if version.isdigit() else known.newest if version == "newest" else known.stable.version
+    events = known.events
+    if number not in events and number < known.known_from:
+        words = (await words_about(log, policy, number)).events
+        events = {event.version: event for _, event in words if event.manifest and event.version in servable(words)}
+    if number not in events:
+        there = f"the newest is {known.newest}" if known.events else "none is"
         raise ConfigError(f"version: got {version}, which is not published (or retracted); {there}")
-    return event
-
-
-def _number(version: str, feed: PolicyFeed) -> int:
-    return int(version) if version.isdigit() else feed.newest if version == "newest" else feed.stable.version
-
-
-async def _feed(log: Log, policy: str, since: Summary | None) -> PolicyFeed:
-    feed = PolicyFeed(policy, since=None if since is None else since.of(policy))
-    begins, ends = await log.bounds(topics.POLICIES)
-    async with aclosing(log.scan(topics.POLICIES, {0: begins[0] if since is None else since.below}, ends)) as messages:
-        async for message in messages:
-            if isinstance(message.value, PolicyEvent):
-                feed.apply(message.value, message.offset)
-            elif isinstance(message.value, Directive):
-                feed.fence(message.value, message.offset)
-    return feed
+    return events[number]
 
 
 def export(

@@ -6,12 +6,11 @@ from contextlib import aclosing
 from typing import Literal, NamedTuple
 
 from infra.log.bus import Record
-from infra.log.log import Log, LogMessage
+from infra.log.log import LATELY_MS, Log, LogMessage, lately
 from schemas import Progress, topics
 from schemas.topics import REPORTS, Topic
 
 WINDOW_MS = 60_000  # rates, and counters that alarm, are over so long
-SEEN_MS = 3_600_000
 
 # The consumer groups of an app, with the topics that each reads: a group's lag is what waits for it.
 Group = Literal["tasks", "explore", "verify", "collect"]
@@ -64,7 +63,7 @@ class LastHour:
         """Each process by its instance."""
         begins, ends = await self._log.bounds(REPORTS)
         if not self._nexts or any(end < self._nexts.get(index, 0) for index, end in ends.items()):
-            self._first_ms, self._records, self._nexts = {}, {}, await self._hour_before(begins, ends)
+            self._first_ms, self._records, self._nexts = {}, {}, await lately(self._log)
         starts = {index: max(begins[index], self._nexts.get(index, 0)) for index in ends}
         async with aclosing(self._log.chunks(REPORTS, starts, ends)) as chunks:
             async for records in chunks:
@@ -72,7 +71,7 @@ class LastHour:
                     self._take(record)
         self._nexts = dict(ends)
         newest_ms = max((records[-1].timestamp_ms for records in self._records.values()), default=0)
-        for key in [key for key, records in self._records.items() if records[-1].timestamp_ms < newest_ms - SEEN_MS]:
+        for key in [key for key, records in self._records.items() if records[-1].timestamp_ms < newest_ms - LATELY_MS]:
             del self._records[key], self._first_ms[key]
         found: dict[str, Spoken] = {}
         for key, held in self._records.items():
@@ -81,15 +80,6 @@ class LastHour:
                     spoken = found.setdefault(message.value.instance, Spoken(self._first_ms[key] / 1000, []))
                     spoken.reports.append((message.value, message.timestamp_ms / 1000))
         return found
-
-    async def _hour_before(self, begins: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, int]:
-        newest_ms = 0
-        for index, end in ends.items():
-            if end > begins[index]:
-                newest = await self._log.at(REPORTS, index, [end - 1])
-                newest_ms = max([newest_ms, *(message.timestamp_ms for message in newest.values())])
-        found = await self._log.bus.offsets_at(self._log.name(REPORTS), max(0, newest_ms - SEEN_MS))
-        return {partition.index: offset for partition, offset in found.items()}
 
     def _take(self, record: Record) -> None:
         self._first_ms.setdefault(record.key, record.timestamp_ms)
