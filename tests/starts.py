@@ -17,6 +17,8 @@ from infra.policies.fold import PoliciesFold
 from infra.roles.role import Role
 from infra.settings.config import Floor, Pacing
 from infra.store.memory import MemoryStore
+from infra.store.snapshots import Refused, SnapshotManifest, candidates
+from infra.store.store import Store, digest_of, name_of
 from schemas import Closure, Directive, Drawn, Issued, Message, PolicyEvent, Progress, Task, encode, kafka_headers
 from schemas.topics import POLICIES, PROGRESS, TASKS, TASKSET, Topic
 from trainer.buffer.buffer import Buffer
@@ -162,3 +164,13 @@ async def cpu_s(act: Callable[[], Awaitable[object]]) -> float:
     began_s = time.process_time()
     await act()
     return time.process_time() - began_s
+
+
+def content_name(data: bytes) -> str:
+    """How an object of these bytes is named."""
+    return name_of(digest_of((data,)))
+
+
+def newest(store: Store, series: str, refused: Refused) -> SnapshotManifest | None:
+    """The newest whole snapshot."""
+    return next(candidates(store, series, refused), None)

@@ -5,8 +5,10 @@ hide below rounding. The same family gives the same bytes.
 """
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
+from actors.tasksets.shapes import Drawing, draw
 from infra.cli.demo.char_model import (
     IMAGE_TOKEN,
     MIN_HEAD_DIM,
@@ -192,3 +194,19 @@ def build_tiny_internvl(
     save_tokenizer(folder, INTERNVL_VOCABULARY, names)
     GotOcr2ImageProcessorPil(size={"height": side, "width": side}, crop_to_patches=True).save_pretrained(folder)
     return folder
+
+
+SIZE = Size(hidden=16, layers=1, image=16, head_dim=MIN_HEAD_DIM)  # two by two places a picture
+NUM_PLACES = 4
+
+
+def build_eye_model(folder: Path, seed: int = 0, family: str = "llava") -> Path:
+    if family == "internvl":
+        return build_tiny_internvl(folder, seed, hidden=SIZE.hidden, layers=SIZE.layers)
+    return build_char_model(folder, seed, PICTURES, SIZE)
+
+
+def drawings(count: int, seed: int = 0) -> list[Drawing]:
+    random = Random(seed)
+    found = {one.picture: one for one in (draw("count", random, size=16) for _ in range(40 * count))}
+    return list(found.values())[:count]

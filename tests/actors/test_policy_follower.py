@@ -31,8 +31,7 @@ from schemas.topics import POLICIES
 from tests.actors.rig import FLOOR, memory_log, running, until
 from tests.infra.weights.test_fetch import Counting
 from tests.role import role_of
-from tests.starts import CountingBus, summarize
-from tests.stored import content_name
+from tests.starts import CountingBus, content_name, summarize
 from trainer.loop.publication import SUMMARIZE_EVERY
 
 VOCABULARY = 48

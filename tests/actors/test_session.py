@@ -28,9 +28,9 @@ from schemas.wire.routing import ABSENT, routing
 from tests.actors.gateway.gateway_rig import EOS as BYTE_EOS
 from tests.actors.gateway.gateway_rig import ByteTokenizer, engine, says, serving
 from tests.actors.rig import EOS, EXPLORE, FLOOR, CharTokenizer, Looking, TopicArrivals, memory_log, running, until
-from tests.eye_model import drawings
 from tests.infra.chat_models import STYLES, build_chat_model
 from tests.role import role_of
+from tests.tiny_models import drawings
 
 BOS, END, NEWLINE = 1, 2, 3
 

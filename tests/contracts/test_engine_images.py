@@ -20,8 +20,7 @@ from infra.store.images import Pixels, decode_image
 from schemas import Message
 from schemas.errors import ConfigError, PolicyRefused
 from tests.contracts.engine_case import Started
-from tests.eye_model import build_eye_model, drawings
-from tests.tiny_models import FRAME, INTERNVL_VOCABULARY
+from tests.tiny_models import FRAME, INTERNVL_VOCABULARY, build_eye_model, drawings
 from trainer.learners.forward import PackedModel
 
 TOWER = "model.vision_tower."

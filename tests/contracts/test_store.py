@@ -23,7 +23,7 @@ from schemas.errors import NotInStore
 from tests import minio
 from tests.infra.every_kind import Shelf
 from tests.minio import MinioServer
-from tests.stored import content_name
+from tests.starts import content_name
 
 MakeStore = Callable[[str], Store]  # from a prefix: stores of one maker share their bucket or folder
 

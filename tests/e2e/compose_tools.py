@@ -62,7 +62,7 @@ def mc(words: list[str]) -> None:
 
 def kafka_acls(words: list[str]) -> None:
     """Kafka's tool for its rules: --add, --remove and --list, of topics and groups."""
-    from tests.e2e.acls import ALLOW, DENY, LITERAL, PREFIXED, Rule, add_rules, list_rules, remove_rules
+    from tests.e2e.secured_broker import ALLOW, DENY, LITERAL, PREFIXED, Rule, add_rules, list_rules, remove_rules
 
     parser = argparse.ArgumentParser("kafka-acls.sh")
     parser.add_argument("--bootstrap-server", required=True)

@@ -13,13 +13,17 @@ from infra.log.access import kafka_access
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from schemas.topics import ALL, EXPERIENCES
-from tests.e2e.acls import CLUSTER, deny
-from tests.e2e.secured_broker import PASSWORD, USER, Secured, secured_broker
-from tests.e2e.secured_clients import (
+from tests.e2e.secured_broker import (
+    CLUSTER,
+    PASSWORD,
     SCRAM,
+    USER,
+    Secured,
     by_token,
     call,
+    deny,
     expired_token,
+    secured_broker,
     settings_file,
     stream_worker,
     through,

@@ -13,7 +13,7 @@ from infra.model.model import Tokenizer
 from infra.store.images import Pixels
 from schemas import Span
 from tests.http_endpoint import http_endpoint
-from tests.streams.scores.test_model_score import classifier
+from tests.streams.scores.test_judge_scores import classifier
 
 VOCABULARY = Vocabulary(words=CHARACTERS, pattern=r"[\s\S]", chat_template=TURNS_TEMPLATE)
 TESTS = json.dumps({"function": "double", "calls": [{"args": [4], "equals": 8}]})

@@ -22,8 +22,8 @@ from infra.model.model import load_into, load_model, meta_model, model_tensors, 
 from infra.policies.policy import Adapter
 from infra.policies.tensors import Tensor, from_torch, load_tensors, save_tensors, to_torch
 from schemas.errors import ConfigError
-from tests.eye_model import build_eye_model
 from tests.infra.tiny_families import build_family
+from tests.tiny_models import build_eye_model
 
 IDS = torch.tensor([[3, 17, 40, 5, 9, 21]])
 

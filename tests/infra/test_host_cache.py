@@ -26,7 +26,7 @@ from infra.store.store import Hashed, Store, digest_of
 from schemas import PolicyEvent
 from schemas.errors import StoreError
 from tests.infra.host_processes import fetched_by_a_holder_that_hangs, follow
-from tests.stored import content_name
+from tests.starts import content_name
 
 NUM_FOLLOWERS = 8
 NUM_VERSIONS = 7

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from infra.cli.demo.char_model import build_char_model
@@ -27,6 +28,8 @@ from schemas.errors import ConfigError
 from streams.config import CollectConfig, CorrectConfig, StreamsConfig
 from streams.stages.chain_builder import build_collect
 from tests.infra.chat_models import CHATML, STYLES, build_chat_model
+from tests.infra.tiny_families import build_family
+from tests.tiny_models import FAMILIES, build_tiny_model
 
 pytestmark = pytest.mark.slow  # importing transformers alone takes seconds
 
@@ -192,3 +195,28 @@ def test_a_folder_without_an_end_token_is_a_config_error(tmp_path: Path) -> None
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ConfigError, match="end token"):
         TokenizerFile(str(tmp_path))
+
+
+# A model of pictures keeps the names that it has in memory, which engines know; Qwen3-VL is refused.
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"llava", "internvl", "qwen2.5-vl", "qwen3-vl"}))
+def test_a_model_is_published_under_the_names_of_its_folder(tmp_path: Path, family: str) -> None:
+    folder = build_tiny_model(tmp_path / family, family)
+    assert model_tensors(load_model(folder)) == folder_tensors(folder)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe"])
+def test_other_families_with_experts_are_too(tmp_path: Path, family: str) -> None:
+    folder = build_family(tmp_path / family, family)
+    assert model_tensors(load_model(folder)) == folder_tensors(folder)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_tensors_of_experts_one_by_one_are_loaded_into_the_parameter_that_holds_them_all(
+    tmp_path: Path, family: str
+) -> None:
+    wanted = folder_tensors(build_family(tmp_path / "wanted", family, seed=1))
+    model = load_model(build_family(tmp_path / "model", family))
+    load_into(model, wanted)
+    assert model_tensors(model) == wanted
+    ids = torch.arange(9)[None]
+    assert torch.equal(model(input_ids=ids).logits, load_model(tmp_path / "wanted")(input_ids=ids).logits)

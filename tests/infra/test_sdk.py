@@ -1,4 +1,4 @@
-"""What plugins import: one plugin of every kind is written with `headrace` alone, and runs where it is used."""
+"""What plugins import, with a plugin of every kind written with `headrace` alone; and which headrace this is."""
 
 import ast
 import asyncio
@@ -8,6 +8,7 @@ import re
 import site
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import yaml
 from hatchling.builders.wheel import WheelBuilder
+from typer.testing import CliRunner
 
 import headrace
 from actors.engines.engine import Engine
@@ -27,7 +30,9 @@ from infra.chain.chain import ChainResult, Context, Step, make_step, new_memorie
 from infra.cli.commands.init import EXAMPLES
 from infra.cli.connect import app_store
 from infra.cli.examples import walkthrough
+from infra.cli.main import app
 from infra.cli.settings import load_settings
+from infra.observe.release import commit, release
 from infra.settings.plugin import load
 from schemas import Experience, Message, Span, make_experience
 from schemas.ids import experience_id
@@ -251,3 +256,29 @@ def test_installed_every_module_is_imported_from_below_headrace_and_makes_the_sa
     loaded, file, code = json.loads(run(installed, tmp_path, "-c", script))
     assert file.startswith(str(installed)) and not set(loaded) & set(PACKAGES)
     assert code == code_hash(("trainer.learners.torch",))
+
+
+def test_the_command_says_its_release_and_its_commit() -> None:
+    done = CliRunner().invoke(app, ["--version"])
+    assert done.exit_code == 0
+    assert re.fullmatch(rf"headrace {re.escape(release())}( \([0-9a-f]{{12}}(\+changes)?\))?", done.output.strip())
+
+
+def test_package_chart_and_the_newest_section_of_the_changelog_are_of_one_release() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    chart = yaml.safe_load((ROOT / "infra" / "deploy" / "chart" / "Chart.yaml").read_text(encoding="utf-8"))
+    newest = re.findall(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[0]
+    assert {declared, chart["version"], chart["appVersion"], newest} == {release()}
+
+
+def test_a_checkout_has_a_commit_and_says_where_its_files_are_others(tmp_path: Path) -> None:
+    assert commit(tmp_path) == ""
+    checkout = tmp_path / "checkout"
+    for words in (
+        ("init", "-q", str(checkout)),
+        ("-C", str(checkout), "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "x"),
+    ):
+        subprocess.run(["git", *words], check=True)
+    (checkout / "file").write_text("1")
+    subprocess.run(["git", "-C", str(checkout), "add", "file"], check=True)
+    assert re.fullmatch(r"[0-9a-f]{12}\+changes", commit(checkout))

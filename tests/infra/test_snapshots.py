@@ -11,7 +11,7 @@ from infra.store.memory import MemoryStore
 from infra.store.snapshots import SnapshotDamaged, candidates, prune, read, remove, save
 from infra.store.store import Store
 from schemas.errors import StoreError
-from tests.stored import newest
+from tests.starts import newest
 
 SERIES = "app/collect-0"
 

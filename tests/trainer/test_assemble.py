@@ -13,7 +13,7 @@ from schemas import Batch, Block, Span, Stretch, decode, encode, ids, make_exper
 from schemas.errors import BadFrame
 from schemas.wire.routing import routing, with_routing
 from schemas.wire.teacher import teacher_logprobs, with_teacher_logprobs
-from tests.trainer.buffered_blocks import block
+from tests.trainer.trainer_samples import block
 from trainer.batch.assemble import (
     Stamp,
     apply_chain,

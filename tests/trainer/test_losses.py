@@ -9,7 +9,7 @@ from infra.cli.demo.char_model import build_char_model
 from schemas import Block, Span
 from schemas.errors import ConfigError
 from schemas.experience import CHOSEN, REJECTED, pair_fault, pair_side
-from tests.trainer.buffered_blocks import block, message
+from tests.trainer.trainer_samples import block, message
 from trainer.batch.batch import TrainItem, pack
 from trainer.batch.split import split
 from trainer.buffer.buffer import Buffer

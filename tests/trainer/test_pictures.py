@@ -19,8 +19,8 @@ from infra.store.images import deposit_image
 from infra.store.memory import MemoryStore
 from schemas import Batch, Block, Drawn, Message, Span, make_experience, topics
 from schemas.errors import BadFrame
-from tests.eye_model import NUM_PLACES, build_eye_model, drawings
 from tests.role import role_of
+from tests.tiny_models import NUM_PLACES, build_eye_model, drawings
 from tests.trainer.trainer_samples import make_item
 from trainer.batch.batch import Microbatch, TrainItem, pack
 from trainer.batch.image_inputs import BAD_IMAGE, ImageInputs, open_sight

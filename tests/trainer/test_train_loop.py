@@ -1,20 +1,48 @@
 """The trainer on an in-memory log: what survives a kill at any moment, and what a newer lease does."""
 
 import asyncio
+import functools
+import itertools
+import random
+from collections import Counter
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from infra.log.bus import Record
 from infra.log.log import Log
-from infra.log.memory import MemoryBus
+from infra.log.memory import MemoryBus, MemoryReader
+from infra.policies.fetch import PolicyFetcher
+from infra.policies.fold import PolicyFeed
+from infra.policies.tensors import Tensor
 from infra.store.directory import DirectoryStore
-from schemas import Batch, Block, Drawn, Rollback, Skip, Span, topics
-from schemas.errors import FencedOut
-from tests.trainer.memory_run import STEPS, KillingBus, block, ends, filled_log, journal, published, train
+from infra.store.memory import MemoryStore
+from infra.store.store import Pieces
+from schemas import Batch, Block, Drawn, Fence, PolicyEvent, Rollback, Saved, Skip, Span, ids, topics
+from schemas.errors import FencedOut, OffsetOutOfRange
+from schemas.journal import effective
+from tests.trainer.memory_run import (
+    CONFIG,
+    STEPS,
+    KillingBus,
+    KillingStore,
+    PutsThatKill,
+    block,
+    ends,
+    filled_log,
+    journal,
+    published,
+    train,
+    train_through_kills,
+)
 from trainer.batch.assemble import step_seed
-from trainer.journal.journal import read_journal, take_lease
+from trainer.buffer.buffer import Uses
+from trainer.journal import checkpoint
+from trainer.journal.checkpoint import Checkpoint, Position, load_newest, places, remove, save
+from trainer.journal.journal import Lease, read_journal, take_lease
 from trainer.learners.scripted import ScriptedLearner
+from trainer.replay.resume import find_start
 
 
 async def unkilled(folder: Path) -> tuple[dict[str, object], list[object], list[int]]:
@@ -122,3 +150,285 @@ async def test_groups_past_the_bound_are_dropped_with_a_reason_and_told_to_the_m
                     break
     await running
     assert told == {old.group: "stale"}
+
+
+async def test_a_checkpoint_of_steps_that_were_rolled_back_later_is_passed_over() -> None:
+    log, store = Log(MemoryBus(), "t"), MemoryStore()
+    await log.create_topics(partitions=1, keep_ms=-1)
+    await log.publish(topics.BATCHES, Fence(run="r", token=1))
+    for step in (3, 5):
+        weights = {"weights": Tensor("F32", (1,), bytes(4))}
+        save(store, "r", Checkpoint(Position(step=step, journal_next=1), weights, Uses(), ()), token=1)
+    lease = Lease(run="r", token=1, owner="")
+    state, _ = await find_start(log, store, lease)
+    assert state is not None and state.position.step == 5
+    back = Rollback(run="r", token=1, from_step=4, to_step=6, restored_version=3, version=7, reason="alarm")
+    await log.publish(topics.BATCHES, back)
+    state, found = await find_start(log, store, lease)
+    assert state is not None and state.position.step == 3 and found.entries == (back,)
+
+
+async def test_a_checkpoint_is_told_and_written_before_its_version_is_published() -> None:
+    tick = itertools.count()
+    store = MemoryStore()
+    log = await filled_log(store, MemoryBus(lambda: next(tick)))
+    await train(log, store, ScriptedLearner())
+    saved = {
+        each.value.version: each.timestamp_ms
+        async for each in log.read_all(topics.BATCHES)
+        if isinstance(each.value, Saved)
+    }
+    published = {
+        each.value.version: each.timestamp_ms
+        async for each in log.read_all(topics.POLICIES)
+        if isinstance(each.value, PolicyEvent) and each.value.event == "published"
+    }
+    assert len(saved) > 3 and all(time < published[version] for version, time in saved.items())
+
+
+@pytest.mark.parametrize("send", range(2, 40))
+async def test_skips_in_a_row_are_counted_across_a_death_between_them(send: int) -> None:
+    config = msgspec.structs.replace(CONFIG, checkpoint_every=1, warmup=None, max_steps=8)
+    failing = tuple(step_seed(3, step) for step in (3, 4, 5))
+    bus, store = KillingBus(), KillingStore()
+    log = await filled_log(store, bus)
+    learner = functools.partial(ScriptedLearner, fail_at=failing)
+    _, died = await train_through_kills(bus, store, learner, [(send, -1)], log, config)
+    assert died == 1
+    records = await journal(log)
+    assert {record.step for record in records if isinstance(record, Skip)} == {3, 4}
+    assert [record.to_step for record in records if isinstance(record, Rollback)] == [5]
+
+
+@pytest.mark.parametrize("topic", [topics.BUFFER, topics.BATCHES], ids=lambda topic: topic.name)
+async def test_a_resume_whose_segment_was_deleted_says_so_and_overwrites_nothing(topic: topics.Topic) -> None:
+    store = MemoryStore()
+    log = await filled_log(store)
+    await train(log, store, ScriptedLearner(), msgspec.structs.replace(CONFIG, max_steps=STEPS // 2))
+    name = log.name(topic)
+    remove(store, "t", [places(store, "t")[-1]])  # so that what follows the one before is asked of the log
+    (at, end), *_ = (await log.bus.end_offsets(name)).items()
+    await log.bus.delete_records(at, end)
+    before, count = {key: store.get(key) for key in store.keys("")}, len(await published(log))
+    with pytest.raises(OffsetOutOfRange, match=rf"t\.{topic.name}/0: offset \d+ is not kept"):
+        await train(log, store, ScriptedLearner())
+    assert {key: store.get(key) for key in store.keys("")} == before and len(await published(log)) == count
+
+
+class KillingFolder(PutsThatKill, DirectoryStore):
+    """A store in a folder whose process dies at the n-th put."""
+
+    def put_pieces(self, key: str, pieces: Pieces) -> None:
+        with self.put_counted():
+            super().put_pieces(key, pieces)
+
+
+async def drawn(log: Log) -> set[str]:
+    """Groups the master was told of."""
+    messages = [message.value async for message in log.read_all(topics.PROGRESS)]
+    return {group for message in messages if isinstance(message, Drawn) for group in message.groups}
+
+
+def usual_groups(records: list[object]) -> set[str]:
+    return {
+        ids.group_of(item.id) for items in journaled_items(records).values() for item in items if item.lane == "usual"
+    }  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("every", [2, 7, 1, 3, 4])
+async def test_a_trainer_killed_at_any_put_ends_with_the_same_weights_and_batches(tmp_path: Path, every: int) -> None:
+    expected, records, versions = await unkilled(tmp_path / "whole")
+    store = KillingFolder(tmp_path / "killed")
+    log = await filled_log(store)
+    for kill in range(300):
+        learner = ScriptedLearner()
+        store.puts, store.kill_at = 0, 1 + kill * every % 11 + kill // 5
+        if await ends(train(log, store, learner)):
+            break
+    else:
+        raise AssertionError("the run never ended")
+    assert kill > 3, "nothing was killed"
+    assert learner.tensors() == expected
+    assert journaled_items(await journal(log)) == journaled_items(records)
+    assert sorted({event.version for event in await published(log)}) == versions
+    steps = [record.step for record in await journal(log) if isinstance(record, Batch)]
+    assert len(steps) == len(set(steps)), "a step was journaled again instead of being executed again"
+
+
+@pytest.mark.parametrize("kill_at", [2, 3, 4, 5])
+async def test_a_checkpoint_written_while_the_journal_is_executed_again_passes_over_nothing(
+    tmp_path: Path, kill_at: int
+) -> None:
+    store = KillingFolder(tmp_path)
+    log = await filled_log(store)
+    learner = ScriptedLearner()
+    await train(log, store, learner)
+    checkpoint.remove(store, "t", checkpoint.places(store, "t")[1:])
+    store.puts, store.kill_at = 0, kill_at
+    assert not await ends(train(log, store, ScriptedLearner()))
+    store.kill_at = -1
+    again = ScriptedLearner()
+    await train(log, store, again)
+    assert again.tensors() == learner.tensors()
+    steps = [record.step for record in await journal(log) if isinstance(record, Batch)]
+    assert len(steps) == len(set(steps)), "a step was journaled again instead of being executed again"
+
+
+@pytest.mark.parametrize("first", range(4, 56, 4))
+async def test_the_master_is_told_of_every_step_also_when_its_trainer_died_before_telling(
+    tmp_path: Path, first: int
+) -> None:
+    store = DirectoryStore(tmp_path)
+    log = await filled_log(store)
+    bus = KillingBus()
+    bus.__dict__.update({**log.bus.__dict__, "sends": 0, "kill_at": first})
+    log = Log(bus, "t", store=store)
+    assert not await ends(train(log, store, ScriptedLearner()))
+    bus.kill_at = -1
+    await train(log, store, ScriptedLearner())
+    assert await drawn(log) == usual_groups(await journal(log))
+
+
+CYCLES = 100
+
+
+class StandStill:
+    """A process stands still before or after its n-th send, until it is opened: nothing of it reads or writes meanwhile."""
+
+    def __init__(self, stall_at: int) -> None:
+        self.stalled = asyncio.Event()
+        self.opened = asyncio.Event()
+        self._left = stall_at
+
+    async def reach(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self.stalled.set()
+            await self.opened.wait()
+
+    async def hold(self) -> None:
+        """What another task of the process does while it stands still."""
+        if self.stalled.is_set():
+            await self.opened.wait()
+
+
+class GatedReader(MemoryReader):
+    """Hears nothing while its process stands still."""
+
+    gate: StandStill
+
+    async def get_many(self, *, timeout_s: float, max_records: int = 500) -> list[Record]:
+        records = await super().get_many(timeout_s=timeout_s, max_records=max_records)
+        await self.gate.hold()
+        return records
+
+
+class GatedBus(MemoryBus):
+    """One process's way to a log that others share."""
+
+    def __init__(self, shared: MemoryBus, gate: StandStill) -> None:
+        super().__init__()
+        self.__dict__.update(shared.__dict__)
+        self._gate = gate
+
+    async def assigned(self, starts, *, group=None, fetch_bytes=0):
+        reader = GatedReader(self, dict(starts), group=group)
+        reader.gate = self._gate
+        return reader
+
+    async def send(self, *args, **kwargs):
+        await self._gate.reach()
+        position = await super().send(*args, **kwargs)
+        await self._gate.reach()
+        return position
+
+
+async def overtaken(log: Log, store: MemoryStore, stall_at: int) -> str:
+    """One cycle: a trainer stands still somewhere, another trains on, the first goes on. How the first ended."""
+    gate = StandStill(stall_at)
+    assert isinstance(log.bus, MemoryBus)
+    zombie = asyncio.create_task(train(Log(GatedBus(log.bus, gate), log.app, store=store), store, ScriptedLearner()))
+    await asyncio.wait([zombie, asyncio.create_task(gate.stalled.wait())], return_when=asyncio.FIRST_COMPLETED)
+    if not gate.stalled.is_set():
+        await zombie
+        return "ended before"
+    successor = asyncio.create_task(train(log, store, ScriptedLearner()))
+    ends = len(await journal(log))
+    async for message in log.read_all(topics.BATCHES, until_end=False):
+        if message.offset >= ends + 2:  # the successor's fence and a step, or its last checkpoint
+            break
+    gate.opened.set()
+    try:
+        await zombie
+        ended = "did nothing more"
+    except* FencedOut:
+        ended = "fenced out"
+    await successor
+    return ended
+
+
+async def loaded(log: Log, store: MemoryStore) -> dict[int, set[str]]:
+    """Versions as a follower of the log loads them, one by one: version → contents."""
+    feed, follower = PolicyFeed("main"), PolicyFetcher(store, "main")
+    found: dict[int, set[str]] = {}
+    lease = -1
+    async for message in log.read_all(topics.POLICIES):
+        event = message.value
+        assert isinstance(event, PolicyEvent)
+        lease = message.offset if event.event == "lease" else lease
+        stale = event.event != "lease" and event.token < lease
+        if feed.apply(event, message.offset):
+            assert not stale, f"{event.event} v{event.version} of token {event.token} under lease {lease}"
+            policy = follower.fetch(event)
+            found.setdefault(event.version, set()).add(hexed(policy.tensors["weights"]))
+    return found
+
+
+async def stale_events(log: Log) -> int:
+    """What a zombie still sent to `policies` after it had been overtaken."""
+    lease, found = -1, 0
+    async for message in log.read_all(topics.POLICIES):
+        event = message.value
+        assert isinstance(event, PolicyEvent)
+        found += event.event != "lease" and event.token < lease
+        lease = message.offset if event.event == "lease" else lease
+    return found
+
+
+def hexed(tensor: Tensor) -> str:
+    return bytes(tensor.data).hex()
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_a_trainer_that_was_overtaken_publishes_nothing_that_is_loaded_and_journals_nothing_that_counts(
+    seed: int,
+) -> None:
+    chosen = random.Random(seed)
+    outcomes: Counter[str] = Counter()
+    expected_store = MemoryStore()
+    quiet = await filled_log(expected_store)
+    await train(quiet, expected_store, ScriptedLearner())
+    alone = load_newest(expected_store, "t")
+    expected, expected_loaded = counted(await journal(quiet)), await loaded(quiet, expected_store)
+    for _ in range(CYCLES // 5):
+        store = MemoryStore()
+        log = await filled_log(store)
+        outcomes[await overtaken(log, store, chosen.randint(3, 90))] += 1
+        # What counts is what one trainer in peace would have journaled, and every version has its content.
+        assert counted(await journal(log)) == expected
+        assert await loaded(log, store) == expected_loaded
+        outcomes["stale events"] += await stale_events(log)
+        newest = load_newest(store, "t")
+        assert newest is not None and alone is not None
+        assert newest.learner == alone.learner
+    assert outcomes["fenced out"] >= CYCLES // 10 and outcomes["stale events"] >= 1, outcomes
+
+
+def counted(records: list[object]) -> list[tuple[object, ...]]:
+    """Steps that count, with what they trained on."""
+    entries, _ = effective([record for record in records if isinstance(record, Fence | Batch)], "t")
+    batches = {
+        entry.step: tuple(item.id for item in entry.items) for entry in reversed(entries) if isinstance(entry, Batch)
+    }
+    assert len([entry for entry in entries if isinstance(entry, Batch)]) == len(batches), "a step counts twice"
+    return sorted(batches.items())

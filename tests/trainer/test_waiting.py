@@ -19,8 +19,8 @@ from schemas import Batch, Block, Directive, Drawn, MasterState, Progress, topic
 from schemas.fields import MasterPhase
 from tests.actors.rig import until
 from tests.simulator.virtual_loop import run_virtual
-from tests.trainer.buffered_blocks import block, message
 from tests.trainer.memory_run import STEPS, filled_log, journal, train
+from tests.trainer.trainer_samples import block, message
 from trainer.buffer.buffer import Buffer
 from trainer.buffer.intake import Intake
 from trainer.buffer.pool import Draw

@@ -38,7 +38,7 @@ from infra.policies.tensors import Tensor, from_numpy
 from infra.store.images import decode_image
 from schemas import Span
 from schemas.errors import ConfigError
-from tests.eye_model import build_eye_model, drawings
+from tests.tiny_models import build_eye_model, drawings
 
 BACKEND = "distributed_executor_backend"
 Answer = tuple[Sequence[int], Sequence[tuple[str, int, int]]]  # tokens, and the label of each run of them

@@ -24,7 +24,7 @@ from tests.actors.gateway.gateway_rig import (
     serving,
 )
 from tests.actors.rig import Looking
-from tests.eye_model import drawings
+from tests.tiny_models import drawings
 
 ONE, OTHER = drawings(2)
 KEEP = RedactRules(images="keep")

@@ -25,8 +25,8 @@ from infra.store.memory import MemoryStore
 from schemas import PolicyEvent, topics
 from schemas.errors import ConfigError, PolicyRefused
 from tests.contracts.test_learner import batch, opened
-from tests.eye_model import build_eye_model
 from tests.infra.tiny_families import build_family
+from tests.tiny_models import build_eye_model
 from trainer.config import LoraConfig
 
 SMALL = Size(hidden=32, layers=1)
