@@ -33,7 +33,7 @@ CONVERSE = "actors.rollout.workflow:converse"
 
 
 class EvalSuite(Section, frozen=True):
-    """[[master.evals]]: a suite answered by versions 0, `first_version`, each `every`-th, and the last.
+    """[[master.evals]]: suite for versions 0, `first_version`, every `every`-th version, and the last.
 
     Example: EvalSuite(suite="held-out", every=10, tasks=500)
     """
@@ -41,13 +41,13 @@ class EvalSuite(Section, frozen=True):
     suite: Name
     """Split whose tasks are the suite."""
     every: Positive = 10
-    """Versions from one evaluation to the next."""
+    """Versions between two evaluations."""
     tasks: Positive = 500
-    """Maximum tasks; the first in the order of their ids."""
+    """Maximum tasks of the suite, in the order of their ids."""
     score: str = "exact"
-    """Name of the score that counts, 1.0 for a correct answer. Scores given turn by turn are added up."""
+    """Name of the score that measures accuracy, 1.0 for a correct answer. Scores of single turns are summed."""
     samples: Positive = 1
-    """Answers per task. With several, pass@k is reported for k = 1, 2, 4, … up to it; they need a temperature above 0."""
+    """Answers per task. With 2 or more, results have pass@k for k = 1, 2, 4, …, and `temperature` must be above 0."""
     temperature: Temperature = 0.0
     """Sampling temperature; 0 is greedy."""
 
@@ -57,7 +57,7 @@ class EvalSuite(Section, frozen=True):
 
 
 class StopRule(Section, frozen=True):
-    """[master.stop]: the first of these conditions ends issuing; outstanding groups drain and the last version is evaluated.
+    """[master.stop]: conditions that end the run. At the first, issuing stops, groups drain, and the last version is evaluated.
 
     Example: StopRule(suite="dev", at=0.93, after="5m")
     """
@@ -65,13 +65,13 @@ class StopRule(Section, frozen=True):
     suite: str = ""
     """Suite whose accuracy ends the run, "" for none."""
     at: Share = 1.0
-    """Accuracy on `suite` that ends the run."""
+    """Accuracy on `suite` that ends the run, 0 to 1."""
     versions: NonNegative = 0
     """Published versions that end the run, 0 for no limit."""
     groups: NonNegative = 0
     """Issued groups that end the run, 0 for no limit."""
     after: OpenDuration = ""
-    """Time from the first issued group, or the first closed answer of production, that ends the run. "" for no limit."""
+    """Time since the first issued group, or the first closed production answer, that ends the run. "" for no limit."""
 
 
 class GateSuite(Section, frozen=True):
@@ -83,19 +83,19 @@ class GateSuite(Section, frozen=True):
     at_least: Share = 0.0
     """Minimum share of right answers."""
     max_drop: Share = 0.02
-    """Largest share by which a candidate may be below the stable version. It is held where its results show a larger drop,
-    beyond chance; results on the same tasks are compared task by task."""
+    """Maximum drop of a candidate's accuracy below the stable version's. The gate holds a candidate with a significantly larger
+    drop; it compares the results on the same tasks task by task."""
     alpha: Chance = 0.01
-    """Highest probability of holding a candidate whose drop is within `max_drop`; all tests of one candidate share it."""
+    """Maximum probability of holding a candidate whose drop is within `max_drop`, over all tests of the candidate."""
     total_drop: Share = 0.02
-    """Largest share by which the last `window` versions that passed may be below the best `window` on average, so that
-    small drops do not add up."""
+    """Maximum drop of the mean accuracy of the last `window` passed versions below the best such mean, so that small drops do
+    not add up."""
     window: Positive = 8
-    """Versions in a row that are averaged. The window begins anew with a version that was promoted by hand."""
+    """Number of consecutive versions in the mean. A version promoted by hand starts a new window."""
 
 
 class PeopleConfig(Section, frozen=True):
-    """[master.gate.people]: ratings by people, as [master.gate.canary] counts them.
+    """[master.gate.people]: evaluation of ratings in the tests of [master.gate.canary].
 
     Example: PeopleConfig(bad_below=3.0, block="1m")
     """
@@ -103,16 +103,16 @@ class PeopleConfig(Section, frozen=True):
     bad_below: float = 0.5
     """Rating below which a rating is a complaint, on the scale of its source."""
     bad_below_by_source: dict[str, float] = {}
-    """The same threshold by the name of a source, where scales differ."""
+    """Threshold of a complaint for single sources, by source name, if scales differ."""
     rating_window: OpenDuration = ""
-    """Longest time from an answer to a rating that counts; answers are compared when it is over. "" takes the longest window
-    of [[feedback]] and [collect] session_s; a shorter one makes decisions depend on how fast people rate."""
+    """Maximum delay of a rating that counts; the gate compares answers after this time. Default "": the longest [[feedback]]
+    window plus [collect] session_s. A shorter time makes decisions depend on how fast people rate."""
     block: Duration = "10m"
-    """Length of a block of time. People whose answers were given in the same block are compared, and after each block the
-    gate decides. One block gives at most a quarter of the evidence that decides."""
+    """Length of a block of time. The gate compares people within the same block, and decides after each block. A block
+    contributes at most a quarter of the evidence for a decision."""
     tenant_share: Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0, 1 at most")] = 0.5
-    """Largest part of the evidence that one tenant gives where there are several, so that of two tenants both must agree.
-    1 lets a tenant decide by itself, and so does having nine of ten people."""
+    """Maximum share of the evidence that a tenant contributes if there are several tenants; with two tenants both must agree.
+    1 lets a tenant decide alone. A tenant with nine of ten people also decides alone."""
 
     def __post_init__(self) -> None:
         if duration_s(self.block) < 0.001:
@@ -120,34 +120,35 @@ class PeopleConfig(Section, frozen=True):
 
 
 class CanaryConfig(Section, frozen=True):
-    """[master.gate.canary]: a share of sessions ([gateway.canary]) tries a version that passed the suites; after a promotion
-    the version before keeps that share for a while. One test compares both sides, by people who were served at the same time:
-    the shares of complaints, of sessions with a failed answer, and of sessions with a refusal (`[gateway] refusals`).
+    """[master.gate.canary]: trial of a version on a share of sessions ([gateway.canary]), after it passed the suites. After a
+    promotion the previous version keeps that share during the watch. A sequential test compares people served at the same time
+    by both versions: the shares of complaints, of sessions with a failed answer, and of sessions with a refusal (`[gateway]
+    refusals`).
 
     Example: CanaryConfig(margin=0.01, max_duration="14d")
     """
 
     margin: Chance = 0.02
-    """Largest allowed rise of such a share."""
+    """Maximum rise of each share, absolute."""
     relative_margin: Annotated[float, msgspec.Meta(ge=0, le=10, description="a number from 0 to 10")] = 0.3
-    """Largest allowed rise as a part of the older version's share; the larger of the two margins counts."""
+    """Maximum rise as a fraction of the older version's share. The larger of the two margins counts."""
     alpha: Chance = 0.01
-    """Highest probability of turning away, or taking back, a version whose rise is within the margin."""
+    """Maximum probability of rejecting or rolling back a version whose rise is within the margin."""
     beta: Chance = 0.05
-    """Highest probability of passing a version whose rise is beyond the margin."""
+    """Maximum probability of passing a version whose rise exceeds the margin."""
     max_duration: Duration = "7d"
-    """Longest time of a trial; no other begins meanwhile."""
+    """Maximum duration of a trial; only one trial runs at a time."""
     undecided: Literal["promote", "hold"] = "promote"
-    """Decision at the end of a trial without a result. A version that served nobody is held."""
+    """Decision after a trial without a result. The gate holds a version that served nobody."""
     watch: OpenDuration = "3d"
-    """Longest time after a promotion for which the version before keeps its share, and can come back. It is shorter where a
-    rise beyond the margin is excluded before. "" for none."""
+    """Maximum time after a promotion in which the previous version keeps its share and the gate can roll back. The watch ends
+    early when the test excludes a rise beyond the margin. "" for no watch."""
 
 
 class GateReplies(Section, frozen=True):
-    """[master.gate.replies]: recorded production prompts (`headrace load prompts`), answered greedily by the candidate and
-    compared with the stable version's answers to the same prompts. The suite is one of [[master.evals]]; its score does not
-    count. A candidate is held where its answers exceed a limit by more than chance explains.
+    """[master.gate.replies]: comparison of the candidate's greedy answers to recorded production prompts (`headrace load
+    prompts`) with the stable version's answers. The suite must be in [[master.evals]]; its score does not count. The gate holds
+    a candidate whose answers exceed a limit significantly.
 
     Example: GateReplies(suite="production", form="[0-9]{3}")
     """
@@ -155,18 +156,18 @@ class GateReplies(Section, frozen=True):
     suite: Name = "production"
     """Name of the suite."""
     max_longer: Annotated[float, msgspec.Meta(ge=1, description="a number of 1 or more")] = 1.5
-    """Largest factor between the mean lengths of answers, longer or shorter."""
+    """Maximum ratio of the mean answer lengths, longer or shorter."""
     max_failed: Share = 0.02
-    """Largest rise of the share of answers that are cut off, refused or out of form."""
+    """Maximum rise of the share of answers that are cut off, refused or do not match `form`."""
     max_distance: Share = 1.0
-    """Largest mean distance from the stable version's answers: 0 for the same words in the same order, 1 for none in common."""
+    """Maximum mean distance from the stable version's answers. 0: same words in the same order; 1: no common words."""
     refusals: tuple[str, ...] = REFUSALS
-    """Regular expressions of a refusal, looked for at the beginning of an answer."""
+    """Regular expressions of a refusal, searched at the beginning of an answer."""
     form: str = ""
-    """Regular expression of a whole answer, "" for any."""
+    """Regular expression that a whole answer must match. "" for any answer."""
     alpha: Chance = 0.01
-    """Highest probability of holding a candidate that answers as the stable version does. Prompts are taken for independent
-    of each other, so near copies of a prompt count for too much. With the default at least 12 more answers must fail."""
+    """Maximum probability of holding a candidate that answers like the stable version. The test assumes independent prompts, so
+    near copies of a prompt count too much. With the default at least 12 more answers must fail."""
 
     def __post_init__(self) -> None:
         check_patterns("refusals", self.refusals)
@@ -174,62 +175,62 @@ class GateReplies(Section, frozen=True):
 
 
 class GateConfig(Section, frozen=True):
-    """[master.gate]: conditions for serving a version to customers.
+    """[master.gate]: conditions for the promotion of a version to the stable channel.
 
     Example: GateConfig(suites={"held-out": GateSuite(at_least=0.8)}, canary=CanaryConfig())
     """
 
     suites: dict[str, GateSuite] = msgspec.field(default_factory=dict)
-    """Tests by [[master.evals]]. Without any, the stable channel moves by hand alone (`headrace promote`)."""
+    """Required eval results, by suite of [[master.evals]]. Without any, only `headrace promote` moves the stable channel."""
     replies: GateReplies | None = None
-    """Comparison of answers to recorded prompts; none where the table is left out."""
+    """Comparison of answers to recorded prompts. None by default."""
     canary: CanaryConfig | None = None
-    """Comparison on a share of the sessions, before and after a promotion; none where the table is left out."""
+    """Comparison on a share of sessions, before and after a promotion. None by default."""
     people: PeopleConfig = PeopleConfig()
-    """Ratings by people."""
+    """Evaluation of ratings by people."""
 
 
 class MasterConfig(Section, frozen=True):
-    """[master]: tasks that are issued, how they are sampled, and evaluations.
+    """[master]: issued tasks, their sampling, evaluations and the gate.
 
     Example: MasterConfig(num_episodes=16, max_tokens=5, evals=(EvalSuite(suite="held-out"),))
     """
 
     curriculum: CurriculumKind = "uniform"
-    """Distribution of tasks. "uniform": all alike; "success": tasks that fail more often; "variance": tasks that succeed half
-    of the time."""
+    """Distribution of issued tasks. "uniform": all tasks equally. "success": prefers tasks that fail more often. "variance":
+    prefers tasks that succeed half of the time."""
     seed: int = 0
-    """Seed of the draws of tasks, and of the trainer's."""
+    """Seed of the task draws and of the trainer's draws."""
     split: str = "train"
-    """Split whose tasks are issued."""
+    """Split of the taskset from which the master issues tasks."""
     num_episodes: Positive = 8
-    """Episodes of a group."""
+    """Episodes per task (group size)."""
     enough: NonNegative = 0
-    """Episodes that end a group once they have ended without failing; the others are stopped. 0 waits for all."""
+    """Number of successful episodes after which a group ends; the explorer stops the rest. 0 waits for all."""
     max_tokens: Positive = 512
-    """Maximum tokens of a turn."""
+    """Maximum sampled tokens per turn."""
     temperature: Temperature = 1.0
     """Sampling temperature of episodes."""
     first_version: NonNegative = 0
-    """Policy version before which no group is issued: the end of a warm-up."""
+    """First policy version for which the master issues groups. Set 1 to wait for a warm-up."""
     floor: Share = 0.05
-    """Least weight of a task under "success" and "variance", before its own priority."""
+    """Minimum weight of a task under "success" and "variance", before its own priority."""
     cap: Share = 1.0
-    """Largest weight of a task under "success" and "variance", before its own priority."""
+    """Maximum weight of a task under "success" and "variance", before its own priority."""
     evals: tuple[EvalSuite, ...] = ()
-    """Suites to evaluate."""
+    """Evaluation suites."""
     gate: GateConfig = GateConfig()
-    """Conditions for serving a version to customers."""
+    """Conditions for the promotion of a version."""
     eval_lead: NonNegative = 3
-    """Versions by which evals are requested ahead, since an engine cannot go back."""
+    """Versions by which the master requests evals ahead, because an engine cannot load an older version."""
     stop: StopRule = StopRule()
     """Conditions that end the run."""
     drain: Duration = "60s"
-    """Longest wait for outstanding groups after the stop."""
+    """Maximum wait for outstanding groups after the stop."""
     report_s: Seconds = 2.0
-    """Seconds between two reports."""
+    """Seconds between two status reports to the log."""
     snapshot_s: Seconds = 300.0
-    """Seconds between two snapshots of the state, from which the next start reads on."""
+    """Seconds between two snapshots of the master's state, from which the next start continues."""
 
     def __post_init__(self) -> None:
         known = sorted(suite.suite for suite in self.evals)
@@ -247,51 +248,50 @@ class MasterConfig(Section, frozen=True):
 
 
 class ReloadConfig(Section, frozen=True):
-    """[reload]: reloads of explorers and gateways to a new version while requests run.
+    """[reload]: hot reload of a new version in explorers and gateways.
 
     Example: ReloadConfig(kv="keep")
     """
 
     kv: Literal["rebuild", "keep"] = "rebuild"
-    """Keys and values of running requests at a reload. "rebuild" computes them again under the new weights: every logprob is
-    exactly its version's, at the cost of a forward over all running requests at each version. "keep" computes nothing again:
-    a recorded logprob is the probability with which the token was sampled, from older keys and values, and spans name the
-    version from which on these are. A request that begins after a reload meets no older keys and values in either. A request
-    under an adapter in vLLM keeps its version, so both mean the same. vLLM cannot keep those of a model that takes pictures."""
+    """KV cache of running requests at a reload. "rebuild" recomputes it with the new weights: every logprob is exactly its
+    version's, at the cost of a forward pass over all running requests per version. "keep" keeps it: a logprob is the
+    probability at which the token was sampled with the older cache, and spans name the cache's oldest version. New requests
+    never use an older cache. With adapters in vLLM a request keeps its version, so both values mean the same. vLLM cannot keep
+    the cache of a vision model."""
 
 
 class ExploreConfig(Section, frozen=True):
-    """[explore]: execution of tasks by an explorer.
+    """[explore]: execution of tasks by explorers.
 
     Example: ExploreConfig(episodes_in_flight=512, linger_s=0.5)
     """
 
     workflow: UsePath = CONVERSE
-    """Workflow of tasks that name none."""
+    """Default workflow, for tasks that name none."""
     options: Table = msgspec.field(default_factory=dict)
-    """Options of that workflow."""
+    """Options of the default workflow."""
     workflows: dict[str, Use] = msgspec.field(default_factory=dict)
-    """Further workflows by the name that a task's `workflow` gives. A task that names another one is dropped as "unknown
-    workflow"."""
+    """Further workflows, by the name in a task's `workflow`. A task with another name is dropped as "unknown workflow"."""
     episodes_in_flight: Positive = 1024
-    """Episodes that are sampled at once."""
+    """Maximum episodes that an explorer runs at once."""
     max_held: Positive = 4096
-    """Tasks taken and not yet started, above which nothing more is read."""
+    """Number of waiting tasks above which an explorer stops reading."""
     linger_s: Seconds = 1.0
-    """Longest wait of finished episodes for the rest of their group, in seconds."""
+    """Maximum seconds that finished episodes wait for the rest of their group before they are published."""
     episode_timeout_s: Seconds = 3600.0
-    """Seconds after which an episode has failed."""
+    """Maximum seconds of an episode; a longer episode fails."""
     eval_hold_s: Seconds = 15.0
-    """Longest wait of a reload for evals of the version it replaces, in seconds."""
+    """Maximum seconds that a reload waits for evals of the version that it replaces."""
     drain_s: Seconds = 10.0
-    """Seconds that running groups get to finish at a stop."""
+    """Seconds for running groups to finish at a stop."""
     report_s: Seconds = 2.0
-    """Seconds between two reports."""
+    """Seconds between two status reports to the log."""
     max_routing_bytes: Annotated[int, msgspec.Meta(ge=1, le=15 * 1024 * 1024, description="1 to 15728640 bytes")] = (
         4_194_304
     )
-    """Maximum bytes of the recorded experts of one token sequence (`engine.options.routing`): one per token, layer and
-    expert, two above 256 experts. A larger sequence is published without them and counted as `routing_dropped`."""
+    """Maximum bytes of a sequence's recorded experts (`engine.options.routing`): a byte per token, layer and expert, two bytes
+    above 256 experts. A larger sequence is published without them and counted as `routing_dropped`."""
 
 
 def check_patterns(name: str, patterns: Iterable[str]) -> None:
@@ -304,5 +304,5 @@ def check_patterns(name: str, patterns: Iterable[str]) -> None:
 
 
 def joined_patterns(patterns: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that matches where any of these does, in either case."""
+    """A case-insensitive pattern that matches if any of the patterns does."""
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns), re.IGNORECASE)

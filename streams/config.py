@@ -1,6 +1,6 @@
-"""Settings of the streams wing: feedback sources, processors, scores, reward, and the built-in chain of each stage.
+"""Settings of the stream workers: feedback sources, processors, scores, reward, and the built-in chain of each stage.
 
-Guarantee: everything that a stage does by default is a field here with its default.
+Guarantee: every default step of a stage is a field here.
 """
 
 from typing import Annotated, Any, Literal
@@ -20,37 +20,37 @@ QUESTION = "{question}"  # its place in a template
 
 
 class LangfuseConfig(Section, frozen=True):
-    """[feedback.from.langfuse]: scores of Langfuse as feedback, read through version 3 of its API (self-hosted: release 3.179
-    or newer).
+    """[feedback.from.langfuse]: Langfuse scores as feedback, polled through version 3 of its API (self-hosted: release 3.179 or
+    newer).
 
     Example: LangfuseConfig(score="user-feedback")
     """
 
     score: Annotated[str, msgspec.Meta(min_length=1, description="the name of a score")]
-    """Name of the scores to read."""
+    """Name of the Langfuse score to read."""
     url: str = "https://cloud.langfuse.com"
     """Base URL of Langfuse."""
     public_key_env: str = "LANGFUSE_PUBLIC_KEY"
-    """Environment variable of the stream workers with the public key of the project."""
+    """Environment variable, at the stream workers, with the project's public key."""
     secret_key_env: str = "LANGFUSE_SECRET_KEY"
-    """Environment variable of the stream workers with the secret key of the project."""
+    """Environment variable, at the stream workers, with the project's secret key."""
     public_key_file: str = ""
-    """File that holds the public key instead, relative to the TOML. "" for none."""
+    """File with the public key, relative to the TOML, in place of the variable. Default "": the variable."""
     secret_key_file: str = ""
-    """File that holds the secret key instead, relative to the TOML. "" for none."""
+    """File with the secret key, relative to the TOML, in place of the variable. Default "": the variable."""
     every: Duration = "30s"
     """Pause between two polls."""
     since: Duration = "24h"
     """Age of the oldest scores that the first poll reads."""
     overlap: Duration = "1h"
-    """Delay after its own timestamp within which a score that appears or changes still counts."""
+    """Maximum delay between a score's timestamp and its appearance or change, within which it still counts."""
 
     def __post_init__(self) -> None:
         checked_url(self.url)
 
 
 class From(Section, frozen=True):
-    """[feedback.from]: exactly one place where a feedback source listens: topic, file, webhook or langfuse.
+    """[feedback.from]: origin of a source's events. Set exactly one of topic, file, webhook and langfuse.
 
     Example: From(topic="zendesk.closed")
     """
@@ -58,24 +58,25 @@ class From(Section, frozen=True):
     topic: str = ""
     """Full name of a Kafka topic with JSON values."""
     file: str = ""
-    """Path of a JSONL file that grows, relative to the TOML."""
+    """Path of a growing JSONL file, relative to the TOML."""
     webhook: str = ""
-    """Path at the gateway, such as "/zendesk". "/v1/feedback" takes what clients of the gateway send with their keys."""
+    """Webhook path at the gateway, such as "/zendesk". "/v1/feedback": feedback of the gateway's clients, with their API
+    keys."""
     secret_env: str = ""
-    """Environment variable of the gateway with the secret that signs the webhook (HMAC-SHA256)."""
+    """Environment variable, at the gateway, with the webhook's signing secret (HMAC-SHA256)."""
     secret_file: str = ""
-    """File that holds the secret instead, relative to the TOML. "" for none."""
+    """File with the signing secret, relative to the TOML, in place of the variable. Default "": the variable."""
     signature_header: str = "x-signature"
-    """HTTP header with the signature."""
+    """HTTP header with the webhook's signature."""
     timestamp_header: str = ""
-    """HTTP header with a timestamp that is signed in front of the body; its name depends on the sender. "" for none: anyone
-    who saw a signed body can then send it again, and gateway and stream worker recognize the newest 65,536 bodies."""
+    """HTTP header with a timestamp that is signed in front of the body; the sender defines its name. Default "": none. Without
+    it, anyone who saw a signed body can replay it; gateway and stream worker recognize the newest 65,536 bodies."""
     tenant: str = ""
-    """Tenant whose answers the webhook may name. "" for all tenants."""
+    """Tenant whose answers the webhook may name. Default "": all tenants."""
     langfuse: LangfuseConfig | None = None
-    """Table of a Langfuse project to poll."""
+    """Langfuse project to poll."""
     otlp: bool = False
-    """Whether a collector of OpenTelemetry writes the topic, as `otlp_json`. Each log record of a message is an event."""
+    """Whether an OpenTelemetry collector writes the topic, as `otlp_json`. Each log record of a message is an event."""
 
     def __post_init__(self) -> None:
         if self.otlp and not self.topic:
@@ -95,85 +96,85 @@ class From(Section, frozen=True):
 
 
 class FeedbackConfig(Section, frozen=True):
-    """[[feedback]]: a source of feedback. Its values become `scores.<name>`.
+    """[[feedback]]: feedback source. Its values become `scores.<name>`.
 
     Example: FeedbackConfig(name="csat", use="support:csat", from_=From(topic="zendesk.closed"), window="24h")
     """
 
     name: Name
-    """Name of the score."""
+    """Name of the source and of its score."""
     use: UsePath
     """A @feedback function, as `module:name`."""
     from_: From = msgspec.field(name="from")
-    """Table of the place where the source listens."""
+    """Origin of the source's events."""
     options: Options = msgspec.field(default_factory=dict)
     window: Duration = "24h"
-    """Time after the answer for which collect waits for the source, and within which its feedback always counts. A changed
-    window, or a source less, holds for waiting answers too once `process` is started again."""
+    """Time after the answer in which collect waits for this source and always counts its feedback. After a restart of
+    `process`, a changed window or a removed source also applies to waiting answers."""
     default: Literal["unlabelled"] | float = "unlabelled"
-    """Score of an answer without feedback when the window closes. "unlabelled" leaves the score absent."""
+    """Score of an answer that has no feedback when the window closes. Default "unlabelled": no score."""
     late: Literal["drop", "amend", "retrain"] = "amend"
-    """Effect of feedback after the window that changes the verdict. "drop" only counts it. "amend" replaces copies that were
-    not drawn yet; a trained copy stays. "retrain" trains the answer again in lane human, once for each verdict, instead of
-    a copy that was not drawn yet; not for a lane human whose loss takes pairs. [collect] revisions and retrainings bound
-    how often."""
+    """Effect of feedback after the window that changes the verdict. "drop": headrace only counts it. "amend": it replaces
+    copies that were not drawn yet; a trained copy stays. "retrain": the trainer trains the answer again in lane human, once per
+    verdict, instead of a copy that was not drawn yet; not if the loss of lane human takes pairs. [collect] revisions and
+    retrainings limit the number."""
     discount: Share = 0.0
-    """Discount γ for each turn of a session between an answer and a later rated turn: the earlier answer is credited with how
-    much better than usual the later turn was rated. The credit is for learning alone and is no rating. 0 credits the named
-    answer alone."""
+    """Discount γ per turn between an answer and a later rated turn of its session. The earlier answer gets the later rating's
+    excess over the baseline, times γ per turn, as credit for learning; the gate does not count it. 0: no credit."""
 
 
 class ScoreConfig(Section, frozen=True):
-    """[[score]]: a verdict on all but demonstrations, given in verify and recorded in `scores.<name>`.
+    """[[score]]: verdict on every experience except demonstrations, computed in verify and recorded in `scores.<name>`.
 
     Example: ScoreConfig(name="exact", use="streams.scores.exact:exact")
     """
 
     name: Name
-    """Name of the verdict."""
+    """Name of the score."""
     use: UsePath
     """A @score function, as `module:name`."""
     options: Options = msgspec.field(default_factory=dict)
     timeout_s: Seconds = 10.0
-    """Seconds of one call; a later verdict is absent."""
+    """Maximum seconds of a call; after them the score is absent."""
 
 
 class RewardConfig(Section, frozen=True):
-    """[reward]: the reward of an episode, computed in collect after feedback.
+    """[reward]: reward of an episode, computed in collect after feedback.
 
     Example: RewardConfig(blend={"csat": 1.0, "judge": 0.3, "overlong": -0.5}, require=("csat",))
     """
 
     blend: dict[str, Weight] = msgspec.field(default_factory=dict)
-    """Weight of each score; the reward is Σ w · s over the sum of the weights above 0. A weight below 0 makes a penalty. The
-    weights of absent scores go to the others. Empty takes every score alike."""
+    """Weight of each score. The reward is Σ w · s divided by the sum of the positive weights; a negative weight is a
+    penalty. If a score is absent, the other weights are renormalized. Default {}: all scores with equal weights."""
     use: str = ""
-    """A @score function instead of a blend, as `module:name`. "" for none."""
+    """A @score function in place of a blend, as `module:name`. Default "": none."""
     options: Options = msgspec.field(default_factory=dict)
     require: tuple[str, ...] = ()
-    """Scores without which an experience is dropped as unlabelled."""
+    """Required scores; an experience without one of them is dropped as unlabelled."""
     discount: Share = 1.0
-    """Discount γ for each turn of scores given turn by turn, whose discounted sum counts."""
+    """Discount γ per turn of scores that an environment gives turn by turn; the reward uses their discounted sum."""
     timeout_s: Seconds = 10.0
-    """Seconds of one call of `use`."""
+    """Maximum seconds of a call of `use`."""
 
     def __post_init__(self) -> None:
         if self.use and self.blend:
             raise ValueError("got use and blend, expected one of them")
         if 0.0 in self.blend.values() or (self.blend and max(self.blend.values()) < 0):
             raise ValueError(
-                f"blend: got {self.blend}, expected no weight of 0, and one above 0: a penalty is no verdict"
+                f"blend: got {self.blend}, expected weights other than 0, at least one above 0"
             )
 
 
 class Switch(Section, frozen=True):
-    """A built-in that has no settings."""
+    """Built-in step without further settings."""
 
     on: bool = True
 
 
 class RedactConfig(Section, frozen=True):
-    """[verify.redact]: personal data in experiences. Feedback sources mask texts by kinds and patterns, on or not.
+    """[verify.redact]: handling of personal data in experiences. Feedback sources mask texts by these patterns even if this
+    is off.
 
     Example: RedactConfig(on=True, patterns={"ticket": "T-[0-9]+"})
     """
@@ -182,25 +183,25 @@ class RedactConfig(Section, frozen=True):
     kinds: tuple[Kind, ...] = KINDS
     """Built-in patterns: email, card, phone, key, iban, ssn."""
     patterns: dict[str, str] = msgspec.field(default_factory=dict)
-    """Patterns of your own: name to regular expression."""
+    """Your own patterns, from name to regular expression."""
     action: Literal["drop", "mask"] = "drop"
-    """Effect of a match. "drop" drops the experience; "mask" masks the text, while the token ids stay as sampled, so that
-    what is learned does not change."""
+    """Effect of a match. "drop" drops the experience. "mask" masks the text but keeps the sampled token ids, so training does
+    not change."""
 
 
 class DedupeConfig(Section, frozen=True):
-    """[verify.dedupe]: drops experiences that were delivered before.
+    """[verify.dedupe]: drop of experiences that were delivered before.
 
     Example: DedupeConfig(memory=100_000)
     """
 
     on: bool = True
     memory: Positive = 65_536
-    """Ids that are remembered for each partition."""
+    """Number of ids kept per partition."""
 
 
 class FilterConfig(Section, frozen=True):
-    """[verify.filter]: drops answers by length and repetition. Answers to evals pass: they are counted, not trained.
+    """[verify.filter]: drop of answers by length and repetition. Eval answers pass, because they are not trained.
 
     Example: FilterConfig(min_tokens=8, truncated="drop")
     """
@@ -213,36 +214,36 @@ class FilterConfig(Section, frozen=True):
     max_repetition: Share = 0.9
     """Maximum share of repeated 16-token windows in an answer of 64 tokens or more. 1 for no limit."""
     truncated: Literal["keep", "drop"] = "keep"
-    """Treatment of answers that were cut off."""
+    """Handling of answers that were cut off."""
 
 
 class TeacherConfig(Section, frozen=True):
-    """[verify.teacher]: an OpenAI-compatible endpoint with a stronger model, which tells its log-probability of each token that
-    the policy sampled. The loss distill needs it. The endpoint must know `prompt_logprobs` (vLLM, a gateway of headrace), and
-    its model must have the policy's tokenizer. An experience that the teacher cannot judge is dropped with a reason.
+    """[verify.teacher]: OpenAI-compatible endpoint of a stronger model, which returns its log-probability of each sampled token
+    for the loss distill. The endpoint must support `prompt_logprobs` (vLLM, a headrace gateway), and its model must have the
+    policy's tokenizer. An experience that the teacher cannot judge is dropped with a reason.
 
     Example: TeacherConfig(url="http://teacher:8000/v1", model="Qwen/Qwen3-8B")
     """
 
     url: str
-    """Base URL, up to and with /v1."""
+    """Base URL of the endpoint, including /v1."""
     model: str
     """Model name at the endpoint."""
     api_key_env: str = ""
-    """Environment variable of the stream workers with the endpoint's key. "" for no key."""
+    """Environment variable, at the stream workers, with the endpoint's key. Default "": no key."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=110, description="a number of seconds above 0, at most 110")] = (
         60.0
     )
-    """Seconds for one experience, with all tries and waits; later it is dropped as "teacher unavailable"."""
+    """Maximum seconds per experience, over all requests and waits; after them it is dropped as "teacher unavailable"."""
     attempts: Positive = 4
-    """Maximum requests for one experience."""
+    """Maximum requests per experience."""
 
     def __post_init__(self) -> None:
         checked_url(self.url)
 
 
 class VerifyConfig(Section, frozen=True):
-    """[verify]: validate, redact, dedupe, filter, then the scores, then the teacher.
+    """[verify]: chain of the stage verify: validate, redact, dedupe, filter, the scores, the teacher.
 
     Example: VerifyConfig(dedupe=DedupeConfig(on=False))
     """
@@ -255,9 +256,9 @@ class VerifyConfig(Section, frozen=True):
 
 
 class AdvantageConfig(Section, frozen=True):
-    """[collect.advantage]: advantages of the episodes of a group. A lone answer, and the only choice of several that was rated,
-    is compared with a running baseline of its tenant and origin, shrunk while few answers are known and cut to ±5
-    (`streams.processors.advantage` states the assumptions).
+    """[collect.advantage]: advantages of the episodes of a group. The advantage of a lone answer, or of the only rated
+    choice of a request, is relative to a running baseline of its tenant and origin, shrunk while few answers are known and
+    clipped to ±5 (`streams.processors.advantage` states the assumptions).
 
     Example: AdvantageConfig(kind="leave_one_out")
     """
@@ -267,10 +268,10 @@ class AdvantageConfig(Section, frozen=True):
     """Estimator. "group": (reward - mean) / (std + epsilon) over the group's episodes. "mean": reward - mean.
     "leave_one_out": reward minus the mean of the others."""
     epsilon: Annotated[float, msgspec.Meta(gt=0, description="a small number above 0")] = 1e-4
-    """Number added to the std, so that the division stays finite."""
+    """Constant added to the std in the denominator."""
     turns: str = ""
-    """Score given turn by turn (an environment's), by which each turn of a group has an advantage of its own. "" for one
-    advantage of the episode. Not with leave_one_out."""
+    """Score that an environment gives turn by turn, from which each turn gets its own advantage. Default "": one advantage per
+    episode. Not with leave_one_out."""
 
     def __post_init__(self) -> None:
         if self.turns and self.kind == "leave_one_out":
@@ -278,101 +279,101 @@ class AdvantageConfig(Section, frozen=True):
 
 
 class SynthesizeConfig(Section, frozen=True):
-    """[collect.synthesize]: the best episode of a group, once more as a demonstration.
+    """[collect.synthesize]: copy of a group's best episode as a demonstration (lane expert).
 
     Example: SynthesizeConfig(on=True, min_reward=1.0)
     """
 
     on: bool = False
     min_reward: float = 1.0
-    """Minimum reward of the episode."""
+    """Minimum reward of an episode that becomes a demonstration."""
 
 
 class CorrectConfig(Section, frozen=True):
-    """[collect.correct]: an edited answer becomes a demonstration (lane expert), and the edit is preferred to the answer (a
-    pair in lane human). Where [verify.redact] is on, it masks the edit.
+    """[collect.correct]: conversion of an edited answer into a demonstration (lane expert) and a preference pair (lane human),
+    the edit preferred to the answer. [verify.redact], if on, masks the edit.
 
     Example: CorrectConfig(on=True)
     """
 
     on: bool = False
-    """Whether the step runs. It needs policy.model, for its tokenizer, where the stream workers run."""
+    """Whether the step runs. Stream workers then need the folder `policy.model`, for its tokenizer."""
 
 
 class LimitsConfig(Section, frozen=True):
-    """[collect.limits]: maximum answers that one rater and one tenant move by feedback, so that none alone decides what is
-    learned. Each partition counts by itself, for each UTC day of log time. Feedback beyond a limit counts neither for
-    learning nor as a rating, and is counted as "more from one rater than trains in a day" or "more from one tenant …".
+    """[collect.limits]: limits on the answers that a rater or a tenant affects by feedback per UTC day of log time, counted per
+    partition. Feedback above a limit is ignored for learning and as a rating, and counted as "more from one rater than trains
+    in a day" or "more from one tenant …".
 
     Example: LimitsConfig(rater_answers=5_000)
     """
 
     rater_answers: NonNegative = 500
-    """Answers that a named rater moves in a day, or rater_share of all moved answers if that is more."""
+    """Maximum answers per day that a named rater affects, or `rater_share` of all affected answers if that is more."""
     rater_share: Share = 0.1
-    """Share of all moved answers that a named rater may reach. 1 for no limit."""
+    """Maximum share of all affected answers per named rater. 1 for no limit."""
     tenant_answers: NonNegative = 10_000
-    """Answers that a tenant moves in a day, its raters and its keys without a named rater together, or tenant_share of all
-    moved answers if that is more. No limit while no other tenant's users gave feedback that day or the day before."""
+    """Maximum answers per day that a tenant affects, over its raters and its feedback without a rater, or `tenant_share` of all
+    affected answers if that is more. No limit if no other tenant sent feedback that day or the day before."""
     tenant_share: Share = 0.5
-    """Share of all moved answers that a tenant may reach. 1 for no limit."""
+    """Maximum share of all affected answers per tenant. 1 for no limit."""
 
 
 class CollectConfig(Section, frozen=True):
-    """[collect]: correct, reward, synthesize, advantage, difficulty, prioritize, over a whole group.
+    """[collect]: chain of the stage collect over complete groups: correct, reward, synthesize, advantage, difficulty,
+    prioritize.
 
     Example: CollectConfig(deadline_s=120)
     """
 
     deadline_s: Seconds = 3900.0
-    """Seconds after a group's first record at which it closes even without all its episodes. Above the longest episode
-    (`explore.episode_timeout_s`), or slow episodes are left out."""
+    """Seconds after a group's first record at which the group closes even if it is incomplete. Set it above
+    `explore.episode_timeout_s`; otherwise slow episodes are left out."""
     revisions: Positive = 16
-    """Maximum revisions of a closed group by feedback on its answers, and as many again by credit of later turns. More
-    feedback is counted as "revised often enough"; retractions always count."""
+    """Maximum revisions of a closed group by feedback on its answers, and as many by credit from later turns. Further feedback
+    is counted as "revised often enough"; retractions always apply."""
     retrainings: NonNegative = 2
-    """Maximum retrainings of an answer under late = "retrain". Later verdicts are counted as "retrained often enough" and
-    change the copy that was not drawn yet."""
+    """Maximum retrainings of an answer under late = "retrain". Further verdicts are counted as "retrained often enough" and
+    change only the copy that was not drawn yet."""
     session_s: Annotated[float, msgspec.Meta(ge=0, description="a number of seconds, 0 or more")] = 300.0
-    """Seconds without a new turn after which a session's ready turns close together and are trained as one sequence. 0 trains
-    each turn by itself, with everything before it computed again. A client ends its session sooner with the header
-    `x-session-end`."""
+    """Seconds without a new turn after which a session closes and its ready turns are trained as a single sequence. 0: the
+    trainer trains each turn separately and computes its prefix again. The header `x-session-end` ends a session sooner."""
     session_turns: Positive = 65_536
-    """Maximum turns that wait for their session on each partition. Above it, the oldest sessions close early and are counted
-    as `sessions_closed_early`."""
+    """Maximum turns per partition that wait for their session. Above it, the oldest sessions close early; the metric
+    `sessions_closed_early` counts them."""
     snapshot_s: Seconds = 600.0
-    """Seconds between two snapshots of a partition's state in the store, from which a worker on another machine goes on. A
-    snapshot is also written after snapshot_records. Shorter costs writes, longer a longer start."""
+    """Seconds between two snapshots of a partition's state in the store, from which a worker on another machine continues.
+    A shorter time costs more writes, a longer time a longer start."""
     snapshot_records: Positive = 100_000
-    """Records of a partition after which a snapshot is written, if snapshot_s has not passed before."""
+    """Maximum records of a partition between two snapshots."""
     limits: LimitsConfig = LimitsConfig()
     correct: CorrectConfig = CorrectConfig()
     synthesize: SynthesizeConfig = SynthesizeConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     difficulty: Switch = Switch()
-    """Drop of groups of two and more episodes with equal rewards, from which no advantage can be taken."""
+    """Drop of groups of two or more episodes with equal rewards, whose advantages are all 0."""
     prioritize: Switch = Switch()
 
 
 class TaskDedupeConfig(Section, frozen=True):
-    """[tasks.dedupe]: drops tasks that ask the same question as another task.
+    """[tasks.dedupe]: drop of tasks with the same question as an earlier task.
 
     Example: TaskDedupeConfig(near=0.9)
     """
 
     on: bool = True
     by: Literal["question", "task"] = "question"
-    """Identity of a task. "question": its question. "task": all of the task but its id, for environments that hide what is
-    asked."""
+    """Key of the comparison. "question": the question. "task": the whole task without its id, for environments whose prompts
+    are all the same."""
     near: Share = 0.0
-    """Minimum estimated similarity at which a question with the same answer and numbers counts as a repetition. 0 compares
-    exactly."""
+    """Minimum estimated similarity, 0 to 1, at which a question with the same answer and numbers is a duplicate. Default 0:
+    exact comparison."""
     memory: Positive = 1_000_000
-    """Entries that are remembered: 18 for each task with `near`, else 1."""
+    """Number of entries kept: 18 per task with `near`, else 1 per task."""
 
 
 class TaskFilterConfig(Section, frozen=True):
-    """[tasks.filter]: drops incomplete, long and unverifiable tasks.
+    """[tasks.filter]: drop of incomplete, long and unverifiable tasks.
 
     Example: TaskFilterConfig(require=("answer",), scores=("math",))
     """
@@ -381,32 +382,32 @@ class TaskFilterConfig(Section, frozen=True):
     require: tuple[str, ...] = ()
     """Fields that every task must have: answer, difficulty, parent, meta.<name>."""
     workflows: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
-    """Fields that the tasks of a workflow need besides, by workflow."""
+    """Additional required fields, by workflow name."""
     max_chars: NonNegative = 0
-    """Maximum characters of all messages together. 0 for no limit."""
+    """Maximum characters of all messages of a task. 0 for no limit."""
     scores: tuple[str, ...] = ()
-    """Names of [[score]] tables that must give the task's own answer 1.0; other tasks are dropped."""
+    """Names of [[score]] tables. A task is dropped unless each gives its reference answer 1.0."""
 
 
 class VaryConfig(Section, frozen=True):
-    """[tasks.vary]: more training tasks, as variations of those that come.
+    """[tasks.vary]: additional training tasks, as variations of the loaded tasks.
 
     Example: VaryConfig(on=True, templates=("Think first, then answer: {question}",))
     """
 
     on: bool = False
     templates: tuple[str, ...] = ()
-    """Texts with {question} in them; each makes a variation."""
+    """Texts that contain {question}; each makes a variation of every task."""
     url: str = ""
     """Base URL of an OpenAI-compatible endpoint that rewrites questions. "" for none."""
     model: str = ""
     """Model name at the endpoint."""
     number: Positive = 1
-    """Rewritten versions of each question."""
+    """Number of rewritten versions per question."""
     api_key_env: str = ""
     """Environment variable with the endpoint's key. "" for no key."""
     timeout_s: Seconds = 30.0
-    """Seconds of one request."""
+    """Maximum seconds of a request."""
 
     def __post_init__(self) -> None:
         for template in self.templates:
@@ -419,7 +420,7 @@ class VaryConfig(Section, frozen=True):
 
 
 class DifficultyConfig(Section, frozen=True):
-    """[tasks.difficulty]: drops training tasks by their difficulty, which is 1 minus the success rate.
+    """[tasks.difficulty]: drop of training tasks by difficulty, 1 minus the success rate.
 
     Example: DifficultyConfig(field="pass_rate", easiest=0.1)
     """
@@ -434,7 +435,7 @@ class DifficultyConfig(Section, frozen=True):
 
 
 class TasksConfig(Section, frozen=True):
-    """[tasks]: clean, dedupe, vary, filter, difficulty, over one task at a time.
+    """[tasks]: chain of the stage tasks: clean, dedupe, vary, filter, difficulty.
 
     Example: TasksConfig(dedupe=TaskDedupeConfig(near=0.9))
     """
@@ -447,7 +448,7 @@ class TasksConfig(Section, frozen=True):
 
 
 class StreamsConfig(Section, frozen=True):
-    """The tables of the streams wing, as the root of the TOML holds them.
+    """The tables of the stream workers, as in the root of the TOML.
 
     Example: StreamsConfig(score=(ScoreConfig(name="exact", use="streams.scores.exact:exact"),))
     """

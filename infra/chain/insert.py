@@ -1,7 +1,7 @@
-"""[[processor]]: how a configured processor becomes a step, and where it goes in the chain of a stage.
+"""Turns each [[processor]] table into a step and inserts it into the chain of its stage.
 
-Guarantee: what cannot be placed (an unknown name, two steps of one name) is one ConfigError that names the table; nothing
-is skipped silently.
+Guarantee: an unknown step name, or two steps of the same name, is a ConfigError that names the table; nothing is skipped
+silently.
 """
 
 import difflib
@@ -21,13 +21,12 @@ Options = dict[str, Any]
 
 
 class ProcessorConfig(Section, frozen=True):
-    """[[processor]]: inserted into the built-in chain of a stage, never replaces it.
+    """[[processor]]: processor that is added to the built-in chain of a stage.
 
-    use: a @processor function. stage: tasks, verify and collect are run by the streams, batch by the trainer before it
-    journals a batch. name: in stamps and metrics, "" takes the function's. after, before: the step next to it, at most
-    one; neither: before the scores in verify, at the end elsewhere. timeout_s: of one call.
-
-    options: keyword-only parameters of the function, or fields of the struct.
+    use: A @processor function, as `module:name`. stage: Stage of the chain. Stream workers run tasks, verify and collect; the
+    trainer runs batch before it journals a batch. name: Name of the step in records and metrics. Default "": the function's.
+    after: Step after which the processor runs. Default "": before the scores in verify, at the end of other stages. before:
+    Step before which the processor runs, in place of `after`. timeout_s: Seconds of a call.
 
     Example: ProcessorConfig(use="support:not_trivial", stage="verify", after="validate")
     """

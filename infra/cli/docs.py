@@ -29,8 +29,8 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs"
 MARK = "*The rest of this page is written by `python -m infra.cli.docs` from the code; change the docstrings there.*\n"
 # Keys that mean the same in every table.
 COMMON = {
-    "on": "whether it is part of the chain.",
-    "options": "keyword-only parameters of the function, or fields of the struct.",
+    "on": "Whether the step is part of the chain.",
+    "options": "Options of the plugin: keyword-only parameters of a function, or fields of a struct.",
 }
 # Parameters of a part that a role or a test gives, and the settings cannot.
 GIVEN = {"model", "seed", "config", "transport", *RESERVED_PARAMETERS}

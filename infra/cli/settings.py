@@ -1,4 +1,4 @@
-"""The whole TOML file as one struct: the floor's sections, each wing's own, and sections of the commands."""
+"""The whole TOML file as a struct: sections of infra, of each role's folder, and of the commands."""
 
 import re
 from collections.abc import Iterable
@@ -30,40 +30,40 @@ _URL = re.compile(r"https://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(?::([1-9][0-9]{0
 
 
 class Expect(Section, frozen=True):
-    """[expect]: how many of each role `headrace status` expects to run; 0 is as many as ran within the last hour and were not
-    stopped in order, one at least.
+    """[expect]: number of processes that `headrace status` expects of each role. Default 0: the number that ran within the last
+    hour and were not stopped with SIGTERM, at least one.
     """
 
     explore: NonNegative = 0
-    """Explorers."""
+    """Expected explorers."""
     process: NonNegative = 0
-    """Stream workers."""
+    """Expected stream workers."""
     serve: NonNegative = 0
-    """Gateways, expected only where the file has a [gateway]."""
+    """Expected gateways, if the file has a [gateway] table."""
 
 
 class ConsoleConfig(Section, frozen=True):
-    """[console] of `headrace console`, which `headrace up` starts too."""
+    """[console]: web console, started by `headrace console` and `headrace up`."""
 
     listen: str = "127.0.0.1:8400"
-    """Address (host:port) of the pages."""
+    """Address of the console, host:port."""
     up: bool = True
-    """Whether `headrace up` starts it."""
+    """Whether `headrace up` starts the console."""
     url: str = ""
-    """Address for browsers behind a proxy that ends TLS, such as https://console.example.org, without a path. Links name it,
-    cookies are sent over TLS alone, and forms are accepted from pages of that address alone. By default there is none. Headers
-    of a proxy, such as X-Forwarded-Proto, are ignored."""
+    """Public address behind a proxy that ends TLS, such as https://console.example.org, without a path. Links use it, cookies
+    require TLS, and the console accepts forms only from its pages. Default "": none. The console ignores proxy headers such as
+    X-Forwarded-Proto."""
     hosts: tuple[str, ...] = ()
-    """Further names by which browsers reach it, next to `url`, `listen` and localhost, as behind a proxy without TLS; a request
-    for any other name is refused."""
+    """Host names of the console in addition to those of `url`, `listen` and localhost, for a proxy without TLS. The console
+    refuses requests for other names."""
     beside: tuple[str, ...] = ()
-    """Folders of other runs, relative to the TOML, whose curves are drawn with this run's; each needs an index, which
-    `headrace console` on that run makes."""
+    """Folders of other runs, relative to the TOML, whose curves the console adds. Run `headrace console` on each run once to
+    build its index."""
 
     def __post_init__(self) -> None:
         if self.url and _URL.fullmatch(self.url) is None:
             raise ValueError(
-                f'got url = "{without_secrets(self.url)}", expected one such as "https://console.example.org", without a path'
+                f'got url = "{without_secrets(self.url)}", expected a URL such as "https://console.example.org", without a path'
             )
 
     @property
@@ -77,7 +77,7 @@ class ConsoleConfig(Section, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Hosts that a request may be for, besides that of `listen` and localhost."""
+        """Hosts that a request may name, in addition to that of `listen` and localhost."""
         parts = _URL.fullmatch(self.url)
         return self.hosts if parts is None else (parts[1].lower(), *self.hosts)
 
@@ -87,10 +87,10 @@ class ConsoleConfig(Section, frozen=True):
 
 
 class Settings(Floor, frozen=True):
-    """Every table of the file."""
+    """All tables of the file."""
 
     engine: Use = Use(use="actors.engines.vllm.engine:VllmEngine")
-    """Engine that explorers and the gateway sample with."""
+    """Engine of explorers and gateways."""
     explore: ExploreConfig = ExploreConfig()
     reload: ReloadConfig = ReloadConfig()
     master: MasterConfig = MasterConfig()
@@ -108,13 +108,13 @@ class Settings(Floor, frozen=True):
 
     @property
     def groups_awaited(self) -> int:
-        """Groups that a step waits for: of the lane usual, or where there is none, single answers of the others."""
+        """Groups that a step waits for: those of the lane usual, or without that lane, single answers of the others."""
         lanes = {lane: config for lane, config in self.trainer.lanes.items() if config.weight and not config.optional}
         least = max((self.trainer.min_sequences(lane) for lane in lanes), default=0)
         return self.pacing.groups_per_step if "usual" in self.trainer.lanes else least
 
     def gate(self) -> MasterConfig:
-        """The master's part, where a rating counts as long as feedback and the rest of a session are waited for."""
+        """The master's settings, with the default of `rating_window` filled in from the feedback windows and `session_s`."""
         people = self.master.gate.people
         longest_s = max((duration_s(source.window) for source in self.feedback), default=0.0)
         waited = f"{round(1000 * (longest_s + self.collect.session_s))}ms" if longest_s else "0s"
@@ -122,7 +122,7 @@ class Settings(Floor, frozen=True):
         return msgspec.structs.replace(self.master, gate=msgspec.structs.replace(self.master.gate, people=people))
 
     def streams(self) -> StreamsConfig:
-        """The streams wing's part."""
+        """The settings of the stream workers."""
         return StreamsConfig(
             **{field.name: getattr(self, field.name) for field in msgspec.structs.fields(StreamsConfig)}
         )

@@ -1,7 +1,7 @@
-"""Settings: how a TOML file becomes frozen structs, and the sections every role needs.
+"""Decodes a TOML file into frozen structs, and defines the sections that every role needs.
 
-Guarantees: an unknown key fails with its path and the nearest known name; a wrong type fails with its path, what was
-got and what was expected; both name the file. Every setting has its default here or in the `config.py` of its wing.
+Guarantees: the error for an unknown key has its path and the nearest known name; the error for a wrong type has its path, the
+value and the expected type; both name the file. Every setting has its default here or in the `config.py` of its folder.
 """
 
 import difflib
@@ -56,13 +56,13 @@ Gigabytes = Annotated[float, msgspec.Meta(ge=0, description="10⁹ bytes, 0 or m
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every table of the TOML: immutable (say `frozen=True` again, for mypy), and no key passes unknown."""
+    """Base of every table of the TOML: immutable (repeat `frozen=True` for mypy), and unknown keys are errors."""
 
 
 class Use(Section, frozen=True):
     """A plugin and its options.
 
-    use: `module:name`. options: keyword-only parameters of the function, or fields of the struct.
+    use: Plugin, as `module:name`. options: Options of the plugin: keyword-only parameters of a function, or fields of a struct.
 
     Example: Use(use="actors.engines.torch:TorchEngine", options={"dtype": "float32"})
     """
@@ -72,42 +72,41 @@ class Use(Section, frozen=True):
 
 
 class Kafka(Section, frozen=True):
-    """[kafka]: the log. Keys from security_protocol on are Kafka's own names. Files are PEM, relative to the TOML.
+    """[kafka]: connection to the log. Keys from security_protocol on have Kafka's names. Files are PEM, relative to the TOML.
 
     Example: Kafka(bootstrap_servers="kafka-1:9093", security_protocol="SASL_SSL", sasl_mechanism="SCRAM-SHA-512",
                    sasl_username="headrace", partitions=12)
     """
 
     bootstrap_servers: str = ""
-    """Addresses of brokers, `host:port`, separated by commas. Default "": `headrace up` starts an embedded broker."""
+    """Addresses of the brokers, `host:port`, separated by commas. Default "": `headrace up` starts an embedded broker."""
     partitions: Positive = 4
-    """Partitions of every topic that has several, fixed once the topics are created."""
+    """Number of partitions of each partitioned topic, fixed once the topics exist."""
     replication: NonNegative = 0
-    """Copies of each partition of topics that are created from now on. Default 0: the brokers' `default.replication.factor`.
-    From 2 on a record is confirmed once all copies but one have it (`min.insync.replicas`), so with 3 any one broker may be
-    lost."""
+    """Replication factor of newly created topics. Default 0: the brokers' `default.replication.factor`. From 2 on,
+    `min.insync.replicas` is one less, so with 3 you may lose any single broker."""
     jars: str = ""
-    """Folder of Kafka's jars for the embedded broker. Default "": they are fetched."""
+    """Folder of Kafka's jars for the embedded broker. Default "": headrace downloads them."""
     deadline_s: Seconds = 60.0
-    """Seconds for which an unreachable broker is retried."""
+    """Seconds for which a role retries an unreachable broker before it exits."""
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
-    """Protocol of clients."""
+    """Protocol of connections to the brokers."""
     sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] = "PLAIN"
-    """Authentication of clients, under SASL."""
+    """SASL mechanism."""
     sasl_username: str = ""
-    """Name of the client, under SASL. HEADRACE_KAFKA_USERNAME in the environment of a role comes before it."""
+    """SASL user name. A role's environment variable HEADRACE_KAFKA_USERNAME overrides it."""
     sasl_password_env: str = "HEADRACE_KAFKA_PASSWORD"
-    """Environment variable that holds the password. A password is never written into the TOML."""
+    """Environment variable with the SASL password. The TOML itself never holds a password."""
     sasl_password_file: str = ""
-    """File that holds the password, in place of the variable. Default "": the variable."""
+    """File with the SASL password, in place of the variable. Default "": the variable."""
     sasl_token: str = ""
-    """Function that returns a bearer token, as `module:name`, called for each connection, under OAUTHBEARER."""
+    """Function that returns a bearer token for OAUTHBEARER, as `module:name`. headrace calls it for each connection."""
     ssl_ca_file: str = ""
-    """Certificates of the authorities that sign for the brokers. Default "": those of the system."""
+    """CA certificates that signed the brokers' certificates. Default "": the system's CA certificates."""
     ssl_cert_file: str = ""
-    """Certificate of the client, for brokers that ask for one. Default "": none."""
+    """Client certificate, for brokers that require it. Default "": none."""
     ssl_key_file: str = ""
-    """Key of the client's certificate. Default "": it is in `ssl_cert_file`."""
+    """Private key of the client certificate. Default "": the key is in `ssl_cert_file`."""
 
     @property
     def is_sasl(self) -> bool:
@@ -117,11 +116,11 @@ class Kafka(Section, frozen=True):
     def __post_init__(self) -> None:
         if self.replication > 1 and not self.bootstrap_servers:
             raise ValueError(
-                f"got replication = {self.replication} without bootstrap_servers: the embedded broker is one alone"
+                f"got replication = {self.replication} without bootstrap_servers: the embedded broker is a single node"
             )
         if self.security_protocol != "PLAINTEXT" and not self.bootstrap_servers:
             raise ValueError(
-                "got security_protocol without bootstrap_servers: the embedded broker has a password of its own"
+                "got security_protocol without bootstrap_servers: the embedded broker sets its own password"
             )
         if not self.is_sasl and (self.sasl_username or self.sasl_token):
             raise ValueError(f'got sasl_* with security_protocol = "{self.security_protocol}", expected SASL_SSL')
@@ -130,33 +129,32 @@ class Kafka(Section, frozen=True):
         if self.is_sasl and self.sasl_mechanism != "OAUTHBEARER" and not self.sasl_username:
             raise ValueError(f'got sasl_mechanism = "{self.sasl_mechanism}" without sasl_username')
         if not self.security_protocol.endswith("SSL") and (self.ssl_ca_file or self.ssl_cert_file):
-            raise ValueError(f'got ssl_* with security_protocol = "{self.security_protocol}", expected one with SSL')
+            raise ValueError(f'got ssl_* with security_protocol = "{self.security_protocol}", expected SSL or SASL_SSL')
 
 
 class StoreConfig(Section, frozen=True):
-    """[store]: weights, checkpoints, keys and large records.
+    """[store]: object store of weights, checkpoints, keys and large records.
 
     Example: StoreConfig(url="s3://ml/support-bot", keys="s3://ml-secrets/support-bot")
     """
 
     url: str = "store"
-    """Folder (relative to the TOML) or `s3://bucket/prefix`. Credentials of S3 come from the environment."""
+    """Folder (relative to the TOML) or `s3://bucket/prefix`. S3 credentials come from the environment."""
     keys: str = ""
-    """Place of what signs and seals (objects below `keys/` and `gateway/`), as in `url`. Default "": the same place. Apart,
-    weights and checkpoints can be shared with people who must not read customers: gateways, stream workers, `forget` and `keys`
-    need to write there, trainer, explorers, `trace` and `replay` to read. Neither place may keep old versions of these objects.
-    To move them, stop the app and copy both folders."""
+    """Place of encryption and API keys (objects below `keys/` and `gateway/`), as in `url`. Default "": `url`. With a separate
+    place you can share weights and checkpoints with people who must not read users' texts. Gateways, stream workers, `forget`
+    and `keys` need to write there; trainer, explorers, `trace` and `replay` need to read. Switch off object versioning in both
+    places. To move the keys, stop the app and copy both folders."""
     use: OpenUsePath = ""
-    """Store of your own in place of `url`, as `module:name`. Default "": none."""
+    """Your own store in place of `url`, as `module:name`. Default "": none."""
     options: Table = {}
     """Options of `use`."""
     cache: str = ""
-    """Folder (relative to the TOML) in which explorers and gateways of one machine keep the weights they fetched, each object
-    once for all of them. It may be deleted at any time. Default "": `headrace/weights` in the user's cache folder for S3, and
-    none for a folder or a store of your own."""
+    """Folder (relative to the TOML) for fetched weights, shared by the explorers and gateways of a machine. You may delete it
+    at any time. Default "": `headrace/weights` in the user's cache folder for S3, no cache for other stores."""
     cache_gb: Gigabytes = 20.0
-    """Size of the cache in gigabytes; the longest unused goes first. 0: no cache. Less than the weights of one version helps
-    little."""
+    """Size of the cache in gigabytes; the least recently used objects are deleted first. 0: no cache. Choose more than the
+    weights of a version."""
 
     @property
     def shown(self) -> str:
@@ -165,49 +163,49 @@ class StoreConfig(Section, frozen=True):
 
 
 class Keep(Section, frozen=True):
-    """[keep]: retention.
+    """[keep]: retention of topics, versions and checkpoints.
 
     Example: Keep(replay="30d", store_gb=5, free_share=0.1)
     """
 
     replay: Duration = "30d"
-    """Time that replay and audit reach back. It sets every retention and every pruning, except that of reports, which stay for
-    a day."""
+    """Time that replay and audit reach back. It sets the retention of topics and of objects in the store. Reports stay for a
+    day."""
     store_gb: Gigabytes = 5.0
-    """Gigabytes that the run's versions and checkpoints may take where the store is a folder, 0 for no bound. Above it,
-    versions and checkpoints within `replay` go too, except the newest, the stable version and the version on trial."""
+    """Maximum gigabytes of the run's versions and checkpoints if the store is a folder. 0 for no limit. Above it, the trainer
+    also deletes versions and checkpoints within `replay`, except the newest, the stable version and the version on trial."""
     free_share: Annotated[float, msgspec.Meta(ge=0, lt=1, description="a share from 0 to below 1")] = 0.1
-    """Share of the disk of such a folder that stays free. Below it the trainer publishes and saves nothing, and raises an
+    """Minimum free share of the disk if the store is a folder. Below it the trainer publishes and saves nothing, and raises an
     alarm."""
 
 
 class MetricsConfig(Section, frozen=True):
-    """[metrics].
+    """[metrics]: metrics endpoint of every role.
 
     Example: MetricsConfig(listen="0.0.0.0:9200")
     """
 
     listen: str = "127.0.0.1:0"
-    """Address, as `host:port`, where a role serves /metrics and /healthz; port 0 is any free port. Nothing there authenticates:
-    name an address that only the scraper reaches. Under `headrace up` the roles of the machine take ports in a row from this
-    port (`METRICS_ORDER` in infra/cli/run/up.py). The variable HEADRACE_METRICS_LISTEN comes before it."""
+    """Address, as `host:port`, of a role's /metrics and /healthz. Port 0 is any free port. The endpoint has no authentication:
+    choose an address that only the scraper reaches. Under `headrace up` the roles take consecutive ports from this port on
+    (`METRICS_ORDER` in infra/cli/run/up.py). The environment variable HEADRACE_METRICS_LISTEN overrides it."""
 
     def __post_init__(self) -> None:
         split_address(self.listen, "metrics.listen")
 
 
 class LogsConfig(Section, frozen=True):
-    """[logs].
+    """[logs]: log output of every role.
 
     Example: LogsConfig(format="json")
     """
 
     format: Literal["text", "json"] = "text"
-    """Format of what a role writes to stderr: "text" for people, or "json", one object a line, for machines."""
+    """Format of log lines on stderr. "text": for people. "json": an object per line, for machines."""
 
 
 def split_address(listen: str, name: str = "listen") -> tuple[str, int]:
-    """Host and port of `host:port`; ValueError says what was expected. name: of the setting.
+    """Split `host:port`; raises ValueError. name: name of the setting, for the error.
 
     >>> split_address("0.0.0.0:8000")
     ('0.0.0.0', 8000)
@@ -219,24 +217,24 @@ def split_address(listen: str, name: str = "listen") -> tuple[str, int]:
 
 
 class PolicyConfig(Section, frozen=True):
-    """[policy]: the model that is trained and served.
+    """[policy]: model to train and serve.
 
     Example: PolicyConfig(model="Qwen/Qwen3-0.6B", template={"enable_thinking": False})
     """
 
     model: str = ""
-    """Folder (relative to the TOML) or Hugging Face name."""
+    """Model: a folder (relative to the TOML) or a Hugging Face name."""
     name: Name = "main"
     """Name of the policy in topics and store."""
     template: Table = {}
-    """Variables of the model's chat template besides the conversation; their names are the template's own."""
+    """Additional variables of the model's chat template, by the template's names."""
     tool_parser: str = ""
-    """Parser of the model's tool calls, for clients and programs; what was sampled is recorded as it is. Default "": by the
-    chat template, and `headrace check` says what that gives. "hermes" is headrace's own, "none" leaves text as it is, other
-    names are those of vLLM (`--tool-call-parser`), which need vLLM, whatever engine samples."""
+    """Parser of the model's tool calls in answers to clients and programs; the record keeps the sampled text. Default "":
+    chosen by the chat template, as `headrace check` shows. "hermes": headrace's own. "none": no parser. Other names are vLLM's
+    (`--tool-call-parser`) and need vLLM with any engine."""
     reasoning_parser: str = ""
-    """Parser of the model's reasoning, like `tool_parser`: "think" is headrace's own, other names are those of vLLM
-    (`--reasoning-parser`)."""
+    """Parser of the model's reasoning. Default "": chosen by the chat template. "think": headrace's own. "none": no parser.
+    Other names are vLLM's (`--reasoning-parser`) and need vLLM with any engine."""
 
     def __post_init__(self) -> None:
         if taken := sorted(OF_TEMPLATES & self.template.keys()):
@@ -249,25 +247,24 @@ class PolicyConfig(Section, frozen=True):
 
 
 class Pacing(Section, frozen=True):
-    """[pacing]: how far sampling may run ahead of learning; read by the master and by the trainer.
+    """[pacing]: bound on how far sampling runs ahead of learning, for the master and the trainer.
 
     Example: Pacing(groups_per_step=32, max_staleness=2)
     """
 
     groups_per_step: Positive = 32
-    """Fresh usual groups per optimizer step, G."""
+    """Fresh rollout groups per optimizer step, G."""
     max_staleness: NonNegative = 2
-    """Versions that a trained usual token may be old, η. Older tokens are context."""
+    """Maximum age of a trained rollout token in versions, η. Older tokens are context only."""
     steps_per_version: Positive = 1
     """Optimizer steps per version, k."""
     straggler_s: Seconds = 30.0
-    """Seconds that the trainer waits for a group whose first tokens are about to pass `max_staleness`."""
+    """Seconds that the trainer waits for a group whose first tokens are about to exceed `max_staleness`."""
     reissue_s: Seconds = 300.0
-    """Seconds after which an unfinished group that no explorer reports to hold is issued again. How long it runs does not
-    matter."""
+    """Seconds after which the master issues a group again that no explorer reports. A group that runs is not issued again."""
     groups_in_flight: NonNegative = 0
-    """Groups issued and not yet trained, at most. Default 0: (η·k + 1)·G, with which no token of a rollout gets too old while
-    it waits its turn."""
+    """Maximum groups that are issued and not yet trained. Default 0: (η·k + 1)·G, with which no rollout token gets too old
+    while its group waits."""
 
     def __post_init__(self) -> None:
         if 0 < self.groups_in_flight < self.groups_per_step:
@@ -290,7 +287,7 @@ class Floor(Section, frozen=True):
     run: str = ""
     """Name of the lineage of policies that this app trains. Default "": `app`."""
     plugins: tuple[str, ...] = ()
-    """Folders beside the TOML, appended to sys.path."""
+    """Folders with your own code, relative to the TOML; headrace appends them to sys.path."""
     kafka: Kafka = Kafka()
     store: StoreConfig = StoreConfig()
     keep: Keep = Keep()
@@ -302,9 +299,9 @@ class Floor(Section, frozen=True):
 
     @property
     def model_path(self) -> str:
-        """The configured model: a folder beside the TOML if there is one, else a name for others to find, "" for none.
+        """The configured model: a folder relative to the TOML if it exists, else a Hugging Face name, "" for none.
 
-        Raises ConfigError where others would take the name for a folder of the working directory.
+        Raises ConfigError if the name exists as a folder of the working directory only.
         """
         model = self.policy.model
         folder = self.folder / model
@@ -312,14 +309,14 @@ class Floor(Section, frozen=True):
             return str(folder)
         if model and not Path(model).is_absolute() and Path(model).is_dir():
             raise ConfigError(
-                f'policy.model: got "{model}", which is not beside the settings ({folder}) but in the working directory; '
+                f'policy.model: got "{model}", which is not relative to the settings ({folder}) but in the working directory; '
                 f"expected a folder relative to the settings: {os.path.relpath(model, self.folder)}"
             )
         return model
 
 
 class UnknownKey(ConfigError):
-    """A key that this release does not have."""
+    """Error for a key that this release does not know."""
 
 
 def duration_s(text: str) -> float:

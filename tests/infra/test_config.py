@@ -186,7 +186,7 @@ def test_a_file_that_is_not_toml_names_the_line(tmp_path: Path, text: str) -> No
 
 
 def test_copies_of_topics_need_brokers_that_can_hold_them() -> None:
-    assert "got replication = 3 without bootstrap_servers: the embedded broker is one alone" in mistake(
+    assert "got replication = 3 without bootstrap_servers: the embedded broker is a single node" in mistake(
         {"kafka": {"replication": 3}}
     )
 
@@ -255,7 +255,7 @@ def test_a_clouds_metadata_service_is_refused_however_it_is_spelled(host: str) -
     "url", ["file:///etc/passwd", "gopher://x/", "http://", "ftp://x", "x", "http://h:99999", "http://[::1"]
 )
 def test_what_is_no_web_address_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="expected one such as"):
+    with pytest.raises(ValueError, match="expected a URL such as"):
         checked_url(url)
 
 
