@@ -161,9 +161,7 @@ class RewardConfig(Section, frozen=True):
         if self.use and self.blend:
             raise ValueError("got use and blend, expected one of them")
         if 0.0 in self.blend.values() or (self.blend and max(self.blend.values()) < 0):
-            raise ValueError(
-                f"blend: got {self.blend}, expected weights other than 0, at least one above 0"
-            )
+            raise ValueError(f"blend: got {self.blend}, expected weights other than 0, at least one above 0")
 
 
 class Switch(Section, frozen=True):

@@ -1,4 +1,4 @@
-"""Built-in processors of stage batch: functions of all experiences that one step draws."""
+"""Built-in processors of stage batch: functions of all experiences of a step."""
 
 import math
 from collections.abc import Sequence
@@ -25,11 +25,13 @@ def without_weight(experience: Experience) -> Experience:
 def normalize_advantages(
     batch: tuple[Experience, ...], *, center: bool = True, epsilon: float = 1e-8
 ) -> tuple[Experience, ...]:
-    """(A - mean) / (std + epsilon) over the members of a lane that have an advantage; the others pass. REINFORCE++,
-    arXiv 2501.03262. A lane's advantages are of its own kind (a task's group, a person's rating): others do not scale them.
+    """Replace advantages by (A - mean) / (std + epsilon) within each lane (REINFORCE++, arXiv 2501.03262). Members without an
+    advantage pass.
 
-    Each sequence counts once, however long; by how much its turns differ from it is not scaled. Fewer than two, or all alike,
-    pass unchanged. center: whether the processor subtracts the mean. epsilon: keeps a tiny std from dividing.
+    Each sequence counts once, however long; differences between its turns are not scaled. Fewer than two advantages, or equal
+    advantages, pass unchanged.
+
+    center: Whether the processor subtracts the mean. epsilon: Constant added to the standard deviation.
     """
     values: dict[str, list[float]] = {}
     for experience in batch:

@@ -1,9 +1,9 @@
-"""The scripted engine: a bigram table in numpy, for tests, examples and machines without a model.
+"""Engine for tests and examples: a bigram table in numpy.
 
-It keeps the whole engine contract: recorded logprobs are the table's own, a load takes effect between two tokens, and
-the same seed gives the same tokens. `script` puts words in its mouth; the logprobs stay those of the table. To a schema
-its tokens are the bytes, and a script is followed as far as the schema allows. A bigram needs no keys and values: those that
-it "keeps" over a load are a number alone, the version under which a request began.
+It keeps the whole engine contract: recorded logprobs are the table's, a load takes effect between two tokens, and the same seed
+gives the same tokens. `script` replaces the sampled tokens; their logprobs stay the table's. For a JSON schema its tokens are
+bytes, and it follows a script as far as the schema allows. A bigram has no KV cache; a cache "kept" over a load is only the
+number of the version under which a request began.
 """
 
 import asyncio
@@ -33,13 +33,12 @@ Script = Callable[[tuple[int, ...]], Sequence[int]]
 
 
 class ScriptedEngine:
-    """Samples token t+1 from softmax(bigram[t] / temperature).
+    """Engine for tests: samples token t+1 from softmax(bigram[t] / temperature).
 
-    model: a folder whose model.safetensors holds `bigram.weight` [V, V] float32; "" draws one from the seed.
-    script: tokens to answer a prompt with, cut to max_tokens and at the first stop token. token_s: seconds
-    from one token to the next, counted from the request on: a token that a busy event loop gives late delays no other.
-    num_vocabulary: token ids, V, of a table that is drawn. max_model_len: tokens of prompt and answer together.
-    kv: whether spans say that keys and values were kept over a load.
+    model: Folder whose model.safetensors holds `bigram.weight` [V, V] float32. "" draws a table from the seed. script: Function
+    from a prompt to the tokens of its answer, cut to max_tokens and at the first stop token. token_s: Seconds between two
+    tokens, counted from the request on; a late token delays no other. num_vocabulary: Number of token ids, V, of a drawn table.
+    max_model_len: Maximum tokens of prompt and answer. kv: Whether spans report keys and values kept over a reload.
     """
 
     def __init__(

@@ -46,11 +46,13 @@ Finished = asyncio.Future[Completion]
 
 
 class TorchEngine:
-    """model: a folder, or a name in the local Hugging Face cache. dtype: torch's name of the type of weights and computation.
-    max_model_len: tokens of prompt and answer together; left out, what the model says. max_sequences: sequences sampled at
-    once; more wait. threads: torch's, None leaves them alone. routing: record the experts of each token, for `trainer.routing =
-    "replay"`. kv: treatment of the keys and values of running sequences at a reload; layers that remember otherwise are
-    computed anew at every step.
+    """A transformers model in this process, for machines without vLLM.
+
+    model: Folder, or name in the local Hugging Face cache. dtype: Data type of weights and computation, by torch's name.
+    max_model_len: Maximum tokens of prompt and answer. Default: the model's limit. max_sequences: Maximum sequences sampled at
+    once; further sequences wait. threads: Number of torch's threads. Default: torch's. routing: Whether the engine records the
+    experts of each token, for `trainer.routing = "replay"`. kv: KV cache of running sequences at a reload, as in [reload].
+    Layers with another kind of state are recomputed at every step.
     """
 
     def __init__(

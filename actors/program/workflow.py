@@ -1,10 +1,10 @@
-"""program: any program that knows a base URL plays the episode; what it asks the policy is what is trained.
+"""Workflow of a program that knows a base URL and a key.
 
     task ─> program ─ Chat Completions, Responses, Messages ─> site ─> policy
               └── rewards, by name, of the whole or of a turn ─> scores
 
-Ends: terminal with the last answer; truncated where it was cut off, or the context was full and the program gave up;
-failed with a cause: agent (it raised, crashed, or asked nothing), reward (its result cannot be read), timeout.
+Ends: terminal with the last answer; truncated if that answer was cut off, or the program gave up at a full context; failed with
+a cause: agent (it raised, crashed, or requested nothing), reward (its result cannot be read), timeout.
 """
 
 import asyncio
@@ -29,16 +29,20 @@ from schemas.errors import ConfigError
 
 
 class ProgramOptions(Section, frozen=True):
-    """One of use, command and url. use: a function, `module:name`, sync or async, that takes any of task, base_url, key and
-    model. command: command that runs for each episode, with the task as JSON on its standard input; OPENAI_BASE_URL,
-    OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and HEADRACE_MODEL are set. url: address of a service that receives
-    task, base_url, api_key and model. What it returns, prints as its last line, or answers: nothing, a number, or {"reward":
-    1.0, "rewards": {…}, "turns": [{"id": "…", "rewards": {…}}], "answer": "…", "end": "truncated"}.
+    """Options of the workflow Program: exactly one of use, command and url.
 
-    options: options of the function. environment: variables of the command. sandbox: confines the command. listen: host:port
-    where programs reach the policy; another address than loopback's is for a service that runs elsewhere: whoever reaches it
-    and has an episode's key can ask. sampling: "task" draws as the task says, "program" with the temperature, top_p and seed
-    that the program asks for. at_once, requests: concurrent and total requests of an episode; further ones are refused.
+    The result of a program is what the function returns, the last line that the command prints, or the body of the service's
+    answer: nothing, a number, or {"reward": 1.0, "rewards": {…}, "turns": [{"id": "…", "rewards": {…}}], "answer": "…", "end":
+    "truncated"}.
+
+    use: Function, as `module:name`, sync or async, with any of the parameters task, base_url, key and model. options: Options
+    of the function. command: Command per episode, with the task as JSON on standard input and the variables OPENAI_BASE_URL,
+    OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and HEADRACE_MODEL. environment: Further environment variables of the
+    command. sandbox: Sandbox of the command. Default: none. url: URL of a service that receives task, base_url, api_key and
+    model. listen: Address, host:port, at which programs reach the policy. Anyone who reaches it with an episode's key can send
+    requests; use another address than loopback only for a service on another machine. sampling: Source of temperature, top_p
+    and seed: the "task", or the requests of the "program". at_once: Maximum concurrent requests of an episode; further requests
+    are refused. requests: Maximum total requests of an episode; further requests are refused.
 
     Example: ProgramOptions(command=("node", "agent.mjs"))
     """
@@ -65,7 +69,7 @@ class ProgramOptions(Section, frozen=True):
 
 
 class Program:
-    """Takes the fields of ProgramOptions."""
+    """Episode of a program that knows a base URL and a key. headrace trains on the completions that it requests."""
 
     def __init__(self, **options: object) -> None:
         """Finds the function at the start of the role rather than in its first episode. Raises ConfigError."""

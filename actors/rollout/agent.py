@@ -1,7 +1,6 @@
-"""The agent: chooses what is done next, by asking the policy, and says which of it the environment gets to see.
+"""Agents: request the next message from the policy and choose the part of it that the environment gets.
 
-An agent is named by `use`; its options are the fields of a struct. It holds nothing between turns: the conversation is
-all there is.
+`use` names an agent; its options are the fields of a struct. It keeps no state between turns except the conversation.
 """
 
 import re
@@ -46,7 +45,7 @@ class Agent(Protocol):
 
 
 class Chat(Section, frozen=True):
-    """An agent whose whole reply is the action. system: put before the messages of every task, "" for nothing.
+    """Agent whose whole reply is the action. system: System message before the messages of every task. "" for none.
 
     Example: Chat(system="Answer with one number.")
     """
@@ -63,9 +62,9 @@ class Chat(Section, frozen=True):
 
 
 class React(Section, frozen=True):
-    """An agent that thinks, then acts; only the action reaches the environment (ReAct, arXiv 2210.03629, section 2).
+    """Agent that reasons, then acts; only the action reaches the environment (ReAct, arXiv 2210.03629, section 2).
 
-    system: the instruction to think and act. complaint: its observation where a turn has no action.
+    system: System message with the instruction to reason and act. complaint: Observation after a turn without an action.
 
     Example: React()
     """

@@ -1,6 +1,6 @@
-"""The workflow: how one episode of a task is run against the policy, and how a configured one is found.
+"""Workflows: run an episode of a task against the policy.
 
-Guarantee: a task imports nothing. It names a workflow of the operator's settings, or CONVERSE; anything else is refused.
+Guarantee: a task imports nothing. It names a workflow of the settings, or CONVERSE; the explorer refuses any other name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ class Workflows:
 
 
 async def converse(task: Task, session: Session, *, system: str = "") -> tuple[Score, ...]:
-    """Ask once. system: put before the messages of every task."""
+    """A single answer to the task's messages. system: System message before the messages of every task. "" for none."""
     messages = (Message(role="system", content=system), *task.messages) if system else task.messages
     await session.reply(messages)
     return ()

@@ -1,7 +1,6 @@
-"""Two-digit addition with the answer written backwards, three digits always: "37+45=" is "280".
+"""Two-digit addition with the answer written backwards, always three digits: "37+45=" is "280".
 
-The splits share no pair of operands in either order, so an answer cannot be looked up from its mirror image. The same
-seed gives the same tasks.
+The splits share no pair of operands in either order. The same seed gives the same tasks.
 """
 
 from collections.abc import Iterator
@@ -41,7 +40,9 @@ def split_pairs(seed: int, *, num_dev: int = 250, num_held_out: int = 500) -> Sp
 
 
 def arithmetic(*, seed: int = 0, num_dev: int = 250, num_held_out: int = 500) -> Iterator[Task]:
-    """The tasks of all splits: "held-out", "dev" and "train". num_dev, num_held_out: pairs of operands in the first two."""
+    """Two-digit additions, in the splits "held-out", "dev" and "train". num_dev: Pairs of operands in split "dev".
+    num_held_out: Pairs of operands in split "held-out".
+    """
     splits = split_pairs(seed, num_dev=num_dev, num_held_out=num_held_out)
     for split, pairs in ((HELD_OUT, splits.held_out), (DEV, splits.dev), (TRAIN, splits.train)):
         for pair in pairs:

@@ -1,11 +1,11 @@
-"""Tasks and demonstrations from files: one row each, its columns renamed as the options say.
+"""Tasks and demonstrations from files, one per row, with columns renamed by the options.
 
     .jsonl .json   one JSON object a line           .parquet            columns as they are
     .csv .tsv      a header line, then rows         a folder            saved by Hugging Face `datasets`
 
-A conversation is `messages` (objects with role and content) or `prompt` (a string: one user message). A row without an id gets
-a hash of its conversation, so that the same row is the same task everywhere. Guarantee: a row that cannot be read as a task is
-handed to `on_broken` with file, line and reason, and the next one follows; a file that cannot be read at all is a ConfigError.
+A conversation is `messages` (objects with role and content) or `prompt` (a string: one user message). The id of a row without
+an id is a hash of its conversation. Guarantee: a broken row goes to `on_broken` with file, line and reason, and reading
+continues; an unreadable file is a ConfigError.
 """
 
 import csv
@@ -47,10 +47,10 @@ def raise_broken(broken: Broken) -> None:
 
 
 def tasks(*, path: str, fields: dict[str, str] | None = None, split: str = "") -> Iterator[Task]:
-    """The tasks of a file, as a taskset. Raises ConfigError for a broken row.
+    """Tasks of a file. Raises ConfigError for a broken row.
 
-    path: a JSONL or Parquet file, or a folder of such files. fields: our name to the file's, as {"prompt": "question"}; left
-    out where they are the same. split: split of rows without a split, "" for none.
+    path: JSONL or Parquet file, or folder of such files. fields: Column of each field, as {"prompt": "question"}. Default:
+    columns are named like the fields. split: Split of rows without a split. "" for none.
     """
     return read_rows(Path(path), Task, fields=fields, split=split)
 

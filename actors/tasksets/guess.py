@@ -1,7 +1,7 @@
-"""Guess-a-number tasks for `actors.rollout.environments.guess`, and demonstrations of a player who dithers.
+"""Tasks for `actors.rollout.environments.guess`, and demonstrations of a hesitant player.
 
-The question is the range alone; the number is the task's answer, which only the environment sees. Every number of the
-range is a task of each split, so that an eval plays all there is to play.
+The question is only the range; the number is the task's answer, which only the environment sees. Every number is a task of each
+split, so an eval plays every game.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ HIGH, TURNS = 16, 5
 
 
 def guess(*, high: int = HIGH) -> Iterator[Task]:
-    """One task for each number of the range, in both splits. high: its end, at most 99."""
+    """A task per number from 1 to `high`, in both splits. high: Largest number, at most 99."""
     for split in (TRAIN, ALL_NUMBERS):
         for number in range(1, high + 1):
             yield Task(

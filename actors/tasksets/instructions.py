@@ -1,14 +1,14 @@
 """Instructions that a program can check: 'Write briefly about rain. Use at most 8 words. Include the word "river".'
 
-Every prompt names a topic, which the answer must name too, and gives one to three instructions of ten kinds. A task's answer
-is what `streams.scores.instructions` checks: a JSON list of [kind, argument].
+Every prompt names a topic, which the answer must name too, and gives one to three instructions of ten kinds. A task's answer is
+a JSON list of [kind, argument], as `streams.scores.instructions` checks it.
 
     train, dev    no prompt is in both
     held-out      other topics, words, keys and phrases than training's; the last prompts by id ("unseen-…", a share of
                   UNSEEN_SHARE) combine a pair of kinds that training never combines
 
-Demonstrations show the kinds SHOWN, one at a time: what a small model hardly ever does by chance, it cannot learn from a score
-alone. That instructions go together is learned from the score. The same seed gives the same rows.
+Demonstrations show each of the kinds SHOWN alone, because a small model hardly ever follows these by chance; combinations are
+learned from the score. The same seed gives the same rows.
 """
 
 import json
@@ -117,7 +117,9 @@ SAID = (
 
 
 def instructions(*, seed: int = 0, num_train: int = 3000, num_dev: int = 64, num_held_out: int = 200) -> Iterator[Task]:
-    """The tasks of all splits: "held-out", "dev" and "train". num_train, num_dev, num_held_out: prompts in each."""
+    """Prompts with checkable instructions, in the splits "held-out", "dev" and "train". num_train: Prompts in split "train".
+    num_dev: Prompts in split "dev". num_held_out: Prompts in split "held-out".
+    """
     random, seen = Random(f"instructions/{seed}"), set[str]()
     num_unseen = round(UNSEEN_SHARE * num_held_out)
     for split, name, count in (

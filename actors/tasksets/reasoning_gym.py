@@ -1,4 +1,4 @@
-"""Tasks of one of reasoning-gym's generators, the same for the same seed. Only this module imports reasoning-gym."""
+"""Tasks of reasoning-gym generators. Only this module imports reasoning-gym."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -11,10 +11,10 @@ from schemas.errors import ConfigError
 def reasoning_gym(
     *, generator: str, size: int = 1000, seed: int = 0, split: str = "train", options: dict[str, Any] | None = None
 ) -> Iterator[Task]:
-    """Tasks of a generator of reasoning-gym. size: number of tasks. split: split of all tasks. generator: its name, as
-    "chain_sum". options: options of the generator. Another split needs another seed.
+    """Tasks of a reasoning-gym generator. Raises ConfigError for an unknown generator or option.
 
-    Raises ConfigError for a generator or an option that does not exist.
+    generator: Name of the generator, such as "chain_sum". size: Number of tasks. split: Split of all tasks. options: Options of
+    the generator. Use another seed for another split.
     """
     dataset = open_dataset(generator, size=size, seed=seed, options=options or {})
     for index in range(size):

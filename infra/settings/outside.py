@@ -35,7 +35,9 @@ def checked_url(url: str) -> str:
         if parts.scheme not in ("http", "https") or not host or not (parts.port is None or parts.port):
             raise ValueError
     except ValueError:
-        raise ValueError(f'got url = "{without_secrets(url)}", expected a URL such as "http://127.0.0.1:8010"') from None
+        raise ValueError(
+            f'got url = "{without_secrets(url)}", expected a URL such as "http://127.0.0.1:8010"'
+        ) from None
     if "@" in parts.netloc:
         raise ValueError(f'got url = "{without_secrets(url)}" with a user name or password, expected one without')
     if is_metadata(host):

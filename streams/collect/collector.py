@@ -1,10 +1,10 @@
-"""One partition of `verified` folded on this worker: the state found or rebuilt, outputs confirmed, then saved.
+"""Folds a partition of `verified` on this worker: restores the state, confirms outputs, then saves.
 
     records -> fold -> publish blocks, then closure (confirmed) -> state + next offset in one transaction -> acknowledge
 
-Guarantees: what the file says was folded was published; a file that is missing, older than the group's offset or of
-another log is brought up to it by reading the log through the same fold; what already has a closure in `progress` is
-not sent again, whichever worker closed it: two workers may fold a partition at once while it changes hands.
+Guarantees: the file never runs ahead of published outputs. If the file is missing, older than the group's offset or of another
+log, the worker reads the log through the same fold. A closure that is in `progress` already is not sent again, whichever worker
+sent it: two workers may fold a partition during a rebalance.
 """
 
 import asyncio
@@ -297,10 +297,7 @@ class Collector:
         return "" if found is not None and found.timestamp_ms == last_ms else FOREIGN
 
     async def _fetch(self, offsets: Sequence[int], ahead: Sequence[int]) -> dict[int, bytes]:
-        """Blocks that a snapshot left in the log, and those of `ahead` that lie there whole.
-
-        Raises NotInLog, with the file cleared, where one is gone.
-        """
+        """Blocks at `offsets`, and the complete blocks at `ahead`. Clears the file and raises NotInLog if one is gone."""
         records = await self._log.at(VERIFIED, self.partition, [*offsets, *ahead])
         if gone := sorted(set(offsets) - records.keys()):
             self._pending.clear()

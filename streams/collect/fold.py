@@ -1,13 +1,14 @@
-"""collect: a fold over one partition of `verified`, one inbox in one order.
+"""Stage collect: a fold over a partition of `verified`.
 
     (state, record) -> decisions          the only clock is the log-append time of the record
 
-A group waits until every episode is there (its last part, or its drop marker) or its deadline has passed; then, in lanes that
-wait for feedback, until every source has spoken or its window has passed; a turn of a session then waits for the others
-(`streams.collect.turns`); then the chain judges it and it is closed.
-Guarantees: one closure per (group, attempt, revision), whatever is delivered twice; deadlines fire on consumption,
-before the record whose time reached them and behind all earlier ones, so backlog, restart and replay decide alike;
-the first attempt that completes wins; feedback is credited to the answer it names, or counted.
+A group waits until all its episodes have arrived (the last part, or a drop marker) or its deadline has passed. In lanes with
+feedback it then waits for every source, or the end of its window. A turn of a session then waits for the other turns
+(`streams.collect.turns`). Then the chain runs and the group is closed.
+
+Guarantees: one closure per (group, attempt, revision), also with duplicate records. A deadline fires when the first record
+after it is read, before that record and after all earlier records, so a backlog, a restart and a replay decide alike. The first
+attempt that completes wins. Feedback is credited to the answer that it names, or counted.
 """
 
 import functools
@@ -371,10 +372,8 @@ class _Fold:
             self.fetched |= await self.blocks_at(sorted(offsets))
 
     async def _reopened(self, group: Group, num_revisions: int, is_back: bool) -> list[Experience] | None:
-        """Members of a closed group that feedback may close again; None, with a counted drop, if it may not.
-
-        num_revisions: of the same kind so far: of credit, or of feedback on its own answers. is_back: for a retraction, which
-        is never held back; there are no more retractions than other feedback.
+        """Members of a closed group for a further revision; None, with a counted drop, at the limit. num_revisions: earlier
+        revisions of the same kind. is_back: for a retraction, which has no limit.
         """
         if num_revisions >= self.rules.revisions and not is_back:
             self.folded.drop("revised often enough")

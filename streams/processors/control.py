@@ -1,4 +1,4 @@
-"""Controls: deliberate damage that shows what a part of the system contributes. Never on by itself."""
+"""Control experiments: processors that damage data deliberately. Off unless configured."""
 
 import hashlib
 import random
@@ -11,10 +11,9 @@ from schemas import Experience
 
 @processor(version=2, of="group", inline=True)
 def shuffle_advantages(group: tuple[Experience, ...]) -> tuple[Experience, ...]:
-    """Permute the advantages among the members that have one: same numbers, no relation to what was done.
+    """Permute the advantages among the members of a group, as a control experiment: same values, no relation to the answers.
 
-    Turns have no advantages of their own afterwards. The permutation is seeded by the group id, so a retry and a replay
-    shuffle alike.
+    The permutation is seeded by the group id, so a retry and a replay permute alike. Turns lose their own advantages.
     """
     places = [place for place, member in enumerate(group) if member.advantage is not None]
     values = [group[place].advantage for place in places]

@@ -1,4 +1,4 @@
-"""length: a score that likes the shorter of the right answers to one question, and none of the long wrong ones."""
+"""Score that prefers the shorter of the right answers to a question."""
 
 import msgspec
 
@@ -11,12 +11,13 @@ NAME = "length"
 
 @processor(version=1, of="group", inline=True)
 def length(group: tuple[Experience, ...], *, correct: str = "exact", least: float = 1.0) -> tuple[Experience, ...]:
-    """Score `length` of each episode: λ = 0.5 - (len - shortest) / (longest - shortest) where its score `correct` is at least
-    `least`, min(0, λ) where it is not, 0 where all are as long.
+    """Length reward of Kimi k1.5 (arXiv 2501.12599, section 2.3.3), as the score `length` of each episode.
 
-    The length reward of Kimi k1.5 (arXiv 2501.12599, section 2.3.3). len: sampled tokens over all parts. Goes before
-    `reward` in stage collect, and takes a small weight above 0 in `[reward] blend`; the paper leaves it out at first.
-    correct: name of the score that says which are right. least: its value from which one is.
+    λ = 0.5 - (len - shortest) / (longest - shortest) if the episode is correct, else min(0, λ); 0 if all lengths are equal. len
+    counts sampled tokens over all parts. Insert it before `reward` in stage collect, with a small positive weight in `[reward]
+    blend`; the paper starts training without it.
+
+    correct: Name of the score that decides correctness. least: Minimum of that score for a correct episode.
 
     Example: use = "streams.processors.length:length", stage = "collect", before = "reward"
     """

@@ -1,4 +1,4 @@
-"""prioritize: how eagerly the trainer should draw a group, where it draws by priority."""
+"""Priorities of groups, for lanes with draw = "priority"."""
 
 import hashlib
 import math
@@ -38,9 +38,10 @@ NEWEST = "newest version"
 def recency(
     group: tuple[Experience, ...], *, memory: Memory, half_life: float = 4.0, min_factor: float = MIN_PRIORITY
 ) -> tuple[Experience, ...]:
-    """Priority times 2^(−age / half_life), at least `min_factor`. age: versions from the group's oldest sampled token to
-    the newest that this partition has seen. half_life: versions after which the factor is half. min_factor: the smallest
-    factor.
+    """Multiply the priority by 2^(−age / half_life), at least `min_factor`. The age is the number of versions from the group's
+    oldest sampled token to the newest version seen on this partition.
+
+    half_life: Age in versions at which the factor is 0.5. min_factor: Minimum factor.
     """
     versions = [span.version for member in group if not member.is_given for span in member.spans]
     if not versions:
@@ -66,14 +67,14 @@ def progress(
     full: float = 0.25,
     min_factor: float = MIN_PRIORITY,
 ) -> tuple[Experience, ...]:
-    """Priority times expected learning progress: how far the task's reward has lately moved, up or down.
+    """Multiply the priority by the expected learning progress: recent change, up or down, of the task's mean reward.
 
-    |fast − slow| moving average of the mean reward of the task's groups, the slope that Matiisen et al. (arXiv
-    1707.00183, section 3) choose tasks by; `full` of it and more is 1, nothing is `min_factor`. A task's first group is 1:
-    nothing is known of it. What was forgotten counts too. Followed on this partition; a later revision moves nothing.
+    The progress is |fast − slow|, the difference of two moving averages of the mean reward of the task's groups (Matiisen et
+    al., arXiv 1707.00183, section 3), scaled so that `full` gives 1 and 0 gives `min_factor`. A task's first group has factor
+    1. Each partition computes its own averages; later revisions of a group do not change them.
 
-    fast, slow: weight of a new group's mean in that average, 0 to 1. full: difference of the two averages
-    from which the factor is 1. min_factor: the smallest factor.
+    fast: Weight of a new group in the fast average, 0 to 1. slow: Weight of a new group in the slow average, 0 to 1. full:
+    Difference of the averages from which on the factor is 1. min_factor: Minimum factor.
     """
     rewards = episode_rewards(group).values()
     if not rewards:
@@ -100,10 +101,10 @@ def novelty(
     of: Literal["task", "answer"] = "task",
     min_factor: float = MIN_PRIORITY,
 ) -> tuple[Experience, ...]:
-    """Priority times the mean of 1/√n over what was seen the nth time (Bellemare et al., arXiv 1606.01868, section 4).
+    """Multiply the priority by the mean of 1/√n, where n counts earlier occurrences (Bellemare et al., arXiv 1606.01868,
+    section 4). Each partition counts by itself; a later revision of a group does not count again.
 
-    of: the task of the group, or each answer to it by its text (whose bulk is then decoded). Counted on this partition;
-    a later revision of a group is not seen again. min_factor: the smallest factor.
+    of: Counted object: the group's task, or the text of each answer, which costs its decoding. min_factor: Minimum factor.
     """
     judged = [member for member in group if not member.is_given]
     if not judged:

@@ -1,9 +1,8 @@
-"""code: the answer is a program that passes its task's hidden tests, run in `infra.sandbox` and graded outside of it.
+"""Score of programs by hidden tests, run in `infra.sandbox` and graded outside of it.
 
-Guarantees: tests and expected values never enter the sandbox; what comes out of it is bytes, decoded as plain JSON (or
-compared as text) in this process. So nothing the program does to its own process can help it: patched modules, objects
-equal to everything, early exits, frames, descriptors, result files. Fails closed: without a sandbox the score does not
-load, and a run that could not be confined is an error, never a verdict.
+Guarantees: tests and expected values never enter the sandbox, and its output is bytes, decoded as plain JSON or compared as
+text in this process. So a program gains nothing by changing its own process. Without a sandbox the score does not load; a run
+that could not be confined is an error, never a verdict.
 """
 
 import json
@@ -71,15 +70,18 @@ class HiddenTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @score(version=2)
 class Code:
-    """1.0 where the last code block of the response passes all tests of meta[tests], else 0.0; None without tests.
+    """1.0 if the last code block of the response passes all tests in meta[tests], else 0.0. None without tests.
 
     meta[tests] is JSON: {"function": "add", "calls": [{"args": [2, 3], "equals": 5}]}, or for programs {"runs": [{"stdin": "2
-    3", "stdout": "5"}]}. All calls share one process, each run has its own. Without a fenced block the whole response is the
-    code. tests: name in meta of the hidden tests. partial: the share of tests passed instead. command: command that runs a
-    program; {file} in it is its path (["perl", "{file}"], ["sh", "-c", "g++ -o /tmp/a {file} && /tmp/a"]); calls are for Python
-    only. suffix: suffix of that file. tolerance: relative, of numbers with a fraction (a whole number must be met to 1e-6).
-    limits: limits of each process, see `infra.sandbox.command.Limits`. readable: host paths that programs may read.
-    concurrency: runs at once, 0 is one per CPU; the step's timeout_s has to cover the time spent waiting for the others.
+    3", "stdout": "5"}]}. All calls share a process; each run has its own. Without a fenced block the whole response is the
+    code.
+
+    tests: Key in meta of the hidden tests. partial: Whether the score is the share of passed tests. command: Command that runs
+    a program, with {file} for its path (["perl", "{file}"], ["sh", "-c", "g++ -o /tmp/a {file} && /tmp/a"]). Default: Python;
+    calls are for Python only. suffix: File name suffix of the program. tolerance: Relative tolerance of numbers with a
+    fraction; whole numbers have a tolerance of 1e-6. limits: Resource limits of each process, see
+    `infra.sandbox.command.Limits`. readable: Host paths that programs may read. concurrency: Maximum concurrent runs. 0: one
+    per CPU. The step's timeout_s includes the wait for a free run.
     """
 
     def __init__(

@@ -32,10 +32,10 @@ Count = Annotated[int, msgspec.Meta(ge=1, description="1 or more")]
 class EndpointConfig(Section, frozen=True):
     """An OpenAI-compatible endpoint.
 
-    url: up to and with /v1. model: as the endpoint names it. api_key_env: name of the environment variable with the key, ""
-    without a key. deadline_s: of one verdict, all tries and waits included; below the step's own timeout_s, after which the
-    experience is dropped. attempts: requests for one verdict at most. max_tokens: of one reply. schema: whether to ask for JSON
-    by schema, which not every server knows.
+    url: Base URL, including /v1. model: Model name at the endpoint. api_key_env: Environment variable with the key. "" for no
+    key. deadline_s: Maximum seconds of a verdict, over all requests and waits. Set it below the step's timeout_s, after which
+    the experience is dropped. attempts: Maximum requests per verdict. max_tokens: Maximum tokens of a reply. schema: Whether
+    requests ask for JSON by a schema, which some servers do not support.
 
     Example: EndpointConfig(url="http://judge:8000/v1", model="judge-70b")
     """

@@ -1,4 +1,4 @@
-"""exact: the response is the reference answer, to the letter."""
+"""Score of equality with the reference answer."""
 
 from infra.chain.processor import score
 from schemas import Experience
@@ -9,10 +9,12 @@ MAX_PARTS = 4  # into which normal form C takes a character apart at most: a lon
 
 @score(version=1, inline=True)
 def exact(experience: Experience, *, strip: bool = True, case: bool = True, answer: str = "answer") -> float | None:
-    """1.0 where the response equals the reference answer, else 0.0; None without one.
+    """1.0 if the response equals the reference answer, else 0.0. None without a reference.
 
-    strip: ignore white space at both ends. case: upper and lower case differ. answer: see `Experience.reference`. Text is
-    compared in Unicode normal form C, so that one letter written two ways is one letter.
+    Text is compared in Unicode normal form C, so that different encodings of a letter are equal.
+
+    strip: Whether white space at both ends is ignored. case: Whether upper and lower case differ. answer: Source of the
+    reference answer, see `Experience.reference`.
     """
     expected = experience.reference(answer)
     if expected is None:

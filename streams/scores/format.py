@@ -1,4 +1,4 @@
-"""format: the whole response has the shape that was asked for (matched in a child process)."""
+"""Score of the response's format by a regular expression, matched in a child process."""
 
 import re
 
@@ -13,12 +13,11 @@ MAX_CHARS = 65_536
 
 @score(version=1)
 class Format:
-    r"""1.0 where the regular expression matches the whole response, else 0.0. pattern: it, as Python writes it. dotall: "."
-    matches line ends too.
+    r"""1.0 if the regular expression matches the whole response, else 0.0; also 0.0 for responses above 65,536 characters.
 
-    The whole response, not a part of it: an answer that quotes the shape on the way has not kept to it. Longer responses than
-    65,536 characters have not either. timeout_s: seconds for a match; a pattern that backtracks without end, such as (a+)+b,
-    holds nothing but its own process, and the answer is dropped as "score timed out".
+    pattern: Regular expression in Python syntax. dotall: Whether "." matches line ends. timeout_s: Maximum seconds of a match,
+    in a process of its own, so that a pattern such as (a+)+b blocks nothing; after them the answer is dropped as "score timed
+    out".
 
     Example: pattern = "<think>(?:(?!</?think>).)*</think>\\s*<answer>(?:(?!</?answer>).)*</answer>"
     """

@@ -1,4 +1,4 @@
-"""instructions: the share of checkable instructions that an answer follows."""
+"""Score of instructions that code can check."""
 
 import json
 import re
@@ -17,10 +17,11 @@ _FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
 
 @score(version=1, inline=True)
 def instructions(experience: Experience, *, answer: str = "answer") -> float | None:
-    """The share of the task's instructions that the answer follows; 1.0 is all of them. None without a reference.
+    """Share of the task's instructions that the answer follows, 0 to 1. None without a reference.
 
-    answer: see `Experience.reference`; a JSON list of [kind, argument]. An answer that its limit of tokens cut off follows
-    none. Raises ValueError for a reference that is no such list.
+    An answer cut off at its token limit scores 0. Raises ValueError for a malformed reference.
+
+    answer: Source of the reference, see `Experience.reference`. The reference is a JSON list of [kind, argument].
     """
     reference = experience.reference(answer)
     if reference is None:

@@ -1,7 +1,7 @@
-"""k12: school questions: multiple choice, fill-in, and numbers with units.
+"""Score of school questions: multiple choice, fill-in, and numbers with units.
 
-Guarantees: one answer is looked at, the last one that is given as such, so listing several gains nothing; an answer that
-is denied, or is beside another, is wrong; a number in a wrong unit is wrong, in another unit of the same kind right.
+Guarantees: only the last stated answer counts; an answer that is negated or next to another answer is wrong; units are
+converted within their kind, and a number in a unit of another kind is wrong.
 """
 
 import json
@@ -28,13 +28,13 @@ def k12(
     variants: str = "variants",
     tolerance: float = 0.01,
 ) -> float | None:
-    """1.0 where the final answer is right, else 0.0; None without a reference.
+    """1.0 if the final answer is right, else 0.0. None without a reference.
 
-    answer: see `Experience.reference`.
-    kind: auto takes meta["kind"], else "choice" where there are meta[options], else "number" where the reference is one,
-    else "fill". options: JSON list of texts, or object from letter to text; the reference is a letter or a text.
-    variants: JSON list of further right answers to a fill-in; case, articles, accents' encoding, hyphens and number
-    words do not count. tolerance: relative, of numbers with a fraction or a unit; whole numbers are exact.
+    kind: Kind of question. "auto": meta["kind"], else "choice" if meta[options] exists, else "number" if the reference is a
+    number, else "fill". answer: Source of the reference, see `Experience.reference`. options: Key in meta of the choices, a
+    JSON list of texts or object from letter to text; the reference is a letter or a text. variants: Key in meta of further
+    right fill-in answers, a JSON list. Fill-ins ignore case, articles, encodings of accents, hyphens and number words.
+    tolerance: Relative tolerance of numbers with a fraction or a unit; whole numbers are exact.
     """
     reference = experience.reference(answer)
     if reference is None:

@@ -1,9 +1,8 @@
-"""judge, rubric: a language model's grade of the answer, and the weighted share of criteria that it sees met.
+"""Scores by a language model: a grade, and a rubric of weighted criteria.
 
-Guarantees: the conversation reaches the judge as one JSON value, which text inside it cannot end; only a reply that is
-one JSON object with a number in range counts, nothing is searched for in prose. A judge that is down or not
-understood leaves the score absent and counted, never 0. What a persuasive answer does to the judge's mind no parser can
-prevent: blend it with scores that cannot be talked to.
+Guarantees: the judge gets the conversation as a JSON value, which text inside it cannot close. Only a reply that is a JSON
+object with a number in range counts. If the judge fails, the score is absent and counted, never 0. No parser prevents a
+persuasive answer: blend this score with scores that no text can influence.
 """
 
 import json
@@ -35,11 +34,11 @@ class Criterion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @score(version=1)
 class Rubric:
-    """The weight of met criteria over all weight, 0 to 1. endpoint: see `EndpointConfig`.
+    """Weight of the met criteria divided by the total weight, 0 to 1, as judged by a language model. None without criteria.
 
-    criteria: texts, or tables with text and weight (above 0). key: name in meta where a task has its own criteria as a JSON
-    list; they come after those of all tasks. Without any criterion there is no verdict. answer: the reference that is shown,
-    see `Experience.reference`.
+    endpoint: Endpoint of the judge, see `EndpointConfig`. criteria: Criteria for all tasks: texts, or tables with text and
+    weight (above 0). key: Key in meta of a task's own criteria, a JSON list, appended to those for all tasks. answer: Source of
+    the reference shown to the judge, see `Experience.reference`.
     """
 
     def __init__(
@@ -124,9 +123,11 @@ FRAME = (
 
 @score(version=1)
 class Judge:
-    """The judge's grade as 0 to 1. low: the worst grade, which becomes 0. high: the best, which becomes 1. endpoint: see
-    `EndpointConfig`. instruction: rules of the grade. answer: the reference that is shown, see `Experience.reference`; "" for
-    none.
+    """Grade by a language model, scaled to 0 to 1.
+
+    low: Worst grade, scaled to 0. high: Best grade, scaled to 1. endpoint: Endpoint of the judge, see `EndpointConfig`.
+    instruction: Grading instruction for the judge. answer: Source of the reference shown to the judge, see
+    `Experience.reference`. "" for none.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
-"""math: the final answer equals the reference answer as mathematics (math-verify, in a child process).
+"""Score of mathematical equality with the reference answer (math-verify, in a child process).
 
-Guarantees: only one answer is looked at, the last one given, so listing several gains nothing; an answer that cannot be
-compared in time raises TimeoutError and never stops the worker; finding the answer takes time linear in the response.
-A response of more than MAX_CHARS, a last line of more than MAX_LINE_CHARS and an answer of more than MAX_ANSWER_CHARS
-characters hold none; one with more than MAX_SIDES sides (a = b = c = …) is wrong.
+Guarantees: only the last answer counts. A comparison that takes too long raises TimeoutError and does not stop the worker. The
+search for the answer takes time linear in the response. A response above MAX_CHARS, a last line above MAX_LINE_CHARS and an
+answer above MAX_ANSWER_CHARS characters count as no answer; an answer with more than MAX_SIDES sides (a = b = c = …) is wrong.
 """
 
 import importlib.util
@@ -29,11 +28,13 @@ _FORMULA = re.compile(r"[\^_=+*<>\\{}]")
 
 @score(version=1)
 class Math:
-    """1.0 where the last answer equals the reference, 0.0 where it differs or is missing; None without a reference.
+    """1.0 if the last answer equals the reference, 0.0 if it differs or is missing. None without a reference.
 
-    The answer is the last \\boxed{…}; else, in the last line, what follows "answer is" or "answer:"; else that line if it is a
-    bare expression, or its only number (a sentence with a formula has none). answer: see `Experience.reference`. boxed: only
-    \\boxed{…} counts. timeout_s: seconds for a comparison.
+    The answer is the last \\boxed{…}; else the text after "answer is" or "answer:" in the last line; else the last line, if it
+    is a bare expression; else the only number in that line, unless the line is a sentence with a formula.
+
+    answer: Source of the reference, see `Experience.reference`. boxed: Whether only \\boxed{…} counts. timeout_s: Maximum
+    seconds of a comparison.
     """
 
     def __init__(self, *, answer: str = "answer", boxed: bool = False, timeout_s: float = 5.0) -> None:
@@ -110,10 +111,7 @@ def _sides(gold: str, candidate: str) -> list[str]:
 
 
 def _outside(line: str) -> str:
-    """The line without what is in brackets, up to the next closing one, and without commas of thousands.
-
-    Behind its last closing bracket nothing is looked for, so that each opening one finds its end at once.
-    """
+    """Drop bracketed parts and commas of thousands. Brackets after the last closing bracket stay, so the search is linear."""
     end = max(line.rfind(bracket) for bracket in ")]}") + 1
     return _BRACKETS_OR_THOUSANDS.sub("", line[:end]) + _THOUSANDS.sub("", line[end:])
 

@@ -1,6 +1,6 @@
-"""model: the verdict of a sequence classifier.
+"""Score by a sequence classifier.
 
-Guarantee: weights are safetensors and the rest is JSON: nothing is unpickled, no code of the folder runs.
+Guarantee: the weights are safetensors and the rest is JSON; no pickle and no code of the folder runs.
 """
 
 import importlib.util
@@ -19,11 +19,11 @@ CHARS_PER_TOKEN = 8  # read at most: more text than this per token is not even t
 
 @score(version=2)
 class Model:
-    """The probability that a classifier gives to `label`: softmax over its classes, or the sigmoid of its only one.
+    """Probability of the class `label` by a classifier: softmax over its classes, or the sigmoid of its only output.
 
-    folder: config.json, weights, tokenizer and chat template, relative to where the worker runs; read when it starts. label:
-    index of the class, -1 the last. max_tokens: limit of the conversation, whose end counts; the score reads at most 8
-    characters of text per token.
+    folder: Folder with config.json, weights, tokenizer and chat template, relative to the worker's working directory, read at
+    the start. label: Index of the class. -1 is the last. max_tokens: Maximum tokens of the conversation; the score keeps its
+    end. It reads at most 8 characters of text per token.
     """
 
     def __init__(self, *, folder: str, label: int = -1, max_tokens: int = 2048) -> None:

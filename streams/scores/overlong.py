@@ -1,4 +1,4 @@
-"""overlong: how far an answer runs into the last stretch before its limit; a penalty, for a weight below 0."""
+"""Penalty for answers near their token limit, for a negative weight."""
 
 from infra.chain.processor import score
 from schemas import Experience
@@ -7,11 +7,11 @@ from schemas.errors import ConfigError
 
 @score(version=1, inline=True)
 class Overlong:
-    """0 up to max_tokens - margin sampled tokens, 1 from max_tokens on, and a straight line between: with weight -1 in
-    `[reward] blend` the soft overlong punishment of DAPO (arXiv 2503.14476, equation 13).
+    """0 up to max_tokens - margin sampled tokens, 1 from max_tokens on, linear in between. With weight -1 in `[reward] blend`
+    it is the soft overlong punishment of DAPO (arXiv 2503.14476, equation 13).
 
-    Of an episode of several parts each is measured alone, and the last one counts. max_tokens: sampled tokens of the limit.
-    margin: tokens before it, over which the penalty grows.
+    In an episode of several parts each part is measured alone, and the last part counts. max_tokens: Sampled tokens at which
+    the penalty is 1. margin: Number of tokens below max_tokens over which the penalty grows.
 
     Example: max_tokens = 16384, margin = 4096
     """

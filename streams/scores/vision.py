@@ -1,8 +1,7 @@
-"""vision: answers about an image: a count, a text that was read, a choice, or boxes around things.
+"""Score of answers about an image: a count, a text, a choice, or boxes. It compares with the reference, not with the image.
 
-Guarantees: one answer is looked at, so guessing several gains nothing; each box is matched with at most one of the reference
-and the other way round, as many as can be (Kuhn's augmenting paths), so neither many boxes nor one huge one gain anything.
-The image itself is not looked at: what is right is in the task.
+Guarantees: only one answer counts; boxes are matched one to one, by a maximum matching (Kuhn's augmenting paths), so many boxes
+or a huge box gain nothing.
 """
 
 import json
@@ -127,16 +126,18 @@ _DENIAL = re.compile(r"\b(?:not|never|no\s+longer)\b|n't\b|\bor\b", re.IGNORECAS
 
 @score(version=2)
 class Vision(msgspec.Struct, frozen=True, kw_only=True):
-    """1.0 where the answer is right, else 0.0; None without a reference, or where no kind is asked for.
+    """1.0 if the answer about an image is right, else 0.0. None without a reference or a kind.
 
-    answer: see `Experience.reference`. kind: "" takes meta["kind"]; a task that says none, or one of another score, asks
-    nothing of an image. count: one number, in digits or words. read: at most max_error edits per character of the reference;
-    max_error: limit of read: 0.1 allows one edit in ten characters; case: upper and lower case differ; white space runs are one
-    space. choose: see `k12`, with meta[options]; options: name in meta of what may be chosen. box: every box of the JSON in the
-    reference is met by one of the answer's, and none is left over, where met means intersection over union of `threshold` or
-    more; format: numbers of the answer's boxes: left, top and right, bottom or width, height. reference_format: numbers of the
-    reference's boxes. threshold: least intersection over union. partial: partial scores: for read 1 − edits per character; for
-    boxes 2 · met / (given + wanted), the F1.
+    The kind "count" expects a number, in digits or words. "read" expects the reference with at most `max_error` edits per
+    character. "choose" works as `k12` with meta[options]. "box" expects a one-to-one match of the answer's boxes with the boxes
+    of the reference's JSON; two boxes match if their intersection over union is at least `threshold`.
+
+    answer: Source of the reference, see `Experience.reference`. kind: Kind of question. Default "": meta["kind"]. max_error:
+    Maximum edits per character for "read"; 0.1 allows one edit in ten characters. case: Whether upper and lower case differ for
+    "read". Runs of white space count as a space. options: Key in meta of the choices for "choose". format: Format of the
+    answer's boxes: left, top and then right, bottom or width, height. reference_format: Format of the reference's boxes.
+    threshold: Minimum intersection over union for "box", 0 to 1. partial: Whether scores are partial: for "read" 1 − edits per
+    character, for "box" the F1, 2 · met / (given + wanted).
     """
 
     kind: Literal["", "count", "read", "choose", "box"] = ""

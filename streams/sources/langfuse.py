@@ -1,11 +1,11 @@
-"""Feedback from the scores of Langfuse, asked for again and again: GET /api/public/v3/scores, newest first, page by page.
+"""Feedback from Langfuse scores, polled through GET /api/public/v3/scores, newest first, page by page.
 
     [read to − overlap, now) ─> the pages ─> new ones, oldest first ─> publish (confirmed) ─> state saved ─> wait
 
-Delivery: at least once; what was read is in a file, saved after it is published, and a score is read again for as long as it is
-younger than `overlap`, since Langfuse shows some late. A score that was changed meanwhile has another id and is reported again.
-Order: by the scores' own time. While Langfuse is away it is asked again, later and later; nothing is passed over. One process
-per source and machine; of several machines each reads all, and ids absorb it.
+Delivery: at least once. The position is in a file, saved after publication. The source reads scores younger than `overlap`
+again, because Langfuse shows some late; a changed score has another id and is an event of its own. Order: by the scores'
+timestamps. While Langfuse fails, the source retries with growing waits and skips nothing. Several machines read the same
+scores; ids remove the duplicates.
 """
 
 import asyncio
@@ -62,11 +62,11 @@ class LangfuseAway(Exception):
 def langfuse_score(
     score: dict[str, Any], *, lowest: float = 0.0, highest: float = 1.0, categories: dict[str, float] | None = None
 ) -> Feedback | None:
-    """A score of Langfuse that names an answer: in its metadata (`answer_id` or `gen_ai.response.id`), or because it is of a
-    session or an observation with the answer's id.
+    """Langfuse score that names an answer: in its metadata (`answer_id` or `gen_ai.response.id`), or as a score of a session or
+    observation with the answer's id. Scores without an answer are ignored.
 
-    lowest, highest: ends of the scale of a numeric score, which becomes 0 to 1. categories: values of those of a categorical
-    one; one that is not there is a label. A score that names no answer is ignored.
+    lowest: Value of a numeric score that becomes 0. highest: Value of a numeric score that becomes 1. categories: Values of a
+    categorical score's categories; a category that is missing here becomes a label.
     """
     if not isinstance(score.get("id"), str):
         raise ValueError("id: expected a text")

@@ -1,7 +1,7 @@
-"""Evaluations that came as OpenTelemetry events, `gen_ai.evaluation.result`, in a topic that a collector writes.
+"""Feedback from OpenTelemetry events `gen_ai.evaluation.result`, in a topic that a collector writes.
 
-The collector's Kafka exporter writes many log records in one message (encoding `otlp_json`); each is an event of its own here.
-Other records are ignored, and counted. An event has no id in OpenTelemetry: what it says, of what, and when, is its id.
+The collector's Kafka exporter writes many log records into a message (encoding `otlp_json`); each record is an event. Other
+records are ignored and counted. OpenTelemetry events have no id: a hash of content, answer and time is the id.
 """
 
 import hashlib
@@ -27,10 +27,11 @@ def evaluation_result(
     highest: float = 1.0,
     labels: dict[str, float] | None = None,
 ) -> Feedback | None:
-    """An evaluation of OpenTelemetry's semantic conventions on the answer that its `gen_ai.response.id` names.
+    """Evaluation by OpenTelemetry's semantic conventions, on the answer that `gen_ai.response.id` names.
 
-    name: name of the evaluation (`gen_ai.evaluation.name`); the source ignores others. lowest, highest: ends of the scale of a
-    score value, which becomes 0 to 1. labels: values of those that have a label alone; one that is not there is a label.
+    name: Name of the evaluation (`gen_ai.evaluation.name`); the source ignores others. lowest: Score value that becomes 0.
+    highest: Score value that becomes 1. labels: Values of evaluations that have only a label; a label that is missing here
+    stays a label.
     """
     if "resourceLogs" in record:
         raise ValueError("resourceLogs: expected log records of OTLP as JSON")

@@ -1,10 +1,10 @@
-"""Feedback that came in over HTTP: the gateway wrote it to `feedback` as it came, here it is read.
+"""Feedback over HTTP, which the gateway wrote to the topic `feedback`.
 
     read -> the source of its path -> publish (confirmed) -> commit
 
-Delivery: at least once, shared by all workers as one consumer group. Order: feedback of clients keeps that of its
-group, a webhook's events keep theirs. Loss: what no source listens to is dead-lettered, so that it can be read again
-once there is one; a webhook's body that was sent again has the id it had, and is passed over while that is remembered.
+Delivery: at least once, shared by all workers as a consumer group. Order: feedback of clients in its group's order, events of a
+webhook in theirs. Loss: feedback without a source goes to dead letters. A repeated webhook body keeps its id and is skipped
+while the worker remembers the id.
 """
 
 import logging
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @feedback(version=1)
 def rating(body: dict[str, Any]) -> Feedback | None:
-    """Read what a client sent through /v1/feedback: a value, thumbs (1 and 0), a label, a correction, or a retraction."""
+    """Feedback of clients through /v1/feedback: a value, thumbs (1 and 0), a label, a correction, or a retraction."""
     value = body.get("value")
     return Feedback(
         ref=body["answer_id"],

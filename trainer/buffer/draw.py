@@ -1,34 +1,29 @@
-"""Draws without an issue order: joins as one group, shares of tenants and users, least-used first or by priority. Pure.
+"""Draws for lanes without an issue order: least used first, or by priority, under shares of tenants and users. Pure functions.
 
-Joins: turns of a session that were closed together are drawn together, so that one row holds their common prefix. A draw takes
-all members of a join that the lane holds and that were trained as often, with the priority of the best turn, the number of
-experiences of all, and one weight. At most MAX_AWAITED joins wait for more turns; beyond it the oldest are drawn as they are.
+Joins: turns of a session that closed together are drawn together, so that a row holds their common prefix. A join has the
+highest priority of its turns, the sum of their experiences, and one weight. At most MAX_AWAITED joins wait for more turns;
+above it the oldest are drawn incomplete.
 
-Shares: where others have something to draw, no tenant or user makes up more of a batch than the share allows, up to one whole
-group; the rest waits. A batch that does not reach `least` experiences within the shares is filled up past them, so that a
-deployment with one large customer keeps learning.
+Shares: while others have groups to draw, no tenant or user gets more of a batch than its share, rounded up to a whole group. If
+the shares leave a batch below `least` experiences, the draw fills it up regardless of them, so that a deployment with one large
+customer keeps learning.
 
-The draw by priority takes whole groups without replacement. Candidates in their order, priorities and seed decide it; a
-candidate carries its weight, so that the journal holds it. The weighted mean of a step is, in expectation, the mean of the pool
-(`correction` 1), at any share of it.
+A draw by priority takes whole groups without replacement. First, each group gets an inclusion probability: proportional to its
+priority, at most 1, scaled down where a tenant or user would expect more than its share. Then a systematic sample (Madow,
+Annals of Mathematical Statistics 20(3), 1949) takes groups with exactly these probabilities: groups lie on a line, each as long
+as its probability, users and tenants side by side and in random order within a user, and a comb of unit spacing with a random
+start selects them. So a step has a fixed number of groups, and a party gets its expected number, rounded up or down.
 
-Two steps. First each group gets a chance: proportional to its priority, at most 1, scaled down where a tenant or user would
-expect more than its share. The pool alone decides the chances. Then one systematic sample (Madow, Annals of Mathematical
-Statistics 20(3), 1949) takes groups with exactly these chances: groups lie on a line, each as long as its chance, users and
-tenants side by side and in random order within a user, and a comb of unit spacing with a random start takes what its teeth
-hit. So a step has a fixed number of groups, and a party gets its expected number, rounded up or down.
+A weight is 1 / probability times the probability of an even draw within the group's stratum (Horvitz and Thompson, JASA
+47(260), 1952). A stratum is a user or tenant at its share, or all others. The mean weight is 1, and the weighted mean of a step
+is, in expectation, the mean of the pool (`importance_exponent` 1). The journal records the weights.
 
-A weight is 1 / chance times the chance of an even draw within the group's stratum (Horvitz and Thompson, JASA 47(260), 1952).
-A stratum is a user or tenant that is at its share, or all others: a share limits what a party weighs, and within the share
-every group counts alike. The mean weight is 1.
+If every group leaves after its only use, the pool holds the groups that earlier draws passed over, and these weights would
+reverse the priorities. Then each group is trained once anyway, and weights of 1 (`importance_exponent` 0) give the mean of all
+groups, as long as every group is drawn eventually.
 
-That is another mean than the mean over all groups that ever came. Where every group leaves after its only use, the pool holds
-what earlier draws passed over: its mean leans to low priorities, and these weights would turn priority into its opposite. There
-each group is trained once whatever its priority, and weights of 1 (`correction` 0) give the mean of all that came, as long as
-all of it is drawn in the end.
-
-Variance: FAIR of every chance is that of an even draw (defensive mixing: Hesterberg, Technometrics 37(2), 1995), so that a
-weight is hardly above 1 / FAIR. There is no other cap; it would bring the bias back.
+Variance: a part FAIR of every probability comes from an even draw (defensive mixing: Hesterberg, Technometrics 37(2), 1995), so
+a weight hardly exceeds 1 / FAIR. A further cap would bias the mean.
 """
 
 import hashlib
@@ -54,7 +49,7 @@ class Awaited:
         return name in self._names
 
     def heard(self, experience: Experience) -> None:
-        """One more has come; the last of a join says that no other follows."""
+        """Record an arrived experience; the last of a join completes it."""
         if experience.join is None or experience.revision:
             return
         if not experience.join.more:
@@ -64,7 +59,7 @@ class Awaited:
             _remember(self._names, experience.join.name)
 
     def clear(self) -> None:
-        """Nothing is on its way."""
+        """Forget all incomplete joins."""
         self._names.clear()
 
 
@@ -78,7 +73,7 @@ Joins = dict[tuple[str, int], list[Candidate]]  # members by name and how often 
 
 
 def find_joins(pool: Pool) -> Joins:
-    """The members of each join that were used as often: they are drawn together."""
+    """Group the joined candidates by join and number of uses; the draw takes such a group as a whole."""
     found: Joins = {}
     for candidate in pool.chosen(pool.column("is_joined")):
         found.setdefault((candidate.join, candidate.uses), []).append(candidate)
@@ -86,7 +81,7 @@ def find_joins(pool: Pool) -> Joins:
 
 
 def united(pool: Pool, joins: Joins) -> Pool:
-    """The candidates, those of a join as one, at the position of its first."""
+    """Return the pool with each join as a single candidate, at the position of its first member."""
     if not joins:
         return pool
     kept_N = np.ones(len(pool), bool)
@@ -101,7 +96,7 @@ def united(pool: Pool, joins: Joins) -> Pool:
 
 
 def parted(draw: Draw, joins: Joins) -> Draw:
-    """The draw from `united` with the members of each join, each with its weight."""
+    """Undo `united`: replace each drawn join by its members, each with the join's weight."""
     if not joins:
         return draw
     taken = [
@@ -124,12 +119,10 @@ def _as_one(members: Sequence[Candidate]) -> Candidate:
 
 
 class ShareLimits(msgspec.Struct, frozen=True):
-    """Shares of a batch in experiences, 1 for no limit.
+    """Maximum shares of a batch in experiences, 1 for no limit. Data without a tenant or user ("") is not limited.
 
-    tenant: of one tenant at most. subject: of one user of a tenant at most. least: experiences to which a batch is filled up
-    even past the shares, see the module.
-
-    Data without a tenant or user ("") is never above its share; it counts as one of the others.
+    tenant: per tenant. subject: per user of a tenant. least: experiences to which a batch is filled up regardless of the
+    shares.
 
     Example: ShareLimits(tenant=0.5, subject=0.25, least=64)
     """
@@ -144,9 +137,9 @@ ANY = np.iinfo(np.int64).max
 
 
 class Room(msgspec.Struct, frozen=True):
-    """Experiences that a batch from a pool may hold.
+    """Maximum experiences of a batch from a pool.
 
-    size: in all. allowed_C: of each party, by code; None where no share can be reached. least: filled up to past the shares.
+    size: in total. allowed_C: per party, by code; None if no share can be reached. least: as in ShareLimits.
     """
 
     size: int
@@ -155,8 +148,8 @@ class Room(msgspec.Struct, frozen=True):
 
 
 def fill(order: Pool, room: Room) -> tuple[list[int], int]:
-    """Whole groups in order until the room is full, or all there are, within the shares: their places, and the number of
-    experiences passed over for a share.
+    """Take whole groups in order, within the shares, until the room is full. Return their places and the number of experiences
+    left out because of a share.
     """
     size_N = order.column("num_experiences")
     if room.allowed_C is None:
@@ -185,7 +178,7 @@ def fill(order: Pool, room: Room) -> tuple[list[int], int]:
 
 
 def is_open(pool: Pool, limits: ShareLimits) -> bool:
-    """True if no share can be reached: nothing is limited, or all data is of one party."""
+    """True if no share can be reached: there are no limits, or all data belongs to one party."""
     return not (
         (limits.tenant < 1.0 and _differ(pool.column("tenant")))
         or (limits.subject < 1.0 and _differ(pool.column("user")))
@@ -193,9 +186,9 @@ def is_open(pool: Pool, limits: ShareLimits) -> bool:
 
 
 def find_room(pool: Pool, wanted: int, limits: ShareLimits = NO_LIMITS) -> Room:
-    """The largest batch of at most `wanted` experiences within the shares.
+    """Return the largest batch of at most `wanted` experiences within the shares.
 
-    A share below an even split among those present is that even split. Data without a name may have any number.
+    A share below an even split among the present parties counts as that even split. Data without a name is unlimited.
     """
     if is_open(pool, limits):
         return Room(wanted, None)
@@ -232,7 +225,7 @@ def _allowed(size: int, share: float) -> int:
 
 
 def first(size_N: np.ndarray, num_experiences: int) -> int:
-    """Number of whole groups in order that are worth at least `num_experiences`, or all there are."""
+    """Return the number of whole groups, in order, with at least `num_experiences` in total, or the number of all groups."""
     return min(len(size_N), int(np.searchsorted(np.cumsum(size_N), num_experiences)) + 1)
 
 
@@ -243,7 +236,7 @@ def _differ(code_N: np.ndarray) -> bool:
 def draw_least_used(
     pool: Pool, *, num_experiences: int, max_uses: int, seed: int, limits: ShareLimits = NO_LIMITS
 ) -> Draw:
-    """Whole groups worth at least `num_experiences`. Takes what there is when there is less; waits when there is nothing."""
+    """Draw whole groups with at least `num_experiences` in total, fewer if the pool has fewer. An empty pool waits."""
     usable = pool.chosen(pool.column("uses") < max_uses)
     if not len(usable):
         return Draw(wait=True)
@@ -255,7 +248,7 @@ def draw_least_used(
 
 
 def _least_used(pool: Pool, seed: int, num: int) -> np.ndarray:
-    """Places of at least `num` groups, or all: the least used first, of those used as often in the seed's order."""
+    """Places of at least `num` groups, or all: least used first, ties in the seed's order."""
     uses_N, mixed_N = pool.column("uses"), shuffled(seed, pool.column("offset"))
     found: list[np.ndarray] = []
     for uses in np.unique(uses_N).tolist():
@@ -268,7 +261,7 @@ def _least_used(pool: Pool, seed: int, num: int) -> np.ndarray:
 
 
 def shuffled(seed: int, offset_N: np.ndarray) -> np.ndarray:
-    """A number of 64 bits for each offset, whatever other offsets there are: no two of a seed have the same. [N], uint64.
+    """Return a 64-bit number per offset, independent of the other offsets and unique for a seed. [N], uint64.
 
     The output of SplitMix64 at this place of the seed's sequence (Steele, Lea and Flood, OOPSLA 2014, figure 15).
     """
@@ -295,10 +288,10 @@ def draw_by_priority(
     by_tokens: bool = False,
     limits: ShareLimits = NO_LIMITS,
 ) -> Draw:
-    """Whole groups worth `num_experiences` in expectation, exactly where groups are equally large; at least one.
+    """Draw whole groups with `num_experiences` in expectation (exactly, if all groups have the same size), at least one group.
 
-    Takes what there is when there is less; waits when there is nothing. correction: exponent of the weights (Schaul et al.,
-    arXiv 1511.05952, section 3.4), 0 for weights of 1. by_tokens: the lane's mean is over sampled tokens, else over
+    Draws fewer if the pool has fewer; an empty pool waits. correction: exponent of the weights (Schaul et al., arXiv
+    1511.05952, section 3.4), 0 for weights of 1. by_tokens: True if the lane's mean is over sampled tokens, False if over
     experiences.
     """
     usable = pool.chosen(pool.column("uses") < max_uses)
@@ -322,9 +315,9 @@ def draw_by_priority(
 
 
 def chances(order: Pool, room: Room) -> tuple[np.ndarray, np.ndarray]:
-    """The chance of each group to be drawn, [N] float64, and its stratum, [N]: code of a party at its share, or NOBODY.
+    """Return each group's inclusion probability, [N] float64, and its stratum, [N]: code of a party at its share, or NOBODY.
 
-    The chances sum to a whole number of groups, unless the shares leave room for part of one more.
+    The probabilities sum to a whole number of groups, unless the shares leave room for a part of a group.
     """
     size_N, priority_N = order.column("num_experiences"), blended(order.column("priority"))
     allowed_C = None if room.allowed_C is None else room.allowed_C.astype(np.float64)
@@ -343,7 +336,9 @@ def chances(order: Pool, room: Room) -> tuple[np.ndarray, np.ndarray]:
 
 
 def systematic(chance_N: np.ndarray, start: float) -> np.ndarray:
-    """The groups that a comb with teeth at `start`, `start` + 1, … hits, [N] bool: each with its chance over starts."""
+    """Return the groups hit by a comb with teeth at `start`, `start` + 1, …, [N] bool. Over random starts each is hit with its
+    probability.
+    """
     is_sure_N = chance_N >= 1.0 - CLOSE
     ends_N = np.round(np.cumsum(np.where(is_sure_N, 0.0, chance_N)), 9)
     hit_N: np.ndarray = is_sure_N | (np.diff(np.floor(ends_N - start), prepend=np.floor(-start)) > 0)
@@ -351,14 +346,14 @@ def systematic(chance_N: np.ndarray, start: float) -> np.ndarray:
 
 
 def blended(priority_N: np.ndarray) -> np.ndarray:
-    """Priorities with a share FAIR of their mean, which chances are proportional to, so that the highest cannot take all."""
+    """Priorities with a share FAIR of their mean, so that the highest cannot take all."""
     positive_N = np.maximum(priority_N, 0.0)
     mean = positive_N.mean()
     return (1 - FAIR) * positive_N + FAIR * mean if mean > 0 else np.ones_like(positive_N)
 
 
 def _parties_together(pool: Pool, random: np.random.Generator) -> np.ndarray:
-    """Places in an order in which the groups of a tenant, and in it those of a user, are neighbours; else random. [N]"""
+    """Places in random order, with the groups of a tenant, and within it of a user, next to each other. [N]"""
     mixed_N = random.permutation(len(pool))
     party_N = pool.column("tenant").astype(np.int64) * len(pool.codes) + pool.column("user")
     return mixed_N if (party_N == party_N[0]).all() else mixed_N[np.argsort(party_N[mixed_N], kind="stable")]
@@ -367,10 +362,9 @@ def _parties_together(pool: Pool, random: np.random.Generator) -> np.ndarray:
 def _solved(
     order: Pool, priority_N: np.ndarray, allowed_C: np.ndarray | None, counted_N: np.ndarray, wanted: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The chances under which `counted_N` sums to `wanted`, or to as much as the shares allow; and strata.
+    """Probabilities under which `counted_N` sums to `wanted`, or to as much as the shares allow; and strata.
 
-    The sum grows with the factor that multiplies priorities, ever more slowly, as more and more is at a limit: Newton's method
-    from below never overshoots.
+    The sum is a concave function of the factor on the priorities, so Newton's method from below never overshoots.
     """
     factor = wanted / max(float((priority_N * counted_N).sum()), CLOSE)
     for _ in range(MAX_ROUNDS):
@@ -387,7 +381,9 @@ def _solved(
 
 
 def _scaled(chance_N: np.ndarray, order: Pool, allowed_C: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Chances under which no party expects more than it is allowed, users first; and the party at its share, or NOBODY."""
+    """Scale probabilities so that no party expects more than allowed, users first. Also return the party at its share, or
+    NOBODY.
+    """
     size_N, stratum_N = order.column("num_experiences"), np.full(len(chance_N), NOBODY)
     for party_N in (order.column("user"), order.column("tenant")):
         expected_C = np.bincount(party_N, weights=size_N * chance_N, minlength=len(allowed_C))
@@ -398,7 +394,7 @@ def _scaled(chance_N: np.ndarray, order: Pool, allowed_C: np.ndarray) -> tuple[n
 
 
 def _weights(chance_N: np.ndarray, stratum_N: np.ndarray, unit_N: np.ndarray, taken: np.ndarray) -> np.ndarray:
-    """1 / chance times the even chance within its stratum, of what was taken; on the scale of what was drawn. [T] float64"""
+    """Horvitz-Thompson weights within the strata of the drawn groups, scaled to the drawn total. [T] float64"""
     _, number_N = np.unique(stratum_N, return_inverse=True)
     expected_S = np.bincount(number_N, weights=unit_N * chance_N)
     even_S = expected_S / np.maximum(np.bincount(number_N, weights=unit_N), 1.0)

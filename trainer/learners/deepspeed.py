@@ -1,9 +1,9 @@
-"""The learner of many ranks: DeepSpeed's ZeRO 0 to 3, optionally with the optimizer in host memory.
+"""Learner on several ranks: DeepSpeed ZeRO 0 to 3, optionally with the optimizer in host memory.
 
-`headrace train --ranks N` or `torchrun` starts it. Rank 0 is the learner the trainer calls; the others call `follow` and
-do what it says until it closes. Rows are dealt to ranks, each gets its own, so any number of ranks gives one gradient; where
-rows are longer than a GPU holds, groups of ranks get them (`trainer.learners.sequence_parallel`). Each rank saves and reads its
-own pieces of the state; they are those of `TorchLearner`, for any number of ranks and any stage.
+`headrace train --ranks N` or `torchrun` starts the ranks. The trainer calls rank 0; the others run `follow` until it closes.
+Each rank gets its own rows, so any number of ranks gives the same gradient; groups of ranks share rows that are too long for a
+GPU (`trainer.learners.sequence_parallel`). Each rank saves and reads its own pieces of the state, in the format of
+`TorchLearner`, for any number of ranks and any stage.
 """
 
 import logging
@@ -59,18 +59,20 @@ WRITE_S = 24 * 3600.0  # of one rank's upload against another's; a rank that han
 
 
 class DeepSpeedLearner:
-    """A `Learner` of several ranks. stage: stage of ZeRO. offload: whether the optimizer state lies in host memory.
-    sequence_parallel: number of ranks that share each row, for rows that one GPU cannot hold; it divides the ranks and the
-    model's heads, and a microbatch's `max_tokens_per_microbatch` are those of all of them. json: DeepSpeed's own settings under
-    its own names, laid over ours; see `trainer.learners.engines` for those that are ours.
+    """Learner on several ranks, with DeepSpeed ZeRO.
 
-    rank: only rank 0 is called; a process with another one calls `follow`. A reference model is whole on every rank below
-    stage 3, and sharded there.
-    trainer.ranks_timeout is how long one rank waits for another. Below stage 3 each rank loads the whole model; at stage 3
-    rank 0 reads the folder tensor by tensor and each rank keeps its shard.
+    stage: ZeRO stage, 0 to 3. offload: Whether the optimizer state is in host memory. sequence_parallel: Number of ranks that
+    share each row, for rows too long for a GPU. It must divide the number of ranks and of the model's heads;
+    max_tokens_per_microbatch then counts the tokens of all these ranks. json: DeepSpeed settings by their own names, over
+    headrace's; see `trainer.learners.engines` for the keys that headrace sets.
 
-    Gradients are summed over microbatches in float32. Over ranks too, but at stage 2 DeepSpeed rounds each microbatch's sum
-    to trainer.dtype; json = { communication_data_type = "bf16" } halves what is sent. Stage 1 with bfloat16 is refused.
+    rank: rank 0 receives the calls; every other process calls `follow`.
+
+    Up to stage 2 each rank loads the whole model, and a reference model, too. At stage 3 rank 0 reads the folder tensor by
+    tensor, and each rank keeps its shard of both. `trainer.ranks_timeout` limits the wait of a rank for another.
+
+    The sum of gradients over microbatches and ranks is in float32; but at stage 2 DeepSpeed rounds each microbatch's sum to
+    trainer.dtype. json = { communication_data_type = "bf16" } halves the sent bytes. Stage 1 with bfloat16 is refused.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""A learner without a model: a few numbers that every item of a batch moves, in order. For tests and dry runs.
+"""Learner without a model, for tests: a few numbers that every item of a batch changes, in order.
 
-Guarantee: different batches, or the same in another order, give different weights; the same batches the same bits.
+Guarantee: different batches, or the same items in another order, give different weights; the same batches give the same bits.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ SIZE = 8
 
 
 class ScriptedLearner:
-    """Weights are a hash chain of what was trained. fail_at: seeds of steps that report a loss that is not finite.
-
-    device: name of the device that it reports. drift: added to every weight at every step, as other kernels would.
+    """Learner for tests, whose weights are a hash chain of the batches. fail_at: Seeds of the steps that report a loss that is
+    not finite. device: Name of the reported device. drift: Number added to every weight at every step, to imitate other
+    kernels.
     """
 
     adapter: Adapter | None = None

@@ -1,7 +1,7 @@
-"""The learner of one process, on the CPU or one GPU. With pinned threads on the CPU every step is bit-exact.
+"""Learner in a single process, on the CPU or a GPU. With a fixed number of threads on the CPU every step is bit-exact.
 
-In bfloat16 the forward computes with the published, rounded weights; the optimizer keeps float32 masters of them, and
-gradients are summed over microbatches in float32.
+In bfloat16 the forward pass uses the published, rounded weights; the optimizer keeps float32 masters, and gradients are summed
+over microbatches in float32.
 """
 
 import functools
@@ -36,7 +36,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class TorchLearner:
-    """A `Learner` and its own `StepEngine`. model: a folder. device: "auto" takes a GPU where there is one."""
+    """Learner in a single process, which is also its own `StepEngine`. model: Folder of the model. device: Device of the model.
+    "auto": a GPU if there is one, else the CPU.
+    """
 
     def __init__(self, model: str, config: TrainerConfig, *, device: str = "auto") -> None:
         if device == "auto":

@@ -1,7 +1,7 @@
-"""Every built-in loss: a function of what was sampled, named after itself in `[trainer.lanes.<lane>] loss`.
+"""The built-in losses. `[trainer.lanes.<lane>] loss` names a function; `trainer.config.LOSSES` lists the names.
 
 Notation, per sampled token: μ behaviour, π_p proximal, π_θ current policy; w = π_θ/μ, ρ = π_p/μ, r = π_θ/π_p; A advantage;
-sg(x) is x without a gradient. `trainer.config.LOSSES` lists the names.
+sg(x) is x without a gradient.
 """
 
 from typing import Literal
@@ -36,7 +36,7 @@ def sft(inputs: LossInputs) -> LossOutput:
 
 @needs(ratio=False)
 def reinforce(inputs: LossInputs) -> LossOutput:
-    """-A·log π_θ, uncorrected: biased by as much as the policy has moved since. Williams, 1992."""
+    """-A·log π_θ, without an off-policy correction: biased by the policy's change since sampling. Williams, 1992."""
     return LossOutput(-inputs.advantage * inputs.logprob)
 
 
@@ -53,10 +53,11 @@ def grpo(
 ) -> LossOutput:
     """-min(wA, clip(w, 1-low, 1+high)A) + kl·KL(π_θ, π_ref). arXiv 2402.03300 eq. 3 and 4.
 
-    estimator: k3 is differentiated as written in eq. 4, which is not the gradient of this KL; k1 so, would have no gradient on
-    average (2506.09477), so it enters as the weight of log π_θ. The lane's own `kl` serves any loss and is unbiased: prefer it.
-    kl: weight of the KL to the reference model, 0 for none. low, high: distances below and above 1 within which the ratio has a
-    gradient. minibatches: optimizer steps per batch. dual_clip_at: see `dual_clip`, 3 in its paper.
+    low: Distance below 1 to which the ratio has a gradient. high: Distance above 1 to which the ratio has a gradient. kl:
+    Coefficient of the KL to the reference model. 0 for none. The lane's own `kl` works with any loss and is unbiased: prefer
+    it. estimator: Estimator of the KL. "k3": differentiated as in eq. 4, which is not the gradient of this KL. "k1": enters as
+    a weight of log π_θ, because its own gradient has mean 0 (arXiv 2506.09477). minibatches: Optimizer steps per batch.
+    dual_clip_at: Bound of `dual_clip`, 3 in its paper. Default: none.
     """
     log_weight = inputs.log_weight
     weight = log_weight.exp()
@@ -82,8 +83,9 @@ def ppo(
 ) -> LossOutput:
     """-min(wA, clip(w, 1-low, 1+high)A) with A from GAE(γ, λ). arXiv 1707.06347 eq. 7, advantages 1506.02438 eq. 16.
 
-    The old policy is the policy that sampled. low, high: distances below and above 1 within which the ratio has a gradient.
-    minibatches: optimizer steps per batch, of policy and critic alike. dual_clip_at: see `dual_clip`, 3 in its paper.
+    The old policy is the policy that sampled. low: Distance below 1 to which the ratio has a gradient. high: Distance above 1
+    to which the ratio has a gradient. minibatches: Optimizer steps per batch, for policy and critic. dual_clip_at: Bound of
+    `dual_clip`, 3 in its paper. Default: none.
     """
     weight = inputs.log_weight.exp()
     loss = -dual_clip(clipped_surrogate(weight, inputs.advantage, low, high), inputs.advantage, dual_clip_at)
@@ -94,8 +96,8 @@ def ppo(
 def gspo(inputs: LossInputs, *, low: float = 3e-4, high: float = 4e-4, minibatches: int = 1) -> LossOutput:
     """-min(sA, clip(s, 1-low, 1+high)A) with s = (π_θ(y)/μ(y))^(1/|y|), mean over sequences. arXiv 2507.18071 eq. 5, 7.
 
-    The bounds are the paper's: a mean over tokens moves far less than a token does. low, high: distances below and above 1
-    within which the ratio has a gradient. minibatches: optimizer steps per batch.
+    The default bounds are the paper's: a mean over tokens varies far less than a single token. low: Distance below 1 to which
+    the ratio has a gradient. high: Distance above 1 to which the ratio has a gradient. minibatches: Optimizer steps per batch.
     """
     sequence = required(inputs.sequence, "sequence")
     ratio = means(inputs.log_weight, sequence).exp()
@@ -108,9 +110,9 @@ def gspo(inputs: LossInputs, *, low: float = 3e-4, high: float = 4e-4, minibatch
 def dppo(inputs: LossInputs, *, delta: float = 0.2, cap: float = 5.0, tau: float = 1e-3) -> LossOutput:
     """-sg(min(w, cap))·A·log π_θ·1[not masked] + τ(log w)². arXiv 2602.04879.
 
-    The weight is a constant: differentiating min(w, cap) instead is flat above the cap, so a bad token that has grown would get
-    no push down. delta: bound of the change of a token's probability. cap: the largest w. tau: pulls every token, masked or
-    not, towards μ.
+    The weight is a constant: min(w, cap) has no gradient above the cap, so a bad token with a grown probability would not be
+    pushed down. delta: Maximum change of a token's probability; beyond it the token is masked. cap: Maximum of w. tau:
+    Coefficient τ of the pull of every token, masked or not, towards μ.
     """
     log_weight = inputs.log_weight
     masked = divergence_mask(inputs.logprob.detach(), inputs.behaviour, inputs.advantage, delta)
@@ -120,9 +122,9 @@ def dppo(inputs: LossInputs, *, delta: float = 0.2, cap: float = 5.0, tau: float
 
 
 def tis(inputs: LossInputs, *, cap: float = 2.0) -> LossOutput:
-    """-sg(min(w, cap))·A·log π_θ. IMPALA's truncation, arXiv 1802.01561; clipped: where the cap acts.
+    """-sg(min(w, cap))·A·log π_θ. IMPALA's truncation, arXiv 1802.01561. Tokens above the cap count as clipped.
 
-    cap: the largest w.
+    cap: Maximum of w.
     """
     log_weight = inputs.log_weight.detach()
     loss = -truncated_weight(log_weight, cap) * inputs.advantage * inputs.logprob
@@ -130,10 +132,10 @@ def tis(inputs: LossInputs, *, cap: float = 2.0) -> LossOutput:
 
 
 def cispo(inputs: LossInputs, *, low: float = 1.0, high: float = 4.0) -> LossOutput:
-    """-sg(clip(w, 1-low, 1+high))·A·log π_θ. MiniMax-M1, arXiv 2506.13585 eq. 4 and 5.
+    """-sg(clip(w, 1-low, 1+high))·A·log π_θ. MiniMax-M1, arXiv 2506.13585 eq. 4 and 5. Tokens beyond a bound count as clipped.
 
-    clipped: where a bound acts. low: distance below 1 of the least weight; 1 is no lower bound, as the paper trains. high:
-    distance above 1 of the largest weight; the paper gives no value.
+    low: Distance of the minimum weight below 1. 1 is no lower bound, as in the paper. high: Distance of the maximum weight
+    above 1; the paper gives no value.
     """
     weight = inputs.log_weight.detach().exp()
     bounded = weight.clamp(1 - low, 1 + high)
@@ -141,10 +143,10 @@ def cispo(inputs: LossInputs, *, low: float = 1.0, high: float = 4.0) -> LossOut
 
 
 def icepop(inputs: LossInputs, *, alpha: float = 0.5, beta: float = 5.0) -> LossOutput:
-    """-M(w)·A, M(w) = w within [alpha, beta], else 0, the interval a constant. arXiv 2510.18855, in the form of
-    INTELLECT-3, 2512.16144 eq. 1: μ is the engine's policy, w the ratio of the trainer's to it.
+    """-M(w)·A, M(w) = w within [alpha, beta], else 0, with constant bounds. arXiv 2510.18855, in the form of INTELLECT-3,
+    2512.16144 eq. 1: μ is the engine's policy, w the ratio of the trainer's policy to it.
 
-    alpha, beta: the smallest and the largest w that is trained on.
+    alpha: Minimum of w for a trained token. beta: Maximum of w for a trained token.
     """
     weight = inputs.log_weight.exp()
     dropped = (weight < alpha) | (weight > beta)
@@ -169,11 +171,11 @@ def second_moment_bound(log_weight: np.ndarray, advantage: np.ndarray, *, thresh
 
 @needs(bound=second_moment_bound)
 def m2po(inputs: LossInputs, *, threshold: float = 0.04) -> LossOutput:
-    """-M·w·A, M = 0 where (log w)² lies above the bound and the step would make it larger. arXiv 2510.01161.
+    """-M·w·A, M = 0 where (log w)² is above the bound and the step would increase it. arXiv 2510.01161.
 
-    That is where A > 0 and w > 1, or A < 0 and w < 1, as the authors' code has it (its bound leaves more: it caps the
-    outliers where this takes them away, as the paper's algorithm does); any other outlier would be pulled back by its own
-    gradient. Masked tokens stay in the denominator. threshold: read by `second_moment_bound`.
+    The step would increase it if A > 0 and w > 1, or A < 0 and w < 1, as in the authors' code; the gradient of any other
+    outlier pulls it back. As in the paper's algorithm the bound masks outliers, while the authors' code caps them. Masked
+    tokens stay in the denominator. threshold: Maximum second moment of log w, see `second_moment_bound`.
     """
     if inputs.bound is None:
         raise ValueError("bound: got none, expected that of the whole step (second_moment_bound)")
@@ -196,10 +198,11 @@ def decoupled(
 ) -> LossOutput:
     """-sg(min(ρ, cap))·min(rA, clip(r, 1-low, 1+high)A). arXiv 2110.00641 eq. 4; for LLMs AReaL, 2505.24298 eq. 5.
 
-    proximal: the policy before the batch, by a forward of its own, or interpolated in log space (2512.06547). minibatches:
-    optimizer steps per batch, at least 2 with "recompute": with one, r is 1 everywhere and no clip acts. Each is a step at the
-    full learning rate, so a version moves further than under a loss that takes one. cap: the largest ρ; neither paper truncates
-    ρ; AReaL's code drops the tokens above it. low, high: distances below and above 1 within which the ratio has a gradient.
+    proximal: Proximal policy π_p, the policy before the batch. "recompute": by a forward pass. "log-linear": interpolated in
+    log space (arXiv 2512.06547). minibatches: Optimizer steps per batch, at least 2 with "recompute": with 1, r is 1 everywhere
+    and no clip acts. Each is a step at the full learning rate, so a version moves further than under a loss with one step. cap:
+    Maximum of ρ. The papers do not truncate ρ; AReaL's code drops the tokens above its cap. low: Distance below 1 to which the
+    ratio has a gradient. high: Distance above 1 to which the ratio has a gradient.
     """
     inputs.require_ratio()
     anchor = inputs.proximal
@@ -215,11 +218,11 @@ def decoupled(
 
 @needs(mean="sequences")
 def opmd(inputs: LossInputs, *, tau: float = 0.1) -> LossOutput:
-    """-A·log π_θ(y) + τ/2·(log π_θ(y)/μ(y))², mean over sequences. Kimi k1.5, arXiv 2501.12599 section 2.3.2, whose old policy
-    is here the one that sampled.
+    """-A·log π_θ(y) + τ/2·(log π_θ(y)/μ(y))², mean over sequences. Kimi k1.5, arXiv 2501.12599 section 2.3.2, with the policy
+    that sampled as the old policy.
 
-    A is what [collect.advantage] gives. The paper's r - mean(r) is its kind "mean"; the default divides by the group's
-    standard deviation s as well, which gives the paper's loss with τ·s, divided by s. tau: weight of the distance, τ.
+    A comes from [collect.advantage]. The paper's r - mean(r) is its kind "mean". The default also divides by the group's
+    standard deviation s, which gives the paper's loss with τ·s, divided by s. tau: Coefficient τ of the distance.
     """
     sequence = required(inputs.sequence, "sequence")
     advantage = shared(inputs.advantage, sequence)
@@ -232,8 +235,8 @@ def opmd(inputs: LossInputs, *, tau: float = 0.1) -> LossOutput:
 def topr(inputs: LossInputs) -> LossOutput:
     """-c·A·log π_θ(y), c = 1 where A >= 0, else sg(min(π_θ(y)/μ(y), 1)); mean over sequences. arXiv 2503.14286 section 3.
 
-    Nothing counts as clipped: a truncated weight still pushes down, with weight 1, and about half of the bad sequences of a
-    policy that has hardly moved have a ratio above 1.
+    No token counts as clipped: a truncated weight still pushes down, with weight 1, and about half of the bad sequences have a
+    ratio above 1 while the policy has hardly changed.
     """
     sequence = required(inputs.sequence, "sequence")
     advantage = shared(inputs.advantage, sequence)
@@ -247,8 +250,8 @@ def topr(inputs: LossInputs) -> LossOutput:
 def dpo(inputs: LossInputs, *, beta: float = 0.1) -> LossOutput:
     """-log σ(β·(log π_θ(y_w)/π_ref(y_w) - log π_θ(y_l)/π_ref(y_l))), sequence sums, mean over pairs.
 
-    arXiv 2305.18290 eq. 7. Each pair's loss lies in equal parts on the tokens of both sides. beta: a small one lets the policy
-    go further from the reference.
+    arXiv 2305.18290 eq. 7. A pair's loss is divided equally among the tokens of both sides. beta: Coefficient β; a smaller
+    value lets the policy move further from the reference.
     """
     pair = required(inputs.pair, "pair")
     if bool((pair < 0).any()):
@@ -269,10 +272,10 @@ def dpo(inputs: LossInputs, *, beta: float = 0.1) -> LossOutput:
 def distill(inputs: LossInputs, *, cap: float = 5.0) -> LossOutput:
     """-sg(min(w, cap)·(log π_T - log π_θ - b))·log π_θ: the gradient of each token's KL(π_θ‖π_T), as a policy gradient.
 
-    The single-step term of MiniLLM, arXiv 2306.08543 section 2.2; without a discounted rest as in "On-Policy
-    Distillation" (Thinking Machines, 2025). b, the mean of log π_T - log μ over the step, is a baseline (Williams, 1992): it
-    leaves the expectation, and a teacher far away pushes down only what it likes less than the rest. clipped: where the cap
-    acts. cap: the largest w.
+    The single-step term of MiniLLM, arXiv 2306.08543 section 2.2, without a discounted remainder, as in "On-Policy
+    Distillation" (Thinking Machines, 2025). b, the step's mean of log π_T - log μ, is a baseline (Williams, 1992): it does not
+    change the expectation. With it, a distant teacher pushes down only tokens that it likes less than the others. Tokens above
+    the cap count as clipped. cap: Maximum of w.
     """
     teacher = required(inputs.teacher, "teacher")
     log_weight = inputs.log_weight.detach()

@@ -1,11 +1,11 @@
-"""A run done again from a kept checkpoint and the log alone, compared with every checkpoint it ever made.
+"""Replay of a run from a kept checkpoint and the log, compared with every later checkpoint.
 
-    checkpoint ─> learner        journal ─> survey (what counts, what became of it) ─> again, with items ─┐
-                                 buffer ──> forward once, holding what is still to be used ───────────────┤
-                                                      hash of the learner at each Saved record <── execute ┘
+    checkpoint ─> learner        journal ─> survey (which batches count, and their end) ─> again, with items ─┐
+                                 buffer ──> forward once, holding items for later batches ────────────────────┤
+                                                          hash of the learner at each Saved record <── execute ┘
 
-Guarantees: nothing is written anywhere; batches that count are executed in order and no others; whatever is missing from
-the log, or is not what was journaled, is an error that names it.
+Guarantees: a replay writes nothing. It executes exactly the batches that count, in order. A record that is missing, or differs
+from the journal, is an error that names it.
 """
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
@@ -34,10 +34,11 @@ from trainer.state import whole_hash
 
 
 class Survey(msgspec.Struct, frozen=True):
-    """The journal from one checkpoint on, without its items.
+    """The journal after a checkpoint, without the items of its batches.
 
-    todo: what is executed, in order. saved: records by step. last_use: offset of `buffer` → last step that trains on it.
-    times_ms: log-append time of each step's batch. not_compared: checkpoints of steps rolled back later.
+    todo: entries to execute, in order. saved: Saved records by step. last_use: offset of `buffer` → last step that trains on
+    it. times_ms: log-append time of each step's batch. not_compared: number of checkpoints of steps that were rolled back
+    later.
     """
 
     todo: tuple[Pending | Rollback, ...]
@@ -48,25 +49,25 @@ class Survey(msgspec.Struct, frozen=True):
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps that will be executed."""
+        """Number of optimizer steps to execute."""
         return self.steps_in(len(self.todo))
 
     def steps_in(self, first: int) -> int:
-        """Number of executed steps among the first entries."""
+        """Number of optimizer steps among the first entries."""
         return sum(1 for entry in self.todo[:first] if isinstance(entry, Pending) and entry.fate in ("trained", "open"))
 
     @property
     def duration_s(self) -> float:
-        """Seconds that the run itself took from the first to the last of these batches, by log-append times."""
+        """Seconds that the run took for these batches, by log-append times."""
         times = self.times_ms.values()
         return (max(times) - min(times)) / 1000 if times else 0.0
 
 
 class ReplayStart(msgspec.Struct, frozen=True):
-    """Beginning of a replay.
+    """Start of a replay.
 
-    manifest: of the checkpoint. state: the checkpoint. survey: of the journal behind it. passed_over: what is wrong with older
-    checkpoints.
+    manifest: manifest of the checkpoint. state: its contents. survey: survey of the journal after it. passed_over: faults of
+    older checkpoints.
     """
 
     manifest: Manifest
@@ -76,11 +77,11 @@ class ReplayStart(msgspec.Struct, frozen=True):
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """One checkpoint of the run beside the replay's state.
+    """Comparison of a checkpoint of the run with the replay's state.
 
-    step, version: of the checkpoint. got: hash of the state here. expected: hashes the run recorded, more than one only where
-    executing the step again gave another. made_with: as in Saved. fault: what is wrong with the stored checkpoint, "" for
-    nothing. distance: largest absolute difference between its weights and those here, None where nothing is stored.
+    step, version: those of the checkpoint. got: hash of the replay's state. expected: hashes that the run recorded; several if
+    the run executed the step again with another result. made_with: as in Saved. fault: fault of the stored checkpoint, "" for
+    none. distance: largest absolute difference between stored and replayed weights, None if no checkpoint is stored.
     """
 
     step: int
@@ -100,7 +101,7 @@ class Compared(msgspec.Struct, frozen=True):
 async def find_start(
     log: Log, store: Store, run: str, *, from_step: int | None = None, to_step: int | None
 ) -> ReplayStart:
-    """The oldest kept checkpoint that verifies, or the newest at or before `from_step`. Raises ConfigError."""
+    """Return the oldest kept checkpoint that verifies, or the newest at or before `from_step`. Raises ConfigError."""
     places = checkpoint.places(store, run)
     if not places:
         raise ConfigError(f"run {run!r}: got no checkpoint in {store!r}; expected the store that the run wrote to")
@@ -117,12 +118,12 @@ async def find_start(
         entries, survey = await survey_journal(log, run, manifest, to_step)
         if not is_quarantined(entries, place.step):
             return ReplayStart(manifest, state, survey, tuple(passed_over))
-    why = "; ".join(passed_over) or f"got --from {from_step}, which lies before the oldest one kept"
-    raise ConfigError(f"run {run!r}: no checkpoint to begin with: {why}")
+    why = "; ".join(passed_over) or f"got --from {from_step}, which is before the oldest kept checkpoint"
+    raise ConfigError(f"run {run!r}: got no usable checkpoint: {why}")
 
 
 async def survey_journal(log: Log, run: str, start: Manifest, to_step: int | None) -> tuple[list[Entry], Survey]:
-    """Survey the journal after a checkpoint. Raises BadFrame naming what is missing."""
+    """Survey the journal after a checkpoint. Raises BadFrame that names a missing record."""
     position = start.position
     records: list[JournalRecord] = []
     offsets: dict[tuple[int, int], np.ndarray] = {}
@@ -157,22 +158,22 @@ async def survey_journal(log: Log, run: str, start: Manifest, to_step: int | Non
 
 
 def named_offsets(batch: Batch) -> list[int]:
-    """Offsets of `buffer` that a batch names: what it trains on, and what its chain dropped."""
+    """Return the offsets of `buffer` that a batch names: its items and the items that its chain dropped."""
     return list(dict.fromkeys(item.offset for item in (*batch.items, *batch.dropped)))
 
 
 def up_to(todo: Iterable[Pending | Rollback], to_step: int | None) -> list[Pending | Rollback]:
-    """The entries whose step is not past `to_step`."""
+    """Return the entries up to `to_step`."""
     return [entry for entry in todo if to_step is None or entry_step(entry) <= to_step]
 
 
 def entry_step(entry: Pending | Rollback) -> int:
-    """The step a run is at after an entry."""
+    """Return the run's step after an entry."""
     return entry.to_step if isinstance(entry, Rollback) else entry.batch.step
 
 
 def check_steps(todo: Iterable[Pending | Rollback], after_step: int) -> None:
-    """Raise BadFrame naming the first step that the journal lacks."""
+    """Raise BadFrame that names the first missing step of the journal."""
     at = after_step
     for entry in todo:
         if isinstance(entry, Pending) and entry.batch.step != at + 1:
@@ -181,7 +182,7 @@ def check_steps(todo: Iterable[Pending | Rollback], after_step: int) -> None:
 
 
 class BufferTape:
-    """`buffer` read once, forward; holds the frames of blocks that are still to be trained on."""
+    """Reads `buffer` forward once and holds the frames that later batches train on."""
 
     def __init__(self, log: Log, last_use: Mapping[int, int]) -> None:
         self._log = log
@@ -191,7 +192,7 @@ class BufferTape:
         self._messages = log.tail(topics.BUFFER, {0: self._next})
 
     async def take(self, batch: Batch) -> dict[int, Stored]:
-        """The blocks of a batch. Raises BadFrame (Sealed for a forgotten one) or OffsetOutOfRange naming step and offset."""
+        """Return a batch's blocks. Raises BadFrame (Sealed for a destroyed key) or OffsetOutOfRange with step and offset."""
         wanted = named_offsets(batch)
         try:
             await self._read_to(max(wanted, default=-1) + 1)
@@ -201,7 +202,7 @@ class BufferTape:
         for offset in wanted:
             if offset not in self._held:
                 raise OffsetOutOfRange(
-                    f"step {batch.step}: buffer offset {offset} is named by the journal but not kept"
+                    f"step {batch.step}: buffer offset {offset} is named by the journal, but retention deleted it"
                 )
             held = self._held[offset]
             if isinstance(held, BadFrame):
@@ -211,9 +212,7 @@ class BufferTape:
             assert isinstance(block, Block)
             if lost := block.experiences[0].lost:
                 key = "destroyed" if lost == FORGOTTEN else "not in this store"
-                raise Sealed(
-                    f"step {batch.step}: {lost}: the key of what it trained on at buffer offset {offset} is {key}"
-                )
+                raise Sealed(f"step {batch.step}: {lost}: the key of its record at buffer offset {offset} is {key}")
             found[offset] = Stored(block, frame, digest)
             if self._last_use[offset] <= batch.step:
                 del self._held[offset]
@@ -238,7 +237,6 @@ class BufferTape:
 
 
 def _held(message: LogMessage) -> tuple[bytes, bytes] | BadFrame:
-    """Frame and digest of a record, or what is wrong with it, to be raised at the step that wants it."""
     try:
         block = stored(message)
     except BadFrame as error:
@@ -247,14 +245,14 @@ def _held(message: LogMessage) -> tuple[bytes, bytes] | BadFrame:
 
 
 class JournalTape:
-    """The journal read once more, forward, for the items of the batches that count."""
+    """Reads the journal forward again, for the items of the batches that count."""
 
     def __init__(self, log: Log, run: str, start: int) -> None:
         self._records = read_records(log, start)
         self._run = run
 
     async def find(self, wanted: Batch) -> Batch:
-        """The whole record of a batch that the survey found."""
+        """Return the complete record of a surveyed batch."""
         async for message in self._records:
             record = message.value
             if isinstance(record, Batch) and (record.run, record.token, record.step) == (
@@ -263,7 +261,7 @@ class JournalTape:
                 wanted.step,
             ):
                 return record
-        raise BadFrame(f"journal: step {wanted.step} was there a moment ago and is missing")
+        raise BadFrame(f"journal: step {wanted.step} was surveyed, but its record is missing now")
 
     async def close(self) -> None:
         """Release the reader."""
@@ -279,7 +277,7 @@ async def replay(
     *,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> AsyncGenerator[Compared, None]:
-    """Execute what the survey found, yielding at each checkpoint the run recorded. run: a fresh learner."""
+    """Execute the surveyed entries and yield a comparison at each recorded checkpoint. run: a new learner."""
     await restore_learner(run, start.state)
     run.position = start.manifest.position
     journal = JournalTape(log, name, run.position.journal_next)
@@ -305,8 +303,8 @@ async def replay(
 
 
 async def lost_steps(log: Log, name: str, start: ReplayStart) -> dict[int, str]:
-    """Steps to be replayed whose batch names what cannot be opened here, ascending, with the reason: "forgotten" if any of it
-    is gone for good, else "no key".
+    """Return the steps whose batch names sealed records without a key, ascending, with the reason: "forgotten" if a key was
+    destroyed, else "no key".
     """
     lost: dict[int, str] = {}
     for first, stop in runs(start.survey.last_use):
@@ -327,7 +325,7 @@ async def lost_steps(log: Log, name: str, start: ReplayStart) -> dict[int, str]:
 
 
 async def compare_with(run: Learning, name: str, store: Store, step: int, saved: tuple[Saved, ...]) -> Compared:
-    """The state here beside what the run recorded of it and what is stored of it."""
+    """Compare the replay's state with the run's records and with the stored checkpoint."""
     if saved[-1].phase == "train" and not run.position.warmed_up:
         await run.begin_training()
     state = await run.in_thread(run.learner.save)
@@ -343,12 +341,12 @@ async def compare_with(run: Learning, name: str, store: Store, step: int, saved:
             continue
         distance = largest_difference(there.learner, state)
         if whole_hash(there.learner) not in expected:
-            fault = f"checkpoint of step {step}: its state is not the one that the journal names"
+            fault = f"checkpoint of step {step}: its state has another hash than the journal's"
     return Compared(step, saved[-1].version, got, expected, saved[-1].made_with, fault, distance)
 
 
 def saved_record(name: str, manifest: Manifest) -> Saved:
-    """The record that was written with a checkpoint."""
+    """Return the Saved record that belongs to a checkpoint."""
     return Saved(
         run=name,
         token=manifest.token,
@@ -361,7 +359,7 @@ def saved_record(name: str, manifest: Manifest) -> Saved:
 
 
 def largest_difference(state: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """Largest absolute difference between the weights of two states; infinite where they have other tensors."""
+    """Return the largest absolute difference between the weights of two states; infinite if their tensors differ."""
     largest = 0.0
     for name in state.keys() | other.keys():
         here, there = state.get(name), other.get(name)

@@ -1,4 +1,4 @@
-"""Grid world: walk from S to G around walls; the map is drawn from the seed, and G can always be reached.
+"""Grid world: walk from S to G around walls. The seed draws the map; G is always reachable.
 
 S.#.      actions: up, down, left, right
 ..#G      a wall or the edge leaves you where you are
@@ -16,11 +16,10 @@ Cell = tuple[int, int]
 
 
 class Grid:
-    """A walk from S to G on a drawn map. rows, columns: cells. walls: share of the cells that are walls, 0 to 1. steps:
-    moves at most, then the episode is truncated.
+    """A walk from S to G on a random map. A task with "map" in its meta uses that map, rows separated by "/".
 
-    goal: reward of reaching G. step_cost: taken off in every step. A task whose meta holds "map" is played on that map,
-    rows separated by "/".
+    rows: Number of rows. columns: Number of columns. walls: Share of the cells that are walls, 0 to 1. steps: Maximum moves;
+    then the episode is truncated. goal: Reward for reaching G. step_cost: Cost of a step, subtracted from its reward.
 
     Example: Grid(rows=5, columns=5, walls=0.2)
     """

@@ -1,7 +1,4 @@
-"""Guess a number: it lies between `low` and `high`, and after each wrong guess the world says "higher" or "lower".
-
-Bisection finds any of 2**turns − 1 numbers within `turns` guesses. The number is the task's answer.
-"""
+"""Guess-a-number environment. The number is the task's answer; bisection finds any of 2**turns − 1 numbers."""
 
 import math
 import re
@@ -13,9 +10,12 @@ _NUMBER = re.compile(r"-?\d{1,9}")
 
 
 class Guess:
-    """low, high: the range. turns: guesses; a hit within them is worth 1, a miss 0. higher, lower, invalid: words of the world.
-    shaped: reward of every guess for what it ruled out, as a share of log(range): potential-based, so that the best play stays
-    the best (Ng, Harada, Russell 1999, "Policy invariance under reward transformations", theorem 1).
+    """Game of guessing a number between `low` and `high`. After a wrong guess the environment answers "higher" or "lower".
+
+    low: Smallest number. high: Largest number. turns: Maximum guesses; a hit gives reward 1, a miss 0. higher: Observation if
+    the number is larger. lower: Observation if the number is smaller. invalid: Observation after an invalid guess. shaped:
+    Reward of each guess for the numbers that it ruled out, as a share of log(range). The shaping is potential-based and keeps
+    the optimal policy (Ng, Harada, Russell 1999, "Policy invariance under reward transformations", theorem 1).
 
     Example: Guess(low=1, high=15, turns=4)
     """

@@ -1,10 +1,10 @@
-"""Any Gymnasium environment, played in text: observations are written out, actions are read from what the agent says.
+"""Gymnasium environments in text.
 
     id ─> gymnasium.make ─> reset(seed, options) ─> written ─> [agent] ─> read, in the action space? ─> step ─> …
                                                                               └─no─> said so, and nothing is stepped
 
-Written by default: text as it is, an environment of `render_mode = "ansi"` as what it draws, all else as JSON with rounded
-numbers. Read by default: one of `actions` or a number for a Discrete space, text for a Text space, JSON for all others.
+Observations: text unchanged, `render_mode = "ansi"` as drawn, everything else as JSON with rounded numbers. Actions: one of
+`actions` or a number for a Discrete space, text for a Text space, JSON for other spaces.
 """
 
 import json
@@ -24,11 +24,12 @@ MAX_SHOWN_CHARS = 100
 
 
 class Gymnasium:
-    """id: name for gymnasium.make; "module:Name-v0" where a module registers it. options: options of the environment.
+    """Any Gymnasium environment, with observations and actions as text.
 
-    actions: names of the actions of a Discrete space, in their order. digits: digits of numbers in observations. write:
-    "module:name" of a function of the observation and the info that returns text. read: "module:name" of a function of the
-    agent's text that returns an action, or raises ValueError with a text for the agent.
+    id: Name for gymnasium.make; "module:Name-v0" if a module registers it. options: Options of the environment. actions: Names
+    of the actions of a Discrete space, in order. digits: Digits of numbers in observations. write: Function "module:name" from
+    observation and info to text. read: Function "module:name" from the agent's text to an action; it raises ValueError with a
+    text for the agent.
 
     Example: Gymnasium(id="FrozenLake-v1", options={"render_mode": "ansi"}, actions=["left", "down", "right", "up"])
     """

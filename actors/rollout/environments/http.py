@@ -1,12 +1,11 @@
-"""Any service as an environment: reset and step as JSON over HTTP.
+"""Environment services over HTTP.
 
     POST <url>/reset  {"episode": "<32 hex digits>", "seed": 7, "task": {…}}           ─> {"observation": "…"}
     POST <url>/step   {"episode": "…", "turn": 0, "action": "…"}                       ─> {"observation": "…", "reward":
     POST <url>/close  {"episode": "…"}  (where `closes` is set)                            0.5, "end": "terminal"}
 
-Every field of an answer may be left out. The episode's name is ours, so a reset may safely be sent twice: it is retried.
-A step is sent twice only where the connection was refused before anything was sent. Answers are bounded in size; redirects
-are not followed.
+Every field of an answer is optional. The explorer names the episode, so it may repeat a reset. It repeats a step only if the
+connection was refused. Answers are bounded in size; redirects are not followed.
 """
 
 import uuid
@@ -35,11 +34,11 @@ class _HttpReply(msgspec.Struct, frozen=True):
 
 
 class HttpEnvironment:
-    """url: address of the service. timeout_s: seconds for a request. retries: further tries of a request that may be sent
-    twice.
+    """Environment service with reset and step as JSON over HTTP.
 
-    token_env: environment variable that holds a bearer token; it is sent, and never logged. token_file: a file that holds it,
-    instead; an absolute path. closes: whether the service wants a call at the end of an episode.
+    url: Base URL of the service. timeout_s: Maximum seconds of a request. retries: Further attempts of a request that is safe
+    to repeat. token_env: Environment variable with a bearer token, which is never logged. token_file: File with the bearer
+    token, as an absolute path, in place of the variable. closes: Whether the service expects a call at the end of an episode.
 
     Example: HttpEnvironment(url="http://shop-simulator:8080", timeout_s=20)
     """

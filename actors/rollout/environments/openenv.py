@@ -1,11 +1,11 @@
-"""Any server of OpenEnv as an environment, over its WebSocket, which keeps one world for each connection.
+"""OpenEnv servers over their WebSocket, which keeps a world per connection (their HTTP routes make a new world per request).
 
     ws://…/ws   {"type": "reset", "data": {"seed": 7, "episode_id": "…"}}  ─> {"type": "observation", "data": {"observation":
                 {"type": "step", "data": {"message": "…"}}                     {…}, "reward": 0.5, "done": false}}
                 {"type": "close"}
 
-Its HTTP routes make a new world for every request, so they are of no use here. An action that the server cannot read is
-answered with what it says of it, and costs a turn of the agent. A server that is full is asked again. Messages are bounded.
+If the server cannot read an action, the agent gets the server's error and loses a turn. If the server is full, the explorer
+retries. Messages are bounded.
 """
 
 import asyncio
@@ -46,13 +46,14 @@ class _Message(msgspec.Struct):
 
 
 class OpenEnv(msgspec.Struct, kw_only=True, dict=True):
-    """url: address of the server, http or https. field: field of the action that takes the agent's text; "" where the text is
-    JSON.
+    """Any OpenEnv server as an environment, over its WebSocket, with a connection per episode.
 
-    action: further fields of every action. shown: field of the observation that the agent sees; "" for all, as JSON. read,
-    write: "module:name" of functions of your own in their place, of a text that returns an action, and of an observation that
-    returns a text. token_env: environment variable that holds a bearer token; it is sent, and never logged. token_file: a file
-    that holds it, instead; an absolute path. retries: further tries while the server is full or away.
+    url: URL of the server, http or https. field: Field of the action for the agent's text. "" if the text is the whole action
+    as JSON. action: Further fields of every action. shown: Field of the observation for the agent. "" for the whole observation
+    as JSON. read: Function "module:name" from the agent's text to an action, in place of `field`. write: Function "module:name"
+    from an observation to text, in place of `shown`. token_env: Environment variable with a bearer token, which is never
+    logged. token_file: File with the bearer token, as an absolute path, in place of the variable. retries: Further attempts
+    while the server is full or unreachable.
 
     Example: OpenEnv(url="http://echo:8000", field="message", shown="echoed_message")
     """

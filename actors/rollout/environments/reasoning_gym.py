@@ -1,10 +1,7 @@
-"""A reasoning-gym task as an environment: each answer is judged by the generator's own verifier.
+"""reasoning-gym tasks as an environment, with the tasks of `actors.tasksets.reasoning_gym`.
 
-The tasks are those of `actors.tasksets.reasoning_gym`, whose meta names generator, seed and index. A wrong answer may be
-tried again while tries are left; the reward of a try is the verifier's.
-
-Guarantee: no verifier runs an answer as code. Those in RUNS_ANSWERS would (they call Python's eval, or sympy's parser,
-which calls it); a task of theirs fails.
+Guarantee: no verifier runs an answer as code. The verifiers in RUNS_ANSWERS would (they call Python's eval, or sympy's parser,
+which calls it); their tasks fail.
 """
 
 from typing import Any
@@ -21,7 +18,9 @@ RUNS_ANSWERS = frozenset({
 
 
 class ReasoningGym:
-    """tries: answers at most. again: the text after a wrong answer. options: options of the generator, as in the taskset.
+    """A reasoning-gym task, with the generator's own verifier as the reward.
+
+    tries: Maximum answers. again: Observation after a wrong answer. options: Options of the generator, as in the taskset.
 
     Example: ReasoningGym(tries=3)
     """

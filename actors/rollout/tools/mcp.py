@@ -1,11 +1,11 @@
-"""An MCP server as tools: those it lists, called where a policy calls them.
+"""Tools of an MCP server.
 
     first call ─> start or connect ─> list ─┬─> call ─> its text, or its error, for the policy
                         ^                   └─> call ─> the server is gone: the episode fails, its cause is `tool`
                         └── the next call, RESTART_S after the last start at the earliest
 
-One server is there for all episodes of a process; it lives on a loop and thread of its own, so that what it floods keeps no
-episode waiting. It may ask for nothing: no sampling, no files, no questions to people.
+All episodes of a process share a server, on its own loop and thread. The server may request nothing: no sampling, no files, no
+questions to people.
 """
 
 import asyncio
@@ -46,12 +46,13 @@ LOST = (
 
 
 class McpServer:
-    """command: starts a server that speaks over standard input and output. url: address of a server that speaks streamable
-    HTTP.
+    """The tools of an MCP server, for the policy.
 
-    environment: variables of the command, besides a few like PATH. token_env: variable that holds a bearer token for the url;
-    it is sent, and never logged. token_file: a file that holds it, instead; an absolute path. only: names of the tools that may
-    be called, empty for all. timeout_s: seconds for a call. start_s: seconds until the server has listed its tools.
+    command: Command of a server that speaks over standard input and output. url: URL of a server that speaks streamable HTTP,
+    in place of a command. environment: Variables of the command, in addition to a few such as PATH. token_env: Environment
+    variable with a bearer token for the url, which is never logged. token_file: File with the bearer token, as an absolute
+    path, in place of the variable. only: Names of the tools that the policy may call. Default: all. timeout_s: Maximum seconds
+    of a call. start_s: Maximum seconds until the server has listed its tools.
 
     Example: McpServer(command=["npx", "-y", "@modelcontextprotocol/server-filesystem", "/data"], only=["read_text_file"])
     """

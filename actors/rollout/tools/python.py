@@ -1,7 +1,7 @@
-"""python: a tool that runs what the policy writes, in `infra.sandbox`.
+"""Tool that runs the policy's Python code in `infra.sandbox`.
 
-Guarantees: nothing runs unconfined (where it cannot be had, the tool does not load); every call is a process of its own
-that starts from nothing and leaves nothing behind.
+Guarantees: nothing runs unconfined; without a sandbox the tool does not load. Every call is a new process that leaves nothing
+behind.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,9 @@ class Python:
     name = "python"
 
     def __init__(self, *, limits: Mapping[str, Any] | None = None, concurrency: int = 0) -> None:
-        """limits: see `infra.sandbox.command.Limits`. concurrency: calls at once, 0 is one per CPU; the workflow's
-        timeout_s has to cover the wait for the others."""
+        """limits: Resource limits of a call, see `infra.sandbox.command.Limits`. concurrency: Maximum concurrent calls. 0: one
+        per CPU. The workflow's timeout_s includes the wait for a free call.
+        """
         self._sandbox = Sandbox(decode(dict(limits or {}), SandboxLimits, "tool.limits"), concurrency=concurrency)
 
     def __call__(self, code: str) -> str:

@@ -1,9 +1,9 @@
-"""interact: an agent and an environment take turns until the environment says so, or the turns are used up.
+"""Workflow of an agent and an environment that take turns.
 
     reset ─> [agent: session.reply] ─> action ─> step ─> reward at the turn's last token ─> observation ─> again
 
-Ends: terminal (the environment's result), truncated (its limit, `max_turns`, or a full context; `truncated` says
-which), failed (whatever is raised; `failure` says what).
+Ends: terminal (the environment's result), truncated (its limit, `max_turns`, or a full context; `truncated` has the cause),
+failed (an exception; `failure` has it).
 """
 
 from typing import cast
@@ -24,8 +24,11 @@ CHAT = Use(use="actors.rollout.agent:Chat")
 
 
 class Interact(Section, frozen=True):
-    """environment, agent: plugins. max_turns: turns of the agent at most. score: name of the rewards. timeout_s: seconds for a
-    reset or a step. observations: role of the messages that carry them.
+    """Turns of an agent and an environment, until the environment ends the episode or `max_turns` is reached.
+
+    environment: Plugin of the environment. agent: Plugin of the agent. max_turns: Maximum turns of the agent. score: Name of
+    the score with the environment's rewards. timeout_s: Maximum seconds of a reset or a step. observations: Role of the
+    messages with observations.
 
     Example: Interact(environment=Use(use="actors.rollout.environments.guess:Guess"), max_turns=4)
     """

@@ -1,12 +1,12 @@
-"""tools: the policy may call functions before it answers.
+"""Workflow with tools: the policy may call functions before it answers.
 
     task, tools ─> [session.reply] ─> calls? ─yes─> all at once ─> their answers ─> again, at most `max_rounds` times
                                         └─no──> that was the answer
 
-Calls and answers are written as Hermes and Qwen models do: <tool_call>{"name": …, "arguments": {…}}</tool_call>, several
-in one turn run concurrently, and each gets a <tool_response> in their order. The tools are described in the system
-message, so that any chat template will do. The policy reads why a call is wrong or failed, and may do better; that
-never ends the episode. Ends: terminal with the answer, truncated where rounds or context were used up.
+Calls and answers have the format of Hermes and Qwen models, <tool_call>{"name": …, "arguments": {…}}</tool_call>. The calls of
+a turn run concurrently; each gets a <tool_response>, in order. The system message describes the tools, so any chat template
+works. The policy reads why a call failed; that does not end the episode. Ends: terminal with the answer, truncated at the limit
+of rounds or context.
 """
 
 import asyncio
@@ -36,11 +36,12 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class ToolsOptions(Section, frozen=True):
-    """tools: tools that the policy may call. servers: servers of further tools, as `actors.rollout.tools.mcp:McpServer`.
+    """Options of the workflow Tools.
 
-    max_rounds: turns with calls. max_calls: calls in a turn; further ones are refused.
-
-    timeout_s: seconds for a call. system: {tools} becomes the signatures. answers: role of the messages with the responses.
+    tools: Tools that the policy may call. servers: Servers of further tools, as `actors.rollout.tools.mcp:McpServer`.
+    max_rounds: Maximum turns with calls. max_calls: Maximum calls per turn; further calls are refused. timeout_s: Maximum
+    seconds of a call. system: System message; {tools} stands for the signatures. answers: Role of the messages with tool
+    responses.
 
     Example: ToolsOptions(tools=(Use(use="support:lookup"),), max_rounds=4)
     """
@@ -55,7 +56,7 @@ class ToolsOptions(Section, frozen=True):
 
 
 class Tools:
-    """Takes the fields of ToolsOptions. How many calls were made, and failed, is noted in `notes`."""
+    """Answer after any number of tool calls. `notes` has the number of calls and of failed calls."""
 
     def __init__(self, **options: object) -> None:
         self._options = decode(options, ToolsOptions, "tools")

@@ -203,7 +203,7 @@ def test_an_archive_with_an_altered_checkpoint_is_one_line(tmp_path: Path) -> No
     result = call("replay", exported(tmp_path, damage=altered_checkpoint), "--verify")
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
-    assert "no checkpoint to begin with: checkpoint of step -1: " in line and "its bytes are not those" in line
+    assert "got no usable checkpoint: checkpoint of step -1: " in line and "its bytes are not those" in line
 
 
 def test_an_archive_holds_no_address_and_no_option_of_an_engine(tmp_path: Path) -> None:
