@@ -240,9 +240,8 @@ class PolicyFollower:
         return self._feed.next(held, pinned=wanted, refused=self._refused)
 
     async def _fetch(self, event: PolicyEvent) -> Policy | None:
-        """The verified policy; None when it was refused, or when the store failed and it should be looked at again.
-
-        A refused version is fetched once more from a full copy; the copy that is held stays until that succeeds.
+        """The verified policy; None if it was refused, or if the store failed and a retry is due. A refused version is fetched
+        once more as a full copy.
         """
         follower = self._new_follower() if event.version in self._unsound else self._follower
         try:

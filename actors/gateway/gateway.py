@@ -185,10 +185,10 @@ class Gateway:
         return train in allowed
 
     def _subject(self, request: ParsedRequest, key: ApiKey, session: str) -> str:
-        """The user whose key seals a turn, "" for none; session: "" for none.
+        """Subject whose key seals a turn, "" for none. session: "" for none.
 
-        A session stays that of the user it named. A turn that names none, of a session not known here that brings answers, is
-        sealed under a key of the session, which `forget` destroys with those of the user that the session named elsewhere.
+        A session keeps its user. An unnamed turn of an unknown session with answers is sealed under a key of the session;
+        `forget` destroys it with the keys of the session's user.
         """
         named = keyed_subject(self._secret(), key.tenant, request.user)
         if not session:
@@ -253,9 +253,8 @@ class Gateway:
         return rendered
 
     async def _prepared(self, json_schema: str, key: ApiKey) -> None:
-        """Wait until the engine can hold answers to the schema: before the first byte, so that the request can be refused.
-
-        Keys take turns, so that a key waits for at most one schema of each other key; a schema prepared lately goes first.
+        """Wait until the engine has compiled the schema, before the first byte, so that the request can be refused. Keys take
+        turns: a key waits for at most one schema of each other key.
         """
         try:
             if json_schema in self._prepared_schemas:

@@ -98,9 +98,8 @@ async def _decide(
     starts: Places,
     settled: Callable[[Places], None],
 ) -> None:
-    """Read from `starts`, wait until all of the past is read, then decide after every change.
-
-    settled: called whenever all that was decided is in the log, with where what is counted ends.
+    """Read all past records from `starts`, then decide after every change. settled: called with the end of the counted records
+    when all decisions are in the log.
     """
     wake = asyncio.Event()
     caught_up: list[asyncio.Event] = []
@@ -162,10 +161,7 @@ def take_in(plan: Plan, metrics: Metrics, message: LogMessage) -> None:
 
 
 async def _act(log: Log, plan: Plan, metrics: Metrics) -> None:
-    """Publish decisions until none follows.
-
-    They count before they are published: an answer to the first task may be read before the last task is confirmed.
-    """
+    """Publish decisions until there are no more. They count at once: an answer may arrive before the last confirmation."""
     while (decisions := plan.decide()) != NOTHING:
         plan.apply(decisions)
         await _publish(log, plan, metrics, decisions)

@@ -191,10 +191,7 @@ async def _drain(scheduler: Scheduler, drain_s: float, stop: asyncio.Event, halt
 
 
 async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: PolicyFollower, reader: Reader) -> None:
-    """Tell the others, every few seconds. tokens_per_s: while anything ran, since the first group.
-
-    What it holds it tells often enough for one report to be lost before the master issues any of it again.
-    """
+    """Report every few seconds, often enough that the master reissues no held group if a single report is lost."""
     metrics, clock = runtime.role.metrics, asyncio.get_running_loop().time
     report_every_s, reported_s = runtime.role.floor.pacing.reissue_s / 3, -math.inf
     while True:

@@ -204,10 +204,7 @@ class FeedbackIntake:
         self._taken.put(identity, None)
 
     def _named_in(self, webhook: Webhook, text: str) -> tuple[list[str], bool]:
-        """Sessions whose answers a webhook names, and True if all of them may be written about. Raises ApiError.
-
-        An id that was never minted names no session.
-        """
+        """Sessions whose answers a webhook names, and True if all allow recording. Raises ApiError."""
         found, consented = [], True
         # A source may undo what a sender did to an id: other case, percent-encoding, blanks.
         plain = "".join(unquote(text).lower().split())
