@@ -10,7 +10,6 @@ is masked as far as that; a national telephone number, and what has no check dig
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import islice
 from typing import Literal, NamedTuple
 
 Kind = Literal["email", "card", "phone", "key", "iban", "ssn"]
@@ -40,30 +39,14 @@ _CARD_WITHIN = re.compile(
 )
 
 
-class Signs(NamedTuple):
-    """Necessary signs of data in a text. digits: how many, up to MOST_DIGITS. row: sixteen characters of
-    secrets in a row. at: a sign of an address. begin: the first words of a private key.
-    """
-
-    digits: int
-    row: bool
-    at: bool
-    begin: bool
-
-
-Needs = Callable[[Signs], bool]
-
-
 class Shape(NamedTuple):
     """Shape of one kind of data. pattern: where to look; its repetitions are bounded, or give nothing back and begin
-    where no other match can. looks: the data within a match, in their order. needs: False for signs with which no text has any.
-    kind: its name, as `[email]` shows it.
+    where no other match can. looks: the data within a match, in their order. kind: its name, as `[email]` shows it.
     """
 
     kind: str
     pattern: "re.Pattern[str]"
     looks: Looks
-    needs: Needs
 
 
 class Redactor:
@@ -101,12 +84,9 @@ class Redactor:
 
 
 def masked(text: str, shapes: Iterable[Shape]) -> tuple[str, set[str]]:
-    """The text after one look for each shape that it may have, and the kinds that were there."""
+    """The text after one look for each shape, and the kinds that were there."""
     found = set()
-    signs = text_signs(text)  # what is masked on the way leaves fewer of them
     for shape in shapes:
-        if not shape.needs(signs):
-            continue
         pieces, at = [], 0
         for match in matches(shape.pattern, text):
             for start, stop in shape.looks(match):
@@ -116,14 +96,6 @@ def masked(text: str, shapes: Iterable[Shape]) -> tuple[str, set[str]]:
             found.add(shape.kind)
             text = "".join([*pieces, text[at:]])
     return text, found
-
-
-def text_signs(text: str) -> Signs:
-    """Signs of a short text; a long one is looked at as if it had all, since that takes no longer in the end."""
-    if len(text) > PIECE:
-        return ALL_SIGNS
-    digits = sum(1 for _ in islice(_DIGIT.finditer(text), MOST_DIGITS))
-    return Signs(digits, _ROW.search(text) is not None, "@" in text, _BEGIN in text)
 
 
 def matches(pattern: "re.Pattern[str]", text: str) -> Iterator["re.Match[str]"]:
@@ -143,37 +115,23 @@ def matches(pattern: "re.Pattern[str]", text: str) -> Iterator["re.Match[str]"]:
 @lru_cache(maxsize=16)
 def shapes(kinds: tuple[str, ...], patterns: tuple[tuple[str, str], ...]) -> tuple[Shape, ...]:
     """Shapes of the kinds and of the user's patterns, in the order of the search."""
-    built_in: dict[str, list[tuple[str, Looks, Needs]]] = {
-        "key": list(_KEYS),
-        "iban": [(r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?:[ \u00a0]?[A-Z0-9]){11,30}", _iban, _digits(2))],
-        "card": [(rf"(?<![\d.])\d(?:{_GAP}?\d){{12,}}+(?!\.\d)", _card, _digits(13))],
-        "ssn": [
-            (
-                r"(?<![\w-])(?!000|666|9)\d{3}([-\u2011])(?!00)\d{2}\1(?!0000)\d{4}(?![\w-])",
-                _whole,
-                _digits(9),
-            )
-        ],
+    built_in: dict[str, Sequence[tuple[str, Looks]]] = {
+        "key": _KEYS,
+        "iban": [(r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?:[ \u00a0]?[A-Z0-9]){11,30}", _iban)],
+        "card": [(rf"(?<![\d.])\d(?:{_GAP}?\d){{12,}}+(?!\.\d)", _card)],
+        "ssn": [(r"(?<![\w-])(?!000|666|9)\d{3}([-\u2011])(?!00)\d{2}\1(?!0000)\d{4}(?![\w-])", _whole)],
         # The @ first: text before it is read only where there is one.
-        "email": [(r"@[A-Za-z0-9-]{1,63}(?:\.[A-Za-z0-9-]{1,63}){1,8}", _address, lambda signs: signs.at)],
-        "phone": [(pattern, looks, _digits(least)) for pattern, looks, least in _PHONES],
+        "email": [(r"@[A-Za-z0-9-]{1,63}(?:\.[A-Za-z0-9-]{1,63}){1,8}", _address)],
+        "phone": _PHONES,
     }
     # In this order, whichever asked for: what has check digits or a name is not taken for a telephone number.
     found = [(kind, *shape) for kind, known in built_in.items() if kind in kinds for shape in known]
-    found += [(name, pattern, _any, lambda signs: True) for name, pattern in patterns]
-    return tuple(Shape(kind, re.compile(pattern), looks, needs) for kind, pattern, looks, needs in found)
-
-
-def _digits(least: int) -> Needs:
-    return lambda signs: signs.digits >= least
-
-
-def _any(match: "re.Match[str]") -> list[Span]:
-    return [match.span()] if match.group() else []
+    found += [(name, pattern, _whole) for name, pattern in patterns]
+    return tuple(Shape(kind, re.compile(pattern), looks) for kind, pattern, looks in found)
 
 
 def _whole(match: "re.Match[str]") -> list[Span]:
-    return [match.span()]
+    return [match.span()] if match.group() else []
 
 
 def _first_group(match: "re.Match[str]") -> list[Span]:
@@ -231,59 +189,44 @@ def _luhn(text: str) -> bool:
     return (sum(digits[0::2]) + sum(doubled)) % 10 == 0
 
 
-_DIGIT = re.compile(r"\d")
-_ROW = re.compile(r"[A-Za-z0-9/+=_.-]{16}")
-_BEGIN = "-----BEGIN "
-MOST_DIGITS = 13  # no shape needs more
-ALL_SIGNS = Signs(MOST_DIGITS, row=True, at=True, begin=True)
-# The last of each: digits that it has at least.
-_PHONES: tuple[tuple[str, Looks, int], ...] = (
-    (r"(?<![\w.])\+\d{1,3}(?:[ \u00a0\u202f./()-]{0,2}\d){7,12}(?!\w)", _whole, 8),
+_PHONES: tuple[tuple[str, Looks], ...] = (
+    (r"(?<![\w.])\+\d{1,3}(?:[ \u00a0\u202f./()-]{0,2}\d){7,12}(?!\w)", _whole),
     # Of North America, in the forms that numbers in a row have not.
     (
         r"(?<![\w.+-])(?:1[ .-])?(?:\([2-9]\d\d\)[ -]?[2-9]\d\d[ .-]|[2-9]\d\d([.-])[2-9]\d\d\1)\d{4}(?![\w-]|\.\d)",
         _whole,
-        10,
     ),
     # With a 0 before the area: groups with one kind of gap, and no more of them before or behind, as in a dump of bytes.
     (
         r"(?<![\w.+/:-])(?<!\d[ \u00a0])00?[1-9]\d{0,4}([ \u00a0-])\d{2,8}(?:\1\d{2,8}){0,3}(?![\w:/]|[ \u00a0.-]\d)",
         _national,
-        10,
     ),
-    (r"(?<![\w.+/:-])0[1-9](?:\.\d\d){4}(?![\w:/]|[.-]\d)", _whole, 10),
-    (r"(?<![\w.+/:-])0[1-9]\d{1,4} ?/ ?\d{4,8}(?:[ -]\d{2,4}){0,2}(?![\w:/]|[ .-]\d)", _national, 10),
+    (r"(?<![\w.+/:-])0[1-9](?:\.\d\d){4}(?![\w:/]|[.-]\d)", _whole),
+    (r"(?<![\w.+/:-])0[1-9]\d{1,4} ?/ ?\d{4,8}(?:[ -]\d{2,4}){0,2}(?![\w:/]|[ .-]\d)", _national),
 )
 
 
-def _has_row(signs: Signs) -> bool:
-    return signs.row
-
-
-_KEYS: tuple[tuple[str, Looks, Needs], ...] = (
-    (r"\b(?:(?:[spr]k|xox[abeprs])[-_]|glpat-|github_pat_|GOCSPX-|ya29\.)[-_A-Za-z0-9]{16,}+", _whole, _has_row),
+_KEYS: tuple[tuple[str, Looks], ...] = (
+    (r"\b(?:(?:[spr]k|xox[abeprs])[-_]|glpat-|github_pat_|GOCSPX-|ya29\.)[-_A-Za-z0-9]{16,}+", _whole),
     (
         r"\b(?:gh[opusr]_[A-Za-z0-9]{16,}+|hf_[A-Za-z0-9]{30,}+|npm_[A-Za-z0-9]{36,}+|A[KS]IA[A-Z0-9]{16,}+)",
         _whole,
-        _has_row,
     ),
-    (r"\bAIza[0-9A-Za-z_-]{35}|\bhr-[a-z]{16}-[A-Za-z0-9_-]{43}", _whole, _has_row),
+    (r"\bAIza[0-9A-Za-z_-]{35}|\bhr-[a-z]{16}-[A-Za-z0-9_-]{43}", _whole),
     # A signed token of JSON (RFC 7519), with its signature or without.
-    (r"(?<![A-Za-z0-9_.-])eyJ[A-Za-z0-9_-]{8,}+\.eyJ[A-Za-z0-9_-]{8,}+(?:\.[A-Za-z0-9_-]*+)?", _whole, _has_row),
+    (r"(?<![A-Za-z0-9_.-])eyJ[A-Za-z0-9_-]{8,}+\.eyJ[A-Za-z0-9_-]{8,}+(?:\.[A-Za-z0-9_-]*+)?", _whole),
     # The secret beside an access key: by its name, or by how it looks.
     (
         r"(?i:secret[_ -]?(?:access[_ -]?)?key|aws[_ -]?secret)[\"']?[ \t]{0,4}[=:]{1,2}>?[ \t]{0,4}[\"']?"
         r"([A-Za-z0-9/+]{40})(?![A-Za-z0-9/+=])",
         _first_group,
-        _has_row,
     ),
-    (r"(?<![A-Za-z0-9/+=_.-])[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+=_.-])", _mixed, _has_row),
+    (r"(?<![A-Za-z0-9/+=_.-])[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+=_.-])", _mixed),
     # A private key with what follows: lines of base64 (of a key that was cut off, too), headers among them.
     (
         r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----"
         rf"(?:{_LINE}(?:[A-Za-z-]{{1,20}}: [^\n\\]{{0,80}}|[A-Za-z0-9+/=]{{16,}}+))*+"
         rf"(?:(?:{_LINE}[A-Za-z0-9+/=]{{1,80}})?{_LINE}-----END [A-Z0-9 ]{{0,40}}PRIVATE KEY(?: BLOCK)?-----)?",
         _whole,
-        lambda signs: signs.begin,
     ),
 )

@@ -74,12 +74,10 @@ def save(
     about: dict[str, Any],
     *,
     before: SnapshotManifest | None = None,
-    also: dict[str, SnapshotPart] | None = None,
 ) -> SnapshotManifest:
     """Write a snapshot; returns once it is stored. parts: made one after the other, so that one is in memory at a time.
 
-    before: parts that are the same as in this one are named and not written. also: parts that are there already, looked at
-    when the others are written, like `about`.
+    before: parts that are the same as in this one are named and not written.
     Raises StoreError, SnapshotDamaged where parts of an earlier snapshot have been removed meanwhile.
     """
     named: dict[str, SnapshotPart] = {}
@@ -93,7 +91,7 @@ def save(
         stored = zstandard.ZstdCompressor(level=LEVEL).compress(data)
         store.put(key, stored)
         named[name] = SnapshotPart(key, len(stored), len(data), digest)
-    snapshot = SnapshotManifest(series, position, {**(also or {}), **named}, about)
+    snapshot = SnapshotManifest(series, position, named, about)
     digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode(snapshot))
     key = f"{_folder(series, 'manifests')}{position:020d}-{digest}"
     snapshot = msgspec.structs.replace(snapshot, key=key)

@@ -14,7 +14,7 @@ from infra.cli.look.status import all_dropped, group_ends
 from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.terminal import Screen, printable_json
 from infra.log.log import LogMessage
-from schemas import Batch, Block, DeadLetter, Experience, Progress, Task, UnknownMajor, decode, topics
+from schemas import Batch, Block, Experience, topics
 from schemas.errors import BadFrame, ConfigError
 
 SHOWN = 8  # members of a block; the rest is counted
@@ -111,33 +111,11 @@ def answer_line(member: Experience) -> Text:
 def one_line(record: object) -> str:
     """A control record as `kind field=value …`; long fields are cut, absent ones left out."""
     assert isinstance(record, msgspec.Struct)
-    match record:
-        case Task():
-            return task_line(record)
-        case Batch():
-            return batch_line(record)
-        case DeadLetter():
-            return letter_line(record)
-        case Progress():
-            counters = " ".join(f"{name}={value:g}" for name, value in sorted(record.counters.items()))
-            version = f" version={record.version}" if record.version >= 0 else ""
-            return f"progress {record.instance} {record.state}{version} {cut(counters)}"
-    fields = msgspec.to_builtins(record)
+    if isinstance(record, Batch):
+        return batch_line(record)
+    fields = msgspec.to_builtins(record, builtin_types=(bytes,))
     kind = fields.pop("kind", type(record).__name__)
     return f"{kind} " + " ".join(f"{name}={value_text(value)}" for name, value in fields.items())
-
-
-def task_line(task: Task) -> str:
-    question = " ".join(message.content for message in task.messages)
-    words = [f"task {task.id}  {cut(question)!r}"]
-    if task.answer is not None:
-        words.append(f"answer={cut(task.answer)!r}")
-    if task.split != "train":
-        words.append(f"split={task.split}")
-    if (issued := task.issued) is not None:
-        words.append(f"group={issued.group} attempt={issued.attempt} episodes={issued.num_episodes}")
-        words.append(f"eval of v{issued.version}" if issued.suite else f"sequence={issued.sequence}")
-    return "  ".join(words)
 
 
 def batch_line(batch: Batch) -> str:
@@ -147,16 +125,6 @@ def batch_line(batch: Batch) -> str:
     counts = "".join(f" {lane}={count}" for lane, count in lanes.items())
     drops = "".join(f" dropped[{reason}]={count}" for reason, count in batch.drops.items())
     return f"batch step={batch.step} version={batch.version} phase={batch.phase} token={batch.token}{counts}{drops}"
-
-
-def letter_line(letter: DeadLetter) -> str:
-    try:
-        inner = decode(letter.value)
-        held = f"a block of {inner.group}" if isinstance(inner, Block) else one_line(inner)
-    except (BadFrame, UnknownMajor):
-        held = f"{len(letter.value)} bytes {letter.value[:16]!r}"
-    why = f"{letter.reason}: {cut(letter.error)}" if letter.error else letter.reason
-    return f"dead letter of {letter.topic} {letter.partition}/{letter.offset}  {letter.stage}: {why}  held {cut(held)}"
 
 
 def value_text(value: object) -> str:

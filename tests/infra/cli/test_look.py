@@ -125,7 +125,7 @@ def test_every_record_is_one_line_that_says_where_it_lies(kind: type) -> None:
     record = example_of(kind)
     (line,) = shown(message(record)).splitlines()
     assert line.startswith("3/77 ")
-    written = msgspec.to_builtins(record)  # without what has its default
+    written = msgspec.to_builtins(record, builtin_types=(bytes,))  # without what has its default
     facts = [
         value
         for name, value in written.items()
