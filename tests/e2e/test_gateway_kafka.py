@@ -13,13 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import openai
 import pytest
 
-from actors.gateway.recording.outbox import Spooled
-from actors.gateway.recording.spool import entries_in
 from infra.cli.demo.char_model import build_char_model
 from infra.cli.run.up import child_environment
 from infra.cli.settings import load_settings
@@ -30,7 +27,7 @@ from infra.model.model import load_tokenizer
 from infra.policies.tensors import from_numpy, save_tensors
 from infra.store.directory import DirectoryStore
 from infra.store.seal import app_secret
-from schemas import Block, Experience, Feedback, decode
+from schemas import Block, Experience, Feedback
 from schemas.ids import pseudonym
 from schemas.topics import EXPERIENCES, VERIFIED, Topic
 
@@ -174,35 +171,3 @@ def test_answers_are_served_recorded_and_rated_through_kafka_and_a_kill(
         rater = pseudonym(app_secret(DirectoryStore(tmp_path / "store")), "rater", "default", "ann")
         (first, *_) = asyncio.run(read(kafka, app_name, VERIFIED, 1))
         assert first == Feedback(ref=f"hr-{before[0]}", id=told["id"], value=0.75, source="user", rater=rater)
-
-
-@pytest.mark.full
-def test_a_killed_gateway_that_never_saw_a_broker_keeps_every_answer_on_disk(tmp_path: Path) -> None:
-    table_in(tmp_path)
-    port = choose_address().port
-    (tmp_path / "headrace.toml").write_text(TOML.format(app="away", bootstrap="127.0.0.1:1", port=port))
-    make_key = headrace(tmp_path, "keys", "create", "--train", "yes")
-    key = subprocess.run(make_key, check=True, capture_output=True, text=True, timeout=120).stdout.strip()
-    client = openai.OpenAI(api_key=key, base_url=f"http://127.0.0.1:{port}/v1", max_retries=0, timeout=60)
-    folder = tmp_path / "spool" / "serve-0"
-    with running(tmp_path, "serve") as process:
-        wait_until_served(client, process, tmp_path / "serve.log")
-        asked = ask(client, 10)
-        deadline = time.monotonic() + 60
-        while len(on_disk(folder)) < 10:  # what is on disk survives; what is still in memory may not
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    with running(tmp_path, "serve") as process:
-        wait_until_served(client, process, tmp_path / "serve.log")
-        asked += ask(client, 5)
-    assert sorted(on_disk(folder)) == sorted(asked)
-
-
-def on_disk(folder: Path) -> list[str]:
-    """Ids of the answers in a spool, read beside the process that writes it."""
-    entries = [entry for path in sorted(folder.glob("*.spool")) for entry, _ in entries_in(path.read_bytes())]
-    frames = [msgspec.msgpack.decode(entry, type=Spooled)[1] for entry in entries]
-    blocks = [decode(frame) for frame in frames]
-    return [experience.id for block in blocks if isinstance(block, Block) for experience in block.experiences]

@@ -118,29 +118,6 @@ def test_records_deleted_unread_stop_the_worker_until_somebody_skips_them(
     asyncio.run(skip())
 
 
-async def test_a_worker_reports_itself_and_stops_cleanly(kafka: str, app_name: str, tmp_path: Path) -> None:
-    log = await prepared(kafka, app_name)
-    process = worker(kafka, app_name, tmp_path)
-    try:
-        async with asyncio.timeout(60):
-            async for message in log.read_all(REPORTS, until_end=False):
-                if isinstance(message.value, Progress) and message.value.partitions.get("collect"):
-                    break
-        process.terminate()
-        code, _ = await asyncio.to_thread(ended, process)
-        assert code == 0
-    finally:
-        process.kill()
-    reports = [message.value async for message in log.read_all(REPORTS)]
-    await log.bus.close()
-    *running, last = [report for report in reports if isinstance(report, Progress)]
-    assert (last.role, last.state) == ("process", "stopped")
-    assert not [name for name in last.counters if name.startswith("dropped")]
-    assert last.chains["collect"] == "reward@3 advantage@2 prioritize@1" and last.chains["verify"].endswith("exact@1")
-    assert last.partitions == {}
-    assert any(item.partitions.get("collect") == (0, 1) for item in running), "it said what it held"
-
-
 def test_a_worker_whose_broker_falls_silent_ends_by_itself(app_name: str, tmp_path: Path) -> None:
     """Frozen, not gone: connections stay open and nothing answers, so that Faust waits for ever for its acknowledgements."""
     with EmbeddedKafka(tmp_path / "kafka") as broker:

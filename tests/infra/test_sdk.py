@@ -13,7 +13,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import yaml
@@ -152,14 +151,6 @@ def test_a_loss_of_a_plugin_is_a_lane_s_objective() -> None:
     tokens = {"logprob": torch.zeros(2), "behaviour": torch.tensor([0.5, 1.0]), "advantage": torch.ones(2)}
     inputs = LossInputs(**tokens, staleness=torch.zeros(2), ratio=torch.ones(2, dtype=torch.bool))
     assert objective.function(inputs).loss.tolist() == [1.0, 2.0]
-
-
-def test_options_that_a_plugin_does_not_have_are_refused_in_one_line() -> None:
-    with pytest.raises(
-        headrace.ConfigError, match=re.escape('agent.options: word: unknown key, did you mean "words"?')
-    ):
-        load(f"{HERE}:Terse", {"word": 3}, "agent")
-    assert msgspec.structs.asdict(every_kind.Terse(words=2)) == {"words": 2}
 
 
 def test_a_store_of_a_plugin_is_named_by_the_settings(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Records as a driver gets them, in memory: what was acknowledged and what was given up can be read afterwards."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from infra.log.bus import Record
@@ -44,13 +44,6 @@ async def stored(log: Log, topic: Topic) -> list[LogMessage]:
 
 async def values(log: Log, topic: Topic) -> list[Block | Control | None]:
     return [message.value for message in await stored(log, topic)]
-
-
-async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
-    """Wait for a condition that nothing announces."""
-    async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def until_stored(log: Log, topic: Topic, count: int, within_s: float = 60.0) -> None:

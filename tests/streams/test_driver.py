@@ -18,8 +18,9 @@ from streams.processors.filter import dedupe
 from streams.stages.driver import Ticket, Window, WindowDriver, recall
 from streams.stages.stage import Handled, Output, letter
 from streams.stages.verify import Verifier
+from tests.actors.rig import until
 from tests.streams.collect.collecting import answer, block
-from tests.streams.deliveries import KeptDelivery, memory_log, stored, until, values
+from tests.streams.deliveries import KeptDelivery, memory_log, stored, values
 
 Handle = Callable[[LogMessage], Awaitable[Handled]]
 

@@ -153,15 +153,6 @@ def test_a_field_that_cannot_be_served_is_ignored_and_named(
     assert parsed(read, **fields).ignored == names
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"frequency_penalty": 1}, {"presence_penalty": 1}, {"repetition_penalty": 1.2}, {"min_p": 0.1}, {"logit_bias": {"9": 3}}],
-)  # fmt: skip
-def test_a_field_that_changes_the_distribution_is_served_and_marked(fields: dict[str, Any]) -> None:
-    assert parsed(read_chat, **fields).untrained == "shaping"
-    assert parsed(read_messages, top_k=5).untrained == "shaping"
-
-
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200) | st.recursive(
     st.none() | st.booleans() | st.floats() | st.text(max_size=8),

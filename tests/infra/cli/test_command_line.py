@@ -136,11 +136,6 @@ def test_a_mistake_in_set_is_one_line(setting: str, words: list[str], config: Pa
     assert all(word in line for word in words), line
 
 
-def test_set_overrides_the_file(config: Path) -> None:
-    line = told(call("status", "-c", str(config), "--set", "kafka.bootstrap_servers=127.0.0.1:2"), 1)
-    assert "127.0.0.1:2" in line
-
-
 @pytest.mark.parametrize("topic", ["bufer", "bot.bufer", ""])
 def test_an_unknown_topic_is_one_line_that_lists_those_there_are(topic: str, config: Path) -> None:
     line = told(call("peek", topic, "-c", str(config)), 2)

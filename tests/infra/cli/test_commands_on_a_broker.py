@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,15 +57,6 @@ def publish(
         await bus.close()
 
     asyncio.run(main())
-
-
-async def until(so: Callable[[], Awaitable[bool]]) -> None:
-    """Until it is so, for a minute at most."""
-    async with asyncio.timeout(60):
-        while True:
-            if await so():
-                return
-            await asyncio.sleep(0.05)
 
 
 @pytest.fixture
@@ -204,43 +195,6 @@ def test_audit_accounts_for_what_was_published_and_says_when_a_promise_is_broken
     assert json.loads(printed(config, "audit", "--json", code=1))["clean"] is False
 
 
-def test_audit_of_a_log_that_grows_meanwhile_always_adds_up(kafka: str, app_name: str, config: Path) -> None:
-    enough = threading.Event()
-
-    async def flow() -> None:
-        bus = KafkaBus(kafka, deadline_s=30)
-        await bus.start()
-        log = Log(bus, app_name)
-        step = 0
-        while not enough.is_set():
-            group = f"g{step}.0"
-            await log.publish(topics.EXPERIENCES, block(group))
-            await log.publish(topics.BUFFER, block(group))
-            await log.publish(topics.PROGRESS, Closure(group=group, outcome="buffered", experiences=2))
-            batch_record = batch(step, f"{group}.0-0-0", f"{group}.0-1-0")
-            await log.publish(
-                topics.BATCHES,
-                type(batch_record)(run=app_name, token=0, step=step, version=step, items=batch_record.items),
-            )
-            step += 1
-        await bus.close()
-
-    thread = threading.Thread(target=lambda: asyncio.run(flow()))
-    thread.start()
-    try:
-        sizes = []
-        for _ in range(4):
-            found = json.loads(printed(config, "audit", "--json"))
-            assert found["clean"] and not found["dropped"]
-            assert found["published"] == found["trained"] + found["pending"]
-            sizes.append(found["published"])
-    finally:
-        enough.set()
-        thread.join()
-    assert sizes == sorted(sizes) and sizes[-1] > sizes[0]
-    assert json.loads(printed(config, "audit", "--json"))["pending"] == 0
-
-
 def test_loading_twice_adds_nothing(config: Path, tmp_path: Path) -> None:
     file = tmp_path / "tasks.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in [*TASKS, TASKS[0]]))
@@ -248,19 +202,6 @@ def test_loading_twice_adds_nothing(config: Path, tmp_path: Path) -> None:
     assert "0 tasks loaded, 1 repeated, 3 there already" in call(config, "load", "tasks", str(file)).stderr
     shown = printed(config, "peek", "taskset.raw")
     assert all(f"task {row['id']}" in shown and f"answer='{row['answer']}'" in shown for row in TASKS)
-
-
-def test_columns_are_mapped_and_a_row_that_cannot_be_read_is_named_and_passed_over(
-    config: Path, tmp_path: Path
-) -> None:
-    file = tmp_path / "tasks.csv"
-    file.write_text("question,answer,level\n1+1?,2,easy\n,3,easy\n")
-    result = call(config, "load", "tasks", str(file), "--map", "prompt=question", "--map", "meta.level=level")
-    assert result.exit_code == 0 and f"{file}:3: " in result.stderr, result.output
-    assert "1 tasks loaded, 0 repeated, 0 there already, 1 broken and passed over" in result.stderr
-    result = call(config, "load", "tasks", str(file))
-    assert result.exit_code == 2 and "none of 2 rows" in result.stderr.splitlines()[-1]
-    assert call(config, "load", "tasks", str(file), "--map", "question=prompt").exit_code == 2
 
 
 def test_demonstrations_are_loaded_with_the_models_own_tokens(config: Path, tmp_path: Path) -> None:

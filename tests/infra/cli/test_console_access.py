@@ -189,14 +189,6 @@ def test_nothing_is_done_by_a_get_and_no_other_host_is_answered(here: Console) -
         assert client.post("/actions/forget", data=FORM).status_code == 404
 
 
-def test_a_move_without_a_reason_or_to_a_version_that_was_never_published_is_refused(here: Console) -> None:
-    with browser(here, "operate") as client:
-        token = form_token(client)
-        for version, why in (("6", ""), ("99", "x")):
-            form = {"token": token, "version": version, "why": why}
-            assert client.post("/actions/promote", data=form).status_code == 400
-
-
 @pytest.mark.parametrize(
     ("action", "version", "expected"),
     [

@@ -20,8 +20,10 @@ from schemas import Block, Experience, Feedback, Message, topics
 from streams.sources.event import EventSource
 from streams.sources.received import rating
 from streams.sources.source import run_sources
-from tests.infra.cli.test_commands_on_a_broker import call, printed, until
+from tests.actors.rig import until
+from tests.infra.cli.test_commands_on_a_broker import call, printed
 from tests.schemas.record_samples import group_block
+from tests.streams.deliveries import until_stored
 
 
 @pytest.mark.full
@@ -47,18 +49,12 @@ def test_a_source_that_waits_for_its_topic_reads_it_once_the_command_has_made_it
         await bus.start()
         log, metrics = Log(bus, app_name), Metrics("process")
 
-        async def waits() -> bool:
-            return metrics.gauges().get(f"feedback_topic_missing{{source=csat,topic={name}}}") == 1
-
-        async def heard() -> bool:
-            return bool([message async for message in log.read_all(topics.VERIFIED)])
-
         running = asyncio.create_task(run_sources([source], log, metrics, config.parent / "state"))
-        await until(waits)
+        await until(lambda: metrics.gauges().get(f"feedback_topic_missing{{source=csat,topic={name}}}") == 1)
         assert "created: 1 partitions" in await asyncio.to_thread(printed, config, "topic", "create", name)
         assert "nothing was changed" in await asyncio.to_thread(printed, config, "topic", "create", name)
         await bus.send(name, event, key=b"")
-        await until(heard)
+        await until_stored(log, topics.VERIFIED, 1)
         (said,) = [message.value async for message in log.read_all(topics.VERIFIED)]
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

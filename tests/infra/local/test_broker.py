@@ -5,8 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,16 +14,10 @@ from infra.local.jars import Jar, class_path, read_lock
 from infra.log.access import Access, embedded_access
 from infra.log.kafka import KafkaBus, answers
 from schemas.errors import BrokerUnavailable, ConfigError
+from tests.actors.rig import until
 
 pytestmark = pytest.mark.slow
 DEADLINE_S = 60.0
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def java_processes(folder: Path) -> list[int]:
@@ -62,15 +54,6 @@ def test_a_restart_keeps_address_and_records(tmp_path: Path) -> None:
     assert java_processes(tmp_path) == []
 
 
-def test_two_brokers_live_side_by_side_but_not_in_one_folder(kafka: str, tmp_path: Path) -> None:
-    with EmbeddedKafka(tmp_path / "kafka") as broker:
-        assert broker.bootstrap != kafka
-        with pytest.raises(ConfigError, match=rf"in use by process {os.getpid()}"):
-            EmbeddedKafka(tmp_path / "kafka").start()
-        assert asyncio.run(answers(broker.bootstrap, timeout_s=10))
-        assert asyncio.run(answers(kafka, timeout_s=10))
-
-
 def test_a_parent_that_is_killed_leaves_no_broker_and_the_next_one_starts(tmp_path: Path) -> None:
     folder = tmp_path / "kafka"
     owner = subprocess.Popen([sys.executable, "-m", "infra.local.broker", str(folder)], stdout=subprocess.PIPE)
@@ -84,7 +67,7 @@ def test_a_parent_that_is_killed_leaves_no_broker_and_the_next_one_starts(tmp_pa
     with EmbeddedKafka(folder) as broker:
         assert len(java_processes(folder)) == 1
         assert asyncio.run(answers(broker.bootstrap, timeout_s=10))
-    until(lambda: java_processes(folder) == [])
+    asyncio.run(until(lambda: java_processes(folder) == []))
 
 
 def test_the_command_stops_cleanly_and_reports_a_dead_broker(tmp_path: Path) -> None:

@@ -1,13 +1,12 @@
 """The sandbox: what it gives back, its limits, what it leaves behind, and that nothing gets out."""
 
+import asyncio
 import ctypes
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from infra.sandbox.command import SandboxLimits, is_machine_root
 from infra.sandbox.sandbox import Sandbox, SandboxResult
 from infra.sandbox.seccomp import DENIED, seccomp_filter
 from schemas.errors import SandboxUnavailable
+from tests.actors.rig import until
 from tests.infra.sandbox.confining import sandbox_or_skip
 
 MEBIBYTE = 1024 * 1024
@@ -36,13 +36,6 @@ def sandbox() -> Sandbox:
 
 def python(sandbox: Sandbox, code: str, stdin: bytes = b"") -> SandboxResult:
     return sandbox.run(sandbox.python_command("-c", textwrap.dedent(code)), stdin)
-
-
-def eventually(holds: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.02)
 
 
 def test_input_output_files_and_exit_code(sandbox: Sandbox) -> None:
@@ -202,12 +195,12 @@ def test_a_killed_worker_takes_its_sandboxes_with_it(as_root: bool, tmp_path: Pa
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(worker)], stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
-    eventually(lambda: len(descendants(process.pid)) >= 4, "bubblewrap, the shell, and the program twice")
+    asyncio.run(until(lambda: len(descendants(process.pid)) >= 4))  # bubblewrap, the shell, and the program twice
     held = descendants(process.pid)
     process.kill()
     process.wait()
     process.stdout.close()
-    eventually(lambda: not any(is_running(pid) for pid in held), f"some of {held} are still running")
+    asyncio.run(until(lambda: not any(is_running(pid) for pid in held)))
 
 
 def test_where_bubblewrap_is_missing_the_error_says_what_to_install(tmp_path: Path) -> None:

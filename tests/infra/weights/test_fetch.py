@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -132,6 +133,18 @@ def test_every_damage_to_every_object_is_refused_by_a_joiner_and_its_copy_stays(
             assert follower.version == 0
             store.put(key, whole)
             assert dict(follower.fetch(events[2]).tensors) == weights[2]
+
+
+def test_a_damaged_slice_is_never_passed_off_as_weights() -> None:
+    objects, events, weights = run_of(20)
+    slices = [key for key in objects if "/slices/" in key]
+    assert len(slices) == 4
+    for key in slices:
+        for data in damages(objects[key], np.random.default_rng(2)):
+            store = store_of(objects)
+            damaged(store, key, data)
+            with suppress(PolicyRefused):
+                assert dict(PolicyFetcher(store, "main").fetch(events[-1]).tensors) == weights[-1]
 
 
 def test_a_steady_follower_needs_only_the_newest_objects_and_keeps_its_copy_where_they_are_damaged() -> None:

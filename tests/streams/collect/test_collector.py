@@ -20,9 +20,10 @@ from streams.collect.inbox import CollectDriver
 from streams.collect.pending import PendingFile
 from streams.collect.rules import APART_MS, PORTION, Rules, go_by
 from streams.collect.state import State
+from tests.actors.rig import until
 from tests.names import subject_name
 from tests.streams.collect.collecting import FakePartition, answer, block, decisions, folded, said, tick
-from tests.streams.deliveries import KeptDelivery, memory_log, stored, until, values
+from tests.streams.deliveries import KeptDelivery, memory_log, stored, values
 
 RULES = Rules(deadline_ms=3_600_000, keep_ms=86_400_000)
 
