@@ -1,4 +1,4 @@
-"""The `headrace` command: what there is to type.
+"""The `headrace` command with its subcommands.
 
 A command is a function with annotated options. Its module is imported when the command is called or explained, so that `--help`
 stays fast and `master` never loads torch.
@@ -25,55 +25,55 @@ DOCS = Path(__file__).resolve().parents[1] / "docs" / "README.md"
 # Panel of the help → command → its function and its first sentence.
 COMMANDS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "Start": {
-        "demo": ("commands.start:demo", "Train a small model through the whole system, and show what happens."),
-        "init": ("commands.init:init", "Write a folder to begin with: a commented headrace.toml, plugins and a README."),
+        "demo": ("commands.start:demo", "Train a small model through the whole system, and show the result."),
+        "init": ("commands.init:init", "Write a starting folder: a commented headrace.toml, plugins and a README."),
         "up": ("run.up:up", "Start the broker (unless one is configured) and one process per role; Ctrl-C stops them."),
         "check": ("check.check:check", "Check the settings, plugins, log and store, and show each stage's resolved chain."),
-        "plan": ("plan.plan:plan", "Plan capacity: what the model needs, and what rates need of brokers and processes."),
+        "plan": ("plan.plan:plan", "Plan capacity: needs of the model, and brokers and processes for given rates."),
     },
     "Roles": {
-        "master": ("run.roles:master", "Issue tasks as the staleness budget allows, repeat unfinished ones, request evals."),
-        "explore": ("run.roles:explore", "Run tasks on an engine, publish experiences, follow new policies while generating."),
+        "master": ("run.roles:master", "Issue tasks as the staleness bound allows, reissue unfinished groups, request evals."),
+        "explore": ("run.roles:explore", "Run tasks on an engine, publish experiences, load new versions while generating."),
         "process": ("run.roles:process", "Run the stream processors: tasks, verify, collect and the feedback sources."),
-        "train": ("run.roles:train", "Train on the buffer, journal every batch, publish every policy."),
+        "train": ("run.roles:train", "Train on the buffer, journal every batch, publish versions."),
         "serve": ("run.roles:serve", "Serve an OpenAI-compatible API on an engine, record answers with consent."),
     },
     "Look": {
         "status": ("look.status:status", "Roles, versions, rates, lags, drops by reason, and alarms."),
-        "console": ("console.serve:console", "Show a run in the browser: flow, curves, every answer, versions and why, data."),
-        "peek": ("look.peek:peek", "Show the newest records of a topic as a person reads them."),
+        "console": ("console.serve:console", "Show a run in the browser: flow, curves, answers, versions, data."),
+        "peek": ("look.peek:peek", "Show the newest records of a topic in readable form."),
         "audit": ("look.audit:audit_log", "Account for every published experience: trained, dropped for a reason, pending."),
         "trace": ("look.trace:trace", "Follow an answer to the steps that trained on it, or a policy back to its answers."),
-        "eval": ("govern.evaluate:evaluate", "Have exactly one version answer a suite, and print the result."),
+        "eval": ("govern.evaluate:evaluate", "Evaluate exactly one version on a suite, and print the result."),
     },
     "Data": {
-        "forget": ("data.forget:forget", "Destroy a user's keys, so that nothing sealed for them can be opened again."),
-        "skip": ("data.skip:skip", "Go on behind records that retention deleted before they were read."),
-        "keys create": ("data.keys:create", "Make a key and print it, once: the store keeps a hash."),
+        "forget": ("data.forget:forget", "Destroy a user's keys, so that the user's texts cannot be decrypted again."),
+        "skip": ("data.skip:skip", "Skip records that retention deleted before they were read."),
+        "keys create": ("data.keys:create", "Create a key and print it once: the store keeps a hash."),
         "keys list": ("data.keys:show_keys", "List the keys, without their secrets."),
-        "keys revoke": ("data.keys:revoke", "End a key."),
+        "keys revoke": ("data.keys:revoke", "Revoke a key."),
         "load tasks": ("data.load:tasks", "Load tasks of a file or of a taskset."),
         "load experts": ("data.load:experts", "Load demonstrations, tokenized as the model does."),
         "load pairs": ("data.load:pairs", "Load preference pairs, for a lane with dpo."),
         "load prompts": ("data.load:prompts", "Load recorded production prompts as an eval suite."),
-        "topic create": ("data.topic:create", "Make a topic that a feedback source names and the broker does not have."),
+        "topic create": ("data.topic:create", "Create a topic for a feedback source, if it does not exist."),
     },
     "Serve": {
         "export-model": ("govern.export_model:export_model", "Write a version as a model folder."),
         "channel": ("govern.channel:channel", "Show the version customers are served, and the newest decisions about it."),
-        "promote": ("govern.channel:promote", "Serve a version to customers from here on."),
-        "pin": ("govern.channel:pin", "Hold customers at a version, whatever the gate promotes, until `headrace unpin`."),
+        "promote": ("govern.channel:promote", "Serve a version to customers from now on."),
+        "pin": ("govern.channel:pin", "Keep customers on a version, regardless of the gate, until `headrace unpin`."),
         "unpin": ("govern.channel:unpin", "End a pin: customers go to the newest promoted version."),
-        "rollback": ("govern.channel:rollback", "Take customers back to an older version."),
+        "rollback": ("govern.channel:rollback", "Return customers to an older version."),
         "pause": ("govern.channel:pause", "Stop learning while serving continues."),
-        "resume": ("govern.channel:resume", "Let learning go on after a pause or a drain."),
+        "resume": ("govern.channel:resume", "Continue learning after a pause or a drain."),
     },
     "Repeat": {
         "backup": ("repeat.backup:backup", "Copy an app, its topics and its store, while it runs."),
-        "restore": ("repeat.backup:restore", "Put a backup back, into a broker and a store that have nothing of the app."),
-        "recover": ("repeat.recover:recover", "Go on after the log's data or the store was lost, or say what can be done."),
-        "replay": ("repeat.replay:replay", "Do a run again from a checkpoint and the log alone, and compare the weights."),
-        "export": ("repeat.export:export", "Write all that a replay needs into one file."),
+        "restore": ("repeat.backup:restore", "Restore a backup into a broker and a store without data of the app."),
+        "recover": ("repeat.recover:recover", "Continue after the loss of the log's data, or show what you can do."),
+        "replay": ("repeat.replay:replay", "Train a run again from a checkpoint and the log, and compare the weights."),
+        "export": ("repeat.export:export", "Write everything that a replay needs into a file."),
         "reprocess": ("repeat.reprocess:reprocess", "Run a stage over any part of the log again, exactly as the workers do."),
     },
 }  # fmt: skip

@@ -40,20 +40,20 @@ async def check(
     chosen: SettingsFile,
     create: Annotated[bool, typer.Option("--create", help="Create missing topics in the broker.")] = False,
     connect: Annotated[
-        bool, typer.Option("--connect", help="Try broker, topics, groups and store instead, and name what is missing.")
+        bool, typer.Option("--connect", help="Test broker, topics, groups and store instead, and list missing rights.")
     ] = False,
     role: Annotated[
-        str, typer.Option(help="Whose rights --connect tries: master, train, process, explore, serve, operator.")
+        str, typer.Option(help="Role whose rights --connect tests: master, train, process, explore, serve, operator.")
     ] = "operator",
 ) -> int:
     """Check the settings, plugins, log and store, and show the resolved chain of each stage.
 
-    Whatever a role would refuse at its start is refused here: unknown keys, plugins that do not load, wrong options,
-    a model or a secret that is not there, a log and a store that do not belong together. No weights are read.
+    The command refuses everything that a role would refuse at its start: unknown keys, plugins that do not load, wrong options,
+    a missing model or secret, a log and a store that do not belong together. It reads no weights.
 
-    With --connect everything that the roles use is tried from this machine, as the user of these settings: the broker, reading
-    and writing each topic, each group, and put, list, get and delete in the store. Nothing is left behind. With --role only
-    the rights that this role needs are tried. Exit code 1: one is missing.
+    --connect tests everything that the roles use, from this machine and as the user of these settings: the broker, reading
+    and writing each topic, each group, and put, list, get and delete in the store. It leaves nothing behind. --role tests only
+    the rights of that role. Exit code 1: a right or a topic is missing.
 
     Example: [cyan]headrace check --create[/] also creates the topics that are missing.
     """

@@ -21,9 +21,9 @@ SETTINGS = "headrace.toml"
 
 @command
 def init(
-    directory: Annotated[Path, typer.Argument(help="Where to write; made if it is not there.")],
+    directory: Annotated[Path, typer.Argument(help="Folder to write, created if it does not exist.")],
     model: Annotated[str, typer.Option(help="Model folder, or a name in the local Hugging Face cache.")] = "model",
-    engine: Annotated[str, typer.Option(help="vllm or torch.")] = "vllm",
+    engine: Annotated[str, typer.Option(help="Engine: vllm or torch.")] = "vllm",
     example: Annotated[
         str,
         typer.Option(
@@ -36,10 +36,10 @@ def init(
     ] = "agent",
     tiny: Annotated[
         bool,
-        typer.Option("--tiny", help="Write a model too: 0.9 M parameters with random weights, to try things with."),
+        typer.Option("--tiny", help="Also write a model of 0.9 M parameters with random weights, for a first try."),
     ] = False,
 ) -> int:
-    """Write a folder to begin with: a commented headrace.toml, a plugin folder and a README.
+    """Write a starting folder: a commented headrace.toml, a plugin folder and a README.
 
     Example: [cyan]headrace init support --model Qwen/Qwen3-0.6B[/], [cyan]headrace init mine --from program --tiny[/]
     """

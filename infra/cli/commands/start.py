@@ -13,19 +13,17 @@ from infra.cli.options import command
 class DemoFlags(msgspec.Struct, frozen=True):
     """Run of the demo."""
 
-    directory: Annotated[Path, typer.Option("--dir", help="Where the run lives; the same folder resumes.")] = Path(
+    directory: Annotated[Path, typer.Option("--dir", help="Folder of the run; an existing run continues.")] = Path(
         "runs/demo"
     )
     task: Annotated[
         str,
-        typer.Option(
-            help="instructions, or a toy: add, guess (several turns with an environment) or shapes (pictures)."
-        ),
+        typer.Option(help="Task: instructions, or a toy: add, guess (turns with an environment) or shapes (images)."),
     ] = "instructions"
     model: Annotated[
         str,
         typer.Option(
-            metavar="FOLDER", help="A chat model for the task instructions.", show_default="SmolLM2-135M-Instruct"
+            metavar="FOLDER", help="Chat model for the task instructions.", show_default="SmolLM2-135M-Instruct"
         ),
     ] = ""
     minutes: Annotated[
@@ -34,7 +32,7 @@ class DemoFlags(msgspec.Struct, frozen=True):
     ] = 0.0
     seed: Annotated[int, typer.Option(help="Seed of the model, the tasks and the draws.")] = 0
     engine: Annotated[
-        str, typer.Option(help="vllm or torch; torch for shapes, and with --traffic, where two fit on two cores.")
+        str, typer.Option(help="Engine: vllm or torch. Default: vllm; torch for shapes and with --traffic.")
     ] = ""
     traffic: Annotated[
         bool, typer.Option("--traffic", help="Learn from simulated users' feedback on a gateway's answers.")
@@ -47,14 +45,13 @@ def demo(
     sets: Annotated[list[str], typer.Option("--set", help="Override one setting, as a.b=c.", metavar="A.B=C")] = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print only the report.")] = False,
 ) -> Coroutine[Any, Any, int]:
-    """Train a small model through the whole system, and show what happens.
+    """Train a small model through the whole system, and show the result.
 
-    Starts an embedded Kafka broker and one process per role, warms the model up on demonstrations, then reinforces it.
-    The folder keeps everything: after Ctrl-C the same command continues where it stopped.
-    Ends with a table, report.json and a plot.
+    The demo starts an embedded Kafka broker and one process per role, warms the model up on demonstrations, then trains it by
+    reinforcement. After Ctrl-C the same command continues from the folder. It ends with a table, report.json and a plot.
 
-    With --traffic nothing but the warm-up is given: users ask a served gateway, rate late, correct, withdraw, and the gate
-    decides which version they get.
+    With --traffic the model learns only from simulated users after the warm-up: they send requests, rate late, correct and
+    withdraw, and the gate decides which version they get.
 
     Example: [cyan]headrace demo --traffic --dir runs/traffic[/]
     """

@@ -57,14 +57,14 @@ class ConsoleSource(NamedTuple):
 async def console(
     chosen: SettingsFile,
     listen: Annotated[
-        str, typer.Option(help="host:port, instead of that of [bold]\\[console][/].", metavar="ADDRESS")
+        str, typer.Option(help="Address, host:port, in place of that in [bold]\\[console][/].", metavar="ADDRESS")
     ] = "",
 ) -> int:
-    """Show a run in the browser: the flow, the curves, every answer, the versions and why, the data.
+    """Show a run in the browser: flow, curves, answers, versions, data.
 
-    Reads the log as [bold]status[/] and [bold]trace[/] do, of a run that is at work, over, or in an archive of
-    [bold]export[/]. [bold]headrace up[/] starts it too. The link it prints looks; promote, pin, rollback, pause and redeliver
-    take a key with the scope operate, sealed texts one with unseal.
+    The console reads the log, like [bold]status[/] and [bold]trace[/]: of a running or finished run, or of an archive of
+    [bold]export[/]. [bold]headrace up[/] starts it too. The printed link gives read access; promote, pin, rollback, pause and
+    redeliver need a key with the scope operate, encrypted texts a key with the scope unseal.
 
     Example: [cyan]headrace console -c runs/demo/headrace.toml --listen 127.0.0.1:8401[/]
     """

@@ -30,17 +30,17 @@ SHOWN_STEPS = 20
 @command
 async def forget(
     chosen: SettingsFile,
-    user: Annotated[str, typer.Option(help="As requests named them: user, or safety_identifier.")],
+    user: Annotated[str, typer.Option(help="User, as named by requests (user or safety_identifier).")],
     tenant: Annotated[str, typer.Option(help="Tenant of the API key of those requests.")] = "default",
     as_json: JsonOption = False,
     wait: Annotated[str, typer.Option(help='For a checkpoint that holds nothing of it; "" does not wait.')] = "10m",
 ) -> int:
-    """Destroy a user's keys, so that nothing sealed for them can be opened again, and say what had been learned from it.
+    """Destroy a user's keys, so that the user's texts cannot be decrypted again, and list the versions that learned from them.
 
-    Pending and buffered data, all that was made from it, and what was written about it, is dropped by the roles that hold it;
-    while a trainer runs, the command ends with its first checkpoint after that.
-    Names the versions that have learned from it, and the steps that replay can no longer reproduce.
-    The event is in the log, without the user's name. It cannot be undone.
+    The roles drop the user's pending and buffered data, with feedback on it and copies of it. If a trainer runs, the command
+    ends with the trainer's first checkpoint after that.
+    The output lists the versions that learned from the user, and the steps that replay can no longer reproduce.
+    The log records the event without the user's name. You cannot undo it.
 
     Example: [cyan]headrace forget --user ann@example.org --tenant acme --json[/]
     """

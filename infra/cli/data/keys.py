@@ -19,21 +19,21 @@ from schemas.errors import ConfigError
 @command
 def create(
     chosen: SettingsFile,
-    tenant: Annotated[str, typer.Option(help="Whose answers and feedback these are.")] = "default",
+    tenant: Annotated[str, typer.Option(help="Tenant, the owner of the answers and feedback.")] = "default",
     scope: Annotated[
         str,
         typer.Option(
-            help="Any of serve, feedback, admin (the gateway's), look, operate, unseal (the console's), with commas."
+            help="Scopes, separated by commas: serve, feedback, admin (gateway); look, operate, unseal (console)."
         ),
     ] = "serve,feedback",
     train: Annotated[
-        Train, typer.Option(help="yes, no or unset: may what this key serves be trained on? See gateway.train_on.")
+        Train, typer.Option(help="Consent to training on the key's answers: yes, no or unset. See gateway.train_on.")
     ] = "unset",
-    rpm: Annotated[int, typer.Option(min=0, help="Requests a minute at each gateway, 0 for no limit.")] = 0,
-    tpm: Annotated[int, typer.Option(min=0, help="Tokens a minute at each gateway, 0 for no limit.")] = 0,
+    rpm: Annotated[int, typer.Option(min=0, help="Maximum requests per minute at each gateway. 0 for no limit.")] = 0,
+    tpm: Annotated[int, typer.Option(min=0, help="Maximum tokens per minute at each gateway. 0 for no limit.")] = 0,
     expires: Annotated[str, typer.Option(help='How long it lives, such as "30d".')] = "",
 ) -> int:
-    """Make a key and print it, once: the store keeps a hash. Gateways know it within gateway.keys_reload_s.
+    """Create a key and print it once: the store keeps a hash. Gateways accept it within gateway.keys_reload_s.
 
     Example: [cyan]headrace keys create --tenant acme --train yes --rpm 600[/]
     """
@@ -79,7 +79,7 @@ def show_keys(chosen: SettingsFile, as_json: JsonOption = False) -> int:
 def revoke(
     chosen: SettingsFile, key: Annotated[str, typer.Argument(help="Id of the key, as listed, or the key itself.")]
 ) -> int:
-    """End a key. Gateways refuse it within gateway.keys_reload_s."""
+    """Revoke a key. Gateways refuse it within gateway.keys_reload_s."""
     parts = key.split("-")
     key_id = parts[1] if len(parts) > 1 else key
     if not revoke_key(app_store(chosen.load()), key_id):

@@ -42,18 +42,16 @@ MAX_NAMED = 20
 
 
 FileArgument = Annotated[Path, typer.Argument(help="JSONL, CSV, Parquet, or a folder saved by datasets.")]
-MapOption = Annotated[list[str], typer.Option("--map", help="Column of a field, as field=column; meta.name too.")]
-SplitOption = Annotated[str, typer.Option(help="Split of rows that name none.")]
+MapOption = Annotated[list[str], typer.Option("--map", help="Column of a field, as field=column; also for meta.name.")]
+SplitOption = Annotated[str, typer.Option(help="Split of rows without a split.")]
 
 
 class TaskSource(msgspec.Struct, frozen=True):
     """The options that say where tasks come from."""
 
     file: Annotated[Path | None, typer.Argument(help="JSONL, CSV, Parquet, or a folder saved by datasets.")] = None
-    dataset: Annotated[
-        str, typer.Option(help="A data set of Hugging Face, as owner/name or owner/name:configuration.")
-    ] = ""
-    use: Annotated[str, typer.Option(help="A taskset, as module:name.")] = ""
+    dataset: Annotated[str, typer.Option(help="Hugging Face data set, as owner/name or owner/name:configuration.")] = ""
+    use: Annotated[str, typer.Option(help="Taskset, as module:name.")] = ""
     options: Annotated[list[str], typer.Option("--option", help="Option of the taskset, as name=value.")] = []
     fields: MapOption = []
     split: SplitOption = ""
@@ -92,19 +90,17 @@ class TaskSource(msgspec.Struct, frozen=True):
 async def tasks(
     chosen: SettingsFile,
     source: TaskSource,
-    rates_from: Annotated[
-        str, typer.Option(metavar="APP", help="Give tasks the success rates that this app's log has recorded.")
-    ] = "",
+    rates_from: Annotated[str, typer.Option(metavar="APP", help="App whose log has success rates for the tasks.")] = "",
     validate: Annotated[
-        bool, typer.Option("--validate", help="Load nothing; say which tasks' own answers the scores do not give 1.0.")
+        bool, typer.Option("--validate", help="Load nothing; list tasks whose own answer scores below 1.0.")
     ] = False,
 ) -> int:
-    """Load tasks of a file, of a data set or of a taskset: {"id": …, "messages": […] or "prompt": …, "answer": …} a row.
+    """Load tasks of a file, of a data set or of a taskset: {"id": …, "messages": […] or "prompt": …, "answer": …} per row.
 
-    Broken rows are named and passed over. The same command, run again after an interruption, continues there.
-    With --rates-from the tasks stage makes a difficulty of what an earlier run recorded, and \\[tasks.difficulty] may drop
-    what was too easy or too hard there. With --validate a reward that no answer can get is found before a run: each task's
-    own answer goes through the scores of the settings, and the command ends with 1 where one gets less than 1.0.
+    The command reports and skips broken rows. After an interruption, run it again to continue.
+    --rates-from takes success rates from an earlier app's log; the stage tasks computes difficulties from them, and
+    \\[tasks.difficulty] can drop tasks that are too easy or too hard. --validate scores each task's own answer with the scores
+    of the settings; exit code 1: a score is below 1.0, so no answer can earn the full reward.
 
     Example: [cyan]headrace load tasks gsm8k.parquet --map prompt=question[/],
     [cyan]headrace load tasks --dataset openai/gsm8k:main --split train --map prompt=question[/] or
@@ -165,7 +161,7 @@ async def experts(
     fields: MapOption = [],  # noqa: B006
     split: SplitOption = "",
 ) -> int:
-    """Load demonstrations: {"id": …, "messages": […] or "prompt": …, "response": …}, tokenized as the model does.
+    """Load demonstrations: {"id": …, "messages": […] or "prompt": …, "response": …}, tokenized with the model's tokenizer.
 
     Example: [cyan]headrace load experts worked.jsonl[/]
     """
@@ -278,11 +274,11 @@ def tell(kind: str, done: "LoadResult", bar: Bar) -> int:
 @command
 async def prompts(
     chosen: SettingsFile,
-    count: Annotated[int, typer.Argument(min=1, help="Newest records to load at most.")] = 200,
-    suite: Annotated[str, typer.Option(help="Eval suite they become; [master.gate.replies] names it.")] = "production",
+    count: Annotated[int, typer.Argument(min=1, help="Maximum number of newest prompts.")] = 200,
+    suite: Annotated[str, typer.Option(help="Eval suite of the prompts, as in [master.gate.replies].")] = "production",
 ) -> int:
     """Load recorded production prompts as an eval suite: the gate compares a candidate's answers to them with the stable
-    version's. What named users asked is left out: it is sealed, so that it can be forgotten.
+    version's. The command skips prompts of named users, because they are encrypted.
 
     Example: [cyan]headrace load prompts 200[/]
     """

@@ -34,13 +34,13 @@ class Lost(msgspec.Struct, frozen=True):
 async def skip(
     chosen: SettingsFile,
     group: Annotated[
-        Group, typer.Argument(help="Consumers that are stuck: a stage of the stream workers, or the explorers.")
+        Group, typer.Argument(help="Stopped consumer group: a stage of the stream workers, or the explorers.")
     ],
 ) -> int:
-    """Go on behind records that retention deleted before they were read, and say which are lost.
+    """Skip records that retention deleted before they were read, and list them.
 
-    A stage that was away for longer than [bold]\\[keep] replay[/] stops instead of skipping anything by itself. Stop all
-    processes of the group first. Each loss is in dead-letters.
+    A stage that was down for longer than [bold]\\[keep] replay[/] stops and skips nothing by itself. Stop all processes of the
+    group first. Dead letters record each loss.
 
     Example: [cyan]headrace skip verify[/]
     """

@@ -18,13 +18,13 @@ from schemas.topics import FEEDBACK, topic_config
 @command
 async def create(
     chosen: SettingsFile,
-    name: Annotated[str, typer.Argument(help="Its full name, as in from = { topic = NAME }.")],
-    partitions: Annotated[int, typer.Option(min=1, help="How many workers may read it at once.")] = 1,
-    keep: Annotated[str, typer.Option(help="How long events stay, such as 7d.", show_default="[keep] replay")] = "",
+    name: Annotated[str, typer.Argument(help="Full name of the topic, as in from = { topic = NAME }.")],
+    partitions: Annotated[int, typer.Option(min=1, help="Number of partitions: workers that can read it at once.")] = 1,
+    keep: Annotated[str, typer.Option(help="Retention of events, such as 7d.", show_default="[keep] replay")] = "",
 ) -> int:
-    """Make a topic that a feedback source names and the broker does not have. An existing topic stays unchanged.
+    """Create a topic for a feedback source, if it does not exist. An existing topic stays unchanged.
 
-    Stream workers that wait for it begin to read it by themselves. The embedded broker is started where it does not run.
+    Stream workers that wait for the topic start to read it by themselves. The command starts the embedded broker if needed.
 
     Example: [cyan]headrace topic create zendesk.closed[/]
     """

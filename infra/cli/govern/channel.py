@@ -22,8 +22,8 @@ from schemas.fields import Channel, DirectiveKind, Numbers, PolicyEventKind
 MOVES = ("promoted", "held", "pinned", "rolled_back")
 
 
-Version = Annotated[int, typer.Argument(min=0, help="A published policy version.")]
-Why = Annotated[str, typer.Option("--why", help="Kept with the decision.")]
+Version = Annotated[int, typer.Argument(min=0, help="Published policy version.")]
+Why = Annotated[str, typer.Option("--why", help="Reason, recorded with the decision.")]
 
 
 @command
@@ -31,12 +31,14 @@ async def promote(
     chosen: SettingsFile,
     version: Version,
     why: Why = "",
-    canary: Annotated[bool, typer.Option("--canary", help="To the share of sessions that a canary answers.")] = False,
+    canary: Annotated[
+        bool, typer.Option("--canary", help="Only for the share of sessions that a canary answers.")
+    ] = False,
 ) -> int:
-    """Serve a version to customers from here on; while a version is pinned it waits for the pin's end.
+    """Serve a version to customers from now on; if a version is pinned, after the pin's end.
 
-    With [bold]--canary[/] a share of them tries it ([bold]\\[gateway.canary][/]) until it is promoted, held by the gate, or
-    the stable version moves.
+    With [bold]--canary[/] a share of sessions tries it ([bold]\\[gateway.canary][/]) until it is promoted, the gate holds it,
+    or the stable version changes.
 
     Example: [cyan]headrace promote 144 --why "looked at fifty answers"[/]
     """
@@ -45,7 +47,7 @@ async def promote(
 
 @command
 async def pin(chosen: SettingsFile, version: Version, why: Why = "") -> int:
-    """Hold customers at a version, whatever the gate promotes, until `headrace unpin`.
+    """Keep customers on a version, regardless of the gate, until `headrace unpin`.
 
     Example: [cyan]headrace pin 120 --why "launch week"[/]
     """
@@ -60,7 +62,7 @@ async def unpin(chosen: SettingsFile, why: Why = "") -> int:
 
 @command
 async def rollback(chosen: SettingsFile, version: Version, why: Why = "") -> int:
-    """Take customers back to an older version. Training continues, and new versions have to pass the gate again.
+    """Return customers to an older version. Training continues; new versions must pass the gate.
 
     Example: [cyan]headrace rollback 120 --why "refuses too often"[/]
     """
@@ -71,7 +73,7 @@ async def rollback(chosen: SettingsFile, version: Version, why: Why = "") -> int
 async def pause(chosen: SettingsFile, why: Why = "") -> int:
     """Stop learning while serving continues: no new groups, no optimizer step, no new version, until [bold]resume[/].
 
-    Answers are still recorded and rated; what they teach waits in the buffer. It outlives restarts.
+    Answers are still recorded and rated, and wait in the buffer. The pause outlives restarts.
 
     Example: [cyan]headrace pause --why "feedback source looks wrong"[/]
     """
@@ -81,7 +83,7 @@ async def pause(chosen: SettingsFile, why: Why = "") -> int:
 
 @command
 async def resume(chosen: SettingsFile, why: Why = "") -> int:
-    """Let learning go on after a [bold]pause[/] or a drain: what has waited is trained on first."""
+    """Continue learning after a [bold]pause[/] or a drain, with the waiting experiences first."""
     return await _order(chosen, "continue", why, "learning continues")
 
 
@@ -131,11 +133,11 @@ class ChannelDecision(msgspec.Struct, frozen=True):
 async def channel(
     chosen: SettingsFile,
     as_json: JsonOption = False,
-    every: Annotated[bool, typer.Option("--all", help="Every decision of the app's life.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Show all decisions since the app began.")] = False,
 ) -> int:
     """Show the version customers are served, and the newest decisions about it with their numbers.
 
-    The gate ([bold]\\[master.gate][/]) promotes what its eval suites let pass; the commands below move it by hand.
+    The gate ([bold]\\[master.gate][/]) promotes versions that pass its tests; the commands below move the channel by hand.
     """
     settings = chosen.load()
     async with reading(settings) as log:

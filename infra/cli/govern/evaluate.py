@@ -28,17 +28,17 @@ from schemas.topics import EVALS, POLICIES
 @command
 async def evaluate(
     chosen: SettingsFile,
-    suite: Annotated[str, typer.Argument(help="A suite of [[master.evals]].")],
+    suite: Annotated[str, typer.Argument(help="Suite of [[master.evals]].")],
     version: Annotated[
-        int | None, typer.Option(min=0, help="A policy version, the newest or one to come; the newest by default.")
+        int | None, typer.Option(min=0, help="Policy version, the newest or a future version. Default: the newest.")
     ] = None,
-    within: Annotated[str, typer.Option(help="How long to wait for the result.")] = "10m",
+    within: Annotated[str, typer.Option(help="Maximum wait for the result.")] = "10m",
     as_json: JsonOption = False,
 ) -> int:
-    """Have exactly one version answer a suite, in addition to its schedule, and print the result.
+    """Evaluate exactly one version on a suite, in addition to the schedule, and print the result.
 
-    The request is in the log, so it outlives this command. An engine cannot go back: an older version is refused,
-    and one that explorers pass meanwhile is answered by a later one.
+    The request is in the log, so it outlives this command. An engine cannot load an older version: the command refuses it,
+    and if explorers pass the version meanwhile, a later version answers.
 
     Example: [cyan]headrace eval held-out --version 144[/]
     """

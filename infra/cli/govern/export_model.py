@@ -60,14 +60,15 @@ class ExportedPolicy(msgspec.Struct, frozen=True):
 async def export_model(
     chosen: SettingsFile,
     version: Annotated[str, typer.Argument(help='A published version, "newest" or "stable".')],
-    folder: Annotated[Path, typer.Argument(help="The folder to write; it must not be there, or be empty.")],
-    adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone; for a run with trainer.lora.")] = False,
+    folder: Annotated[Path, typer.Argument(help="Folder to write; it must not exist, or be empty.")],
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write only the adapter, for a run with trainer.lora.")
+    ] = False,
 ) -> int:
-    """Write a version as a model folder: configuration, tokenizer, safetensors. transformers and vLLM load it as any other.
+    """Write a version as a model folder: configuration, tokenizer, safetensors. transformers and vLLM load it.
 
-    A version of a run with trainer.lora is merged into policy.model; --adapter writes the folder that peft writes instead.
-    Every tensor is verified first. headrace.json next to the weights says which version it is, and what the gate and people
-    decided about it.
+    With trainer.lora the adapter is merged into policy.model; --adapter writes a peft folder instead. The command verifies
+    every tensor first. headrace.json next to the weights names the version, with the decisions of the gate and of people.
 
     Example: [cyan]headrace export-model stable ./support-v144[/]
     """

@@ -22,21 +22,20 @@ async def audit_log(
     chosen: SettingsFile,
     as_json: JsonOption = False,
     drained: Annotated[
-        bool, typer.Option("--drain", help="First have the master issue nothing new, and wait until all is finished.")
+        bool, typer.Option("--drain", help="First stop issuing tasks, and wait until all groups are finished.")
     ] = False,
-    within: Annotated[str, typer.Option("--timeout", metavar="TIMEOUT", help="How long a drain may take.")] = "10m",
+    within: Annotated[str, typer.Option("--timeout", metavar="TIMEOUT", help="Maximum duration of a drain.")] = "10m",
     then_continue: Annotated[
-        bool, typer.Option("--then-continue", help="Afterwards let the master issue again, drained now or earlier.")
+        bool, typer.Option("--then-continue", help="Afterwards resume issuing tasks, after this or an earlier drain.")
     ] = False,
 ) -> int:
     """Account for every published experience: trained, dropped with a reason, or pending.
 
-    Reads the whole kept log and may run at any time. A long log takes room for temporary files (TMPDIR), about 400 MB per
+    The command reads the whole kept log and may run at any time. It needs space for temporary files (TMPDIR), about 400 MB per
     million experiences.
-    After a drain nothing is pending but what waits in the buffer to be drawn without an issue order, such as demonstrations.
+    After a drain only experiences of lanes without an issue order are pending, such as demonstrations.
     A drained app stays drained, also over restarts, until --then-continue.
-    Exits with 1 if an experience was trained twice, trained without having been published, or is still on its way
-    when a drain's time is up.
+    Exit code 1: an experience was trained twice, or trained without having been published, or the drain timed out.
 
     Example: [cyan]headrace audit --drain --then-continue[/], [cyan]headrace audit --json | jq .dropped[/]
     """

@@ -24,16 +24,16 @@ MAX_TEXT = 160
 @command
 async def peek(
     chosen: SettingsFile,
-    topic: Annotated[str, typer.Argument(help="With or without the app's prefix.")],
-    last: Annotated[int, typer.Option("--last", "-n", min=0, help="How many of the newest records.")] = 5,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what arrives.")] = False,
+    topic: Annotated[str, typer.Argument(help="Topic, with or without the app's prefix.")],
+    last: Annotated[int, typer.Option("--last", "-n", min=0, help="Number of newest records.")] = 5,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue with new records.")] = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Show the newest records of a topic as a person reads them.
+    """Show the newest records of a topic in readable form.
 
     Topics: taskset.raw, taskset, tasks, experiences, experts, feedback, verified, buffer, evals, batches,
     progress, policies, dead-letters.
-    With --json each record is one line.
+    With --json each record is a line.
 
     Example: [cyan]headrace peek buffer -n 3[/], [cyan]headrace peek dead-letters --follow[/]
     """

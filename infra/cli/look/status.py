@@ -54,19 +54,16 @@ Policies = Sequence[tuple[int, object]]
 async def status(
     chosen: SettingsFile,
     as_json: JsonOption = False,
-    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if there is an alarm, for monitoring.")] = False,
-    max_lag: Annotated[
-        int, typer.Option(help="Records waiting for a stage above which its lag is an alarm.")
-    ] = MAX_LAG,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if there is an alarm.")] = False,
+    max_lag: Annotated[int, typer.Option(help="Unread records of a stage above which its lag is an alarm.")] = MAX_LAG,
     kept: Annotated[
-        bool, typer.Option("--kept", help="Also print the size and the bound of each topic, folder and file.")
+        bool, typer.Option("--kept", help="Also print the size and the limit of each topic, folder and file.")
     ] = False,
 ) -> int:
     """Roles, versions, rates, lags, drops by reason, and alarms.
 
-    Read from the log alone, so it works from any machine that reaches the broker.
-    Rates cover the last minute.
-    An alarm is a role that does not report, a stage that lags, a refused policy, or a diagnostic out of its range.
+    The command reads only the log, so it works from any machine that reaches the broker. Rates cover the last minute.
+    Alarms are, for example, a role that does not report, a stage that lags, a refused version, an unhealthy diagnostic.
 
     Example: [cyan]headrace status --check --json[/]
     """

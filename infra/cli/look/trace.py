@@ -36,10 +36,10 @@ PATIENCE_S = 30.0  # with a busy machine, whose keeper of the index runs in its 
 @command
 async def trace(
     chosen: SettingsFile,
-    answer: Annotated[str | None, typer.Argument(help="An answer id (hr-…) or an experience id.")] = None,
-    policy: Annotated[int | None, typer.Option(help="A version, to show the answers that it learned from.")] = None,
+    answer: Annotated[str | None, typer.Argument(help="Answer id (hr-…) or experience id.")] = None,
+    policy: Annotated[int | None, typer.Option(help="Version whose answers to show.")] = None,
     keep_up: Annotated[
-        bool, typer.Option("--keep-up", help="Ask nothing: keep the index up until stopped, as `up` does.")
+        bool, typer.Option("--keep-up", help="Only keep the index up to date until stopped, as `up` does.")
     ] = False,
     as_json: JsonOption = False,
 ) -> int:
@@ -47,8 +47,8 @@ async def trace(
 
     It shows the version that sampled the answer, the result of every processor and score, the feedback and its time, the end of
     the group, the steps that trained on the answer with their advantages, and the first version that learned from it. A pending
-    answer shows the record that it waits for, and the deadline. An index next to the TOML holds the places of the records;
-    `headrace up` keeps it up to date. Without it the first trace reads the whole log, and later ones read new records alone.
+    answer shows the record that it waits for, and the deadline. An index next to the TOML has the offsets of the records;
+    `headrace up` keeps it up to date. Without it the first trace reads the whole log, later traces only new records.
 
     Example: [cyan]headrace trace hr-add-37-45.2.0-7-0[/], [cyan]headrace trace --policy 40[/]
     """

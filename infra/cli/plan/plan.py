@@ -19,19 +19,20 @@ from schemas.errors import ConfigError
 class RateFlags(msgspec.Struct, frozen=True):
     """Incoming rates, and speeds of one engine and of the trainer."""
 
-    groups_per_s: Annotated[float, typer.Option(min=0, help="Groups that explorers sample a second.")] = 0.0
-    requests_per_s: Annotated[float, typer.Option(min=0, help="Requests that gateways answer a second.")] = 0.0
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, with the conversation before it.")] = 1000
+    groups_per_s: Annotated[float, typer.Option(min=0, help="Groups that explorers sample per second.")] = 0.0
+    requests_per_s: Annotated[float, typer.Option(min=0, help="Requests that gateways answer per second.")] = 0.0
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, including earlier turns.")] = 1000
     answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 500
     rated: Annotated[float, typer.Option(min=0, max=1, help="Share of requests that get feedback.")] = 0.2
     engine_tokens_per_s: Annotated[
-        float, typer.Option(min=0, help="Tokens that one engine samples a second; an explorer reports tokens_per_s.")
+        float, typer.Option(min=0, help="Tokens that an engine samples per second, as tokens_per_s of an explorer.")
     ] = 0.0
     learner_tokens_per_s: Annotated[
-        float, typer.Option(min=0, help="Sampled tokens that the trainer takes a second; make bench NAME=learner.")
+        float,
+        typer.Option(min=0, help="Sampled tokens that the trainer trains per second; see make bench NAME=learner."),
     ] = 0.0
     costs: Annotated[
-        Path | None, typer.Option(help="File with unit costs of your machines.", show_default="what is shipped")
+        Path | None, typer.Option(help="File with unit costs of your machines.", show_default="shipped costs")
     ] = None
 
 
@@ -39,21 +40,21 @@ class MachineFlags(msgspec.Struct, frozen=True):
     """The machines that the model shall fit."""
 
     gpu_gb: Annotated[
-        float | None, typer.Option(help="Memory of one GPU in GB; 0 for none.", show_default="this machine's, or 80")
+        float | None, typer.Option(help="Memory of a GPU in GB; 0 for none.", show_default="this machine's, or 80")
     ] = None
     host_gb: Annotated[float | None, typer.Option(help="Memory of a host in GB.", show_default="this machine's")] = None
     shm_gb: Annotated[float | None, typer.Option(help="Free GB in /dev/shm.", show_default="this machine's")] = None
-    step_s: Annotated[float, typer.Option(help="Seconds from one optimizer step to the next.")] = 120.0
+    step_s: Annotated[float, typer.Option(help="Seconds per optimizer step.")] = 120.0
 
 
 @command
 def plan(chosen: SettingsFile, asked: RateFlags, machine: MachineFlags, as_json: JsonOption = False) -> int:
-    """Plan capacity: what the model needs of memory, time and disk, and what rates need of brokers and processes.
+    """Plan capacity: memory, time and disk of the model, and brokers and processes for given rates.
 
-    It reads config.json of the model alone: memory of a learner's rank and of an engine, seconds and bytes of a version. With
-    rates: bytes and disk by topic, stream workers, gateways, explorers, partitions, and what is full first. Group size,
-    partitions, copies, retention and processes come from the settings. Figures are computed from measured unit costs,
-    which are printed with them. Exit code 1: something will not fit or will not keep up, named with the setting that mends it.
+    From the model's config.json it computes the memory of a learner's rank and an engine, and seconds and bytes of a version.
+    From rates it computes bytes and disk by topic, stream workers, gateways, explorers, partitions, and the first bottleneck.
+    Group size, partitions, copies, retention and processes come from the settings. The unit costs are measured and printed.
+    Exit code 1: something does not fit or keep up; the output names the setting to change.
 
     Example: [cyan]headrace plan --gpu-gb 80 --requests-per-s 50 --engine-tokens-per-s 4000[/]
     """

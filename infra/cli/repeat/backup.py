@@ -33,15 +33,15 @@ FOLLOWS = (
 @command
 async def backup(
     chosen: SettingsFile,
-    to: Annotated[str, typer.Argument(help="A folder or s3://bucket/prefix, empty or with an unfinished backup.")],
+    to: Annotated[str, typer.Argument(help="Folder or s3://bucket/prefix, empty or with an unfinished backup.")],
     keys: Annotated[
-        str, typer.Option(help="Where keys go: another folder or s3://bucket/prefix. Without it they stay out.")
+        str, typer.Option(help="Place for keys: another folder or s3://bucket/prefix. Default: no keys.")
     ] = "",
 ) -> int:
     """Copy an app, its topics and its store, while it runs.
 
-    Run again after a stop, it continues. Without --keys what was sealed of users stays shut after a restore, and API keys are
-    made again.
+    After an interruption, run the command again to continue. Without --keys, a restored app cannot decrypt named users' texts
+    and needs new API keys.
 
     Example: [cyan]headrace backup s3://backups/support-11-23 --keys /safe/support-11-23[/]
     """
@@ -80,14 +80,14 @@ async def backup(
 async def restore(
     chosen: SettingsFile,
     source: Annotated[
-        str, typer.Argument(help="A whole backup: a folder or s3://bucket/prefix. Without it keys alone come back.")
+        str, typer.Argument(help="Complete backup: a folder or s3://bucket/prefix. Default: restore only keys.")
     ] = "",
-    keys: Annotated[str, typer.Option(help="Where the backup's keys are.")] = "",
+    keys: Annotated[str, typer.Option(help="Place of the backup's keys.")] = "",
 ) -> int:
-    """Put a backup back, into a broker and a store that have nothing of the app.
+    """Restore a backup into a broker and a store without data of the app.
 
-    Every record is at its offset with its time again, and every byte is compared with its hash. Stop all roles first. Run
-    again after a stop, it continues. A key that is there is not replaced.
+    Every record gets its offset and time back; the command compares every byte with its hash. Stop all roles first. After an
+    interruption, run the command again to continue. It does not replace existing keys.
 
     Example: [cyan]headrace restore s3://backups/support-11-23 --keys /safe/support-11-23[/]
     """

@@ -21,19 +21,18 @@ from trainer.replay.replay import ReplayStart, find_start
 @command
 async def export(
     run: RunArgument,
-    file: Annotated[Path, typer.Argument(help="The archive to write; it must not be there.")],
+    file: Annotated[Path, typer.Argument(help="Archive to write; it must not exist.")],
     from_step: FromOption = None,
     trust_plugins: TrustOption = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Write all that a replay needs into one file: checkpoint, model, journal, buffered blocks, settings of the trainer.
+    """Write everything that a replay needs into a file: checkpoint, model, journal, buffered blocks, settings of the trainer.
 
-    What was decided and measured of every version is in it too, for [bold]headrace console[/].
+    The file also has the decisions and measurements of every version, for [bold]headrace console[/].
 
-    No address, no credential and no key is in it: steps that trained on sealed answers, answers of named users, cannot be
-    replayed from it. Their number is printed.
-    Where an objective or a learner comes from a plugin, the plugin must be importable where it is replayed, and
-    `headrace replay` asks for --trust-plugins.
+    It contains no address, no credential and no key. Steps that trained on encrypted answers, those of named users, cannot be
+    replayed from it; the command prints their number.
+    If a loss or a learner is a plugin, it must be importable at the replay, which needs --trust-plugins.
 
     Example: [cyan]headrace export runs/demo demo.headrace[/], elsewhere [cyan]headrace replay demo.headrace --verify[/]
     """

@@ -33,10 +33,10 @@ The weights, the optimizer's state, large frames and users' keys lay in the stor
 
 @command
 async def recover(chosen: SettingsFile, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False) -> int:
-    """Go on after the log's data or the store was lost, or say what can be done.
+    """Continue after the loss of the log's data, or show what you can do.
 
-    Where the log is lost and the store is there, a new journal begins from the newest checkpoint. It says what is lost and
-    asks first. Where log and store belong together it changes nothing.
+    If the log is lost and the store exists, a new journal starts from the newest checkpoint. The command first lists the losses
+    and asks. If log and store belong together, it changes nothing.
 
     Example: [cyan]headrace recover -c support/headrace.toml[/]
     """

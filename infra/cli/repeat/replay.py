@@ -71,21 +71,21 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
 async def replay(
     run: RunArgument = Path(),
     from_step: FromOption = None,
-    to_step: Annotated[int | None, typer.Option("--to", help="Stop after this step.", metavar="STEP")] = None,
+    to_step: Annotated[int | None, typer.Option("--to", help="Last step to replay.", metavar="STEP")] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Compare; exit with 1 on a difference, or where nothing could be.")
+        bool, typer.Option("--verify", help="Compare; exit with 1 if weights differ, or if nothing was compared.")
     ] = False,
     trust_plugins: TrustOption = False,
     max_unpacked: Annotated[
-        int, typer.Option(help="What an archive may unpack to.", metavar="BYTES", min=1, show_default="32 GiB")
+        int, typer.Option(help="Maximum size of an unpacked archive.", metavar="BYTES", min=1, show_default="32 GiB")
     ] = MAX_BYTES,
     as_json: JsonOption = False,
 ) -> int:
-    """Do a run again, from the oldest kept checkpoint and the log alone, and show the weights' hash at every checkpoint.
+    """Train a run again from the oldest kept checkpoint and the log, and show the weights' hash at every checkpoint.
 
-    Appends nothing to the log and writes nothing to the store. A record that is missing or was altered is named.
-    In one process on the same model of CPU, with the same code, libraries and threads, the hashes are equal; elsewhere the
-    batches are, and it prints what differs. Code that headrace does not ship is imported with --trust-plugins alone, after its
+    The command appends nothing to the log and writes nothing to the store. It names missing and altered records.
+    In one process on the same CPU model, with the same code, libraries and threads, the hashes are equal; otherwise only the
+    batches are, and the command lists the differences. It imports plugins only with --trust-plugins, after it printed their
     names.
 
     Example: [cyan]headrace replay runs/demo --verify[/]

@@ -37,33 +37,33 @@ class ReprocessFlags(msgspec.Struct, frozen=True):
         ),
     ] = "beginning"
     stop: Annotated[str, typer.Option("--to", help='"end", or a place as in --from; not included itself.')] = "end"
-    topic: Annotated[str, typer.Option(help="Input topic of verify: experiences or experts alone.")] = ""
-    diff: Annotated[bool, typer.Option("--diff", help="Compare with what the log records.")] = False
-    rescore: Annotated[bool, typer.Option("--rescore", help="Ask for outside verdicts again that are on record.")] = (
-        False
-    )
+    topic: Annotated[str, typer.Option(help="Input topic of verify: experiences or experts. Default: both.")] = ""
+    diff: Annotated[bool, typer.Option("--diff", help="Compare with the recorded decisions.")] = False
+    rescore: Annotated[
+        bool, typer.Option("--rescore", help="Call external scores again instead of reusing recorded ones.")
+    ] = False
 
 
 @command
 async def reprocess(
     chosen: SettingsFile,
-    stage: Annotated[str, typer.Argument(help="tasks, verify, collect, or dead-letters.")],
+    stage: Annotated[str, typer.Argument(help="Stage: tasks, verify, collect, or dead-letters.")],
     flags: ReprocessFlags,
     other: Annotated[
         Path | None,
         typer.Option(
             "--with",
-            help="Judge by this TOML: whole settings, or tables that override those in -c.",
+            help="TOML with other rules: complete settings, or tables that override those of -c.",
             metavar="FILE",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Run a stage over any part of the log again, exactly as the workers do, and see what it would have changed.
+    """Run a stage over any part of the log again, exactly as the workers do, and show what would have changed.
 
-    It writes nothing to the app; with the settings and processors that made the record, nothing differs. Offsets belong to the
-    stage's input: taskset.raw, experiences (or --topic), verified. dead-letters delivers each letter that decodes by now once
-    more to where it came from.
+    The command writes nothing to the app. With the settings and processors of the run, nothing differs. Offsets are those of
+    the stage's input: taskset.raw, experiences (or --topic), verified. dead-letters delivers each decodable dead letter again
+    to its topic.
 
     Example: [cyan]headrace reprocess verify --from 2026-11-20 --with stricter.toml --diff[/]
     """

@@ -66,18 +66,19 @@ STOP_S = 1800.0  # a trainer finishes its step and writes a checkpoint; to end i
 
 @flags
 def master(chosen: SettingsFile) -> None:
-    """Issue tasks as the staleness budget allows, issue unfinished ones again, request evals.
+    """Issue tasks as the staleness bound allows, reissue unfinished groups, request evals, and run the gate.
 
-    One is enough. It keeps no state of its own: everything is counted again from the log when it starts.
+    Run a single master; a newer one takes the lease. It stores a snapshot of its state every `master.snapshot_s` seconds and
+    reads the log from there at its next start.
     """
     _end_with("master", chosen)
 
 
 @flags
 def explore(chosen: SettingsFile) -> None:
-    """Run tasks on an engine, publish experiences, follow new policies while generating.
+    """Run tasks on an engine, publish experiences, load new versions while generating.
 
-    Any number of them share the tasks. A new policy is loaded between two tokens; no request is dropped for it.
+    Any number of explorers share the tasks. An engine loads a new version between two tokens and drops no request.
 
     Example: [cyan]headrace explore --set engine.use=actors.engines.torch:TorchEngine[/]
     """
@@ -88,7 +89,7 @@ def explore(chosen: SettingsFile) -> None:
 def process(chosen: SettingsFile) -> None:
     """Run the stream processors: tasks, verify, collect and the feedback sources.
 
-    Any number of them share the partitions; killed or rebalanced, they decide as one that was never disturbed.
+    Any number of workers share the partitions. Their decisions do not depend on crashes and rebalances.
     """
     _end_with("process", chosen)
 
@@ -96,13 +97,12 @@ def process(chosen: SettingsFile) -> None:
 @flags
 def train(
     chosen: SettingsFile,
-    ranks: Annotated[int, typer.Option(help="Processes that train together; 0 takes \\[trainer] ranks.")] = 0,
+    ranks: Annotated[int, typer.Option(help="Number of ranks; 0 takes \\[trainer] ranks.")] = 0,
 ) -> None:
-    """Train on the buffer, journal every batch, publish every policy.
+    """Train on the buffer, journal every batch, publish versions.
 
-    One at a time: a second one takes the lease and the first ends. After a kill it continues with the same batches. With
-    several ranks (a learner of many processes, or torchrun) the first alone touches the log; one that dies takes the
-    others with it, and all start again.
+    Run a single trainer: a second trainer takes the lease, and the first exits. After a crash it continues with the same
+    batches. Of several ranks (--ranks or torchrun) only the first uses the log; if a rank dies, all ranks restart.
     """
     _end_with("train", chosen, f"trainer.ranks={ranks}" if ranks else "")
 
@@ -112,12 +112,12 @@ def serve(
     chosen: SettingsFile,
     channel: Annotated[str, typer.Option(help='stable, canary or candidate; "" takes \\[gateway] channel.')] = "",
 ) -> None:
-    """Serve an OpenAI-compatible API on an engine, record answers with consent, follow the policy.
+    """Serve an OpenAI-compatible API on an engine, record answers with consent, load new versions.
 
-    Any number of them behind one address. It serves while the broker is away, and writes what waited when it is back.
-    Clients need a key: headrace keys create.
+    Any number of gateways may run behind one address. A gateway serves while the broker is unreachable, and writes its waiting
+    records afterwards. Clients need a key: headrace keys create.
 
-    A canary listens where [bold]\\[gateway.canary][/] says, and answers the share of sessions that the other gateways send it.
+    A canary listens at the address in [bold]\\[gateway.canary][/] and answers the share of sessions that other gateways send.
 
     Example: [cyan]headrace serve --set gateway.listen=0.0.0.0:8000[/]
     """

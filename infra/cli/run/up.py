@@ -133,9 +133,9 @@ async def _until_it_answers(settings: Settings, supervisor: Supervisor) -> None:
 async def up(chosen: SettingsFile) -> int:
     """Start the broker (unless one is configured) and one process per role; Ctrl-C stops them.
 
-    A role that dies, or that something else ends by a signal, is started again; its output goes to logs/ next to the
-    TOML. So `kill` of one role has it read changed plugins and settings. A role that cannot start for a
-    cause that a restart cannot fix ends all; the console may fail alone.
+    `up` restarts a role that crashes or is ended by a signal, so `kill` of a role makes it read changed plugins and settings.
+    Output of the roles goes to logs/ next to the TOML. If a role cannot start for a reason that a restart cannot fix, `up`
+    stops all roles; a failing console stops nothing.
 
     Example: [cyan]headrace up -c support/headrace.toml --set trainer.learning_rate=1e-6[/]
     """
