@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from infra.ledger.index_fold import ENDED, KEYED, SCHEMA, TIME_BITS, Folder, is_opened, number
+from infra.ledger.index_fold import KEYED, SCHEMA, TIME_BITS, Folder, is_opened, number
 from infra.log.blobs import is_claim
 from infra.log.bus import Record
 from infra.log.log import Log
@@ -32,7 +32,7 @@ from schemas.ids import partition_key
 from schemas.topics import Topic
 
 FILE = "index.sqlite"
-LAYOUT = 1
+LAYOUT = 2
 # In this order a record is read after those that it is about.
 PAGED = (
     topics.EXPERTS, topics.EXPERIENCES, topics.VERIFIED, topics.EVALS, topics.BUFFER, topics.PROGRESS, topics.REPORTS,
@@ -50,7 +50,7 @@ CREATE INDEX IF NOT EXISTS places_by_group ON places (grp);
 CREATE INDEX IF NOT EXISTS trained_by_group ON trained (grp);
 """
 LOGGED = ("places", "sealed", "steps", "trained", "undone", "policies")
-TIMED = ("answers", "scores", "uses", "texts", "words", "fates", "letters", "marks", "tasks")
+TIMED = ("answers", "scores", "uses", "texts", "words", "letters", "marks", "tasks")
 # The column that numbers the rows of a table, and how many of the newest numbers stay.
 NEWEST: Mapping[str, tuple[str, int]] = {
     "letters": ("n", 50_000),
@@ -127,7 +127,6 @@ class LogIndex:
         # NORMAL may lose the last reads with the machine, never the file: the log has them.
         self.database.execute("PRAGMA synchronous = NORMAL")
         self.database.execute("PRAGMA cache_size = -32000")
-        self.database.execute(ENDED)
         self._inode = inode(self.path)
         is_writer = self._is_writer
         if self.database.execute("PRAGMA user_version").fetchone() != (LAYOUT,) and self._claim():
@@ -431,7 +430,6 @@ def trim(database: sqlite3.Connection, before_ms: int, at_most: int = PRUNED_ANS
         database.execute(f"DELETE FROM scores WHERE n {old} AND name IN (SELECT DISTINCT name FROM scores)")
         for table in ("texts", "uses", "answers"):
             database.execute(f"DELETE FROM {table} WHERE n {old}")
-        database.execute("DELETE FROM fates WHERE minute < ?", (before_ms // 60_000,))
         for table in ("letters", "marks", "tasks"):
             database.execute(f"DELETE FROM {table} WHERE time_ms < ?", (before_ms,))
         for table, (column, most) in NEWEST.items():

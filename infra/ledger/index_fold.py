@@ -7,7 +7,6 @@ and never text. A record that does not decode says nothing here: it is in dead-l
 
 import json
 import sqlite3
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import xxhash
@@ -66,8 +65,6 @@ CREATE TABLE scores (name TEXT, n INTEGER, value REAL, PRIMARY KEY (name, n)) WI
 CREATE TABLE uses (step INTEGER, n INTEGER, PRIMARY KEY (step, n)) WITHOUT ROWID;
 CREATE TABLE texts (n INTEGER PRIMARY KEY, asked TEXT, answered TEXT, size INTEGER, digest INTEGER);
 CREATE VIRTUAL TABLE words USING fts5 (asked, answered, content = 'texts', content_rowid = 'n');
-CREATE TABLE fates (version INTEGER, minute INTEGER, fate TEXT, count INTEGER, PRIMARY KEY (version, minute, fate))
-  WITHOUT ROWID;
 CREATE TABLE tasks (task TEXT PRIMARY KEY, judged INTEGER, total REAL, newest INTEGER, time_ms INTEGER) WITHOUT ROWID;
 CREATE TABLE curves (name TEXT, version INTEGER, time_ms INTEGER, value REAL, kept INTEGER,
   PRIMARY KEY (name, version)) WITHOUT ROWID;
@@ -82,7 +79,7 @@ CREATE INDEX by_group ON answers (grp);
 CREATE INDEX by_lane ON answers (lane);
 CREATE INDEX by_tenant ON answers (tenant);
 CREATE INDEX by_session ON answers (session) WHERE session != '';
-CREATE INDEX by_version ON answers (hi);
+CREATE INDEX by_version ON answers (hi, fate, time_ms, suite);
 CREATE INDEX by_fate ON answers (fate);
 CREATE INDEX by_said ON answers (said) WHERE said > 0;
 CREATE INDEX by_reward ON answers (reward) WHERE reward IS NOT NULL;
@@ -99,9 +96,6 @@ CREATE INDEX by_ease ON tasks (total / judged DESC, judged DESC);
 CREATE INDEX by_judged ON tasks (judged);
 CREATE INDEX by_judging ON tasks (time_ms);
 """
-# What became of which answers, until it is written; of one connection.
-ENDED = "CREATE TEMP TABLE ended (n INTEGER PRIMARY KEY, fate TEXT)"
-COUNTED = "ON CONFLICT DO UPDATE SET count = count + excluded.count"
 Found = tuple[Record, Control | Block]
 
 
@@ -173,12 +167,6 @@ class Folder:
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             rows,
         )
-        counts = Counter(
-            (answer.max_version, time_ms // 60_000, row[-1])
-            for (_, time_ms, answer), row in zip(numbered, rows, strict=True)
-            if not answer.suite
-        )
-        self._many(f"INSERT INTO fates VALUES (?, ?, ?, ?) {COUNTED}", [(*key, count) for key, count in counts.items()])
         texts = [(n, *_answer_texts(answer)) for n, _, answer in numbered if not answer.key_id]
         self._many("INSERT OR REPLACE INTO texts VALUES (?, ?, ?, ?, ?)", texts)
         self._many("INSERT INTO words (rowid, asked, answered) VALUES (?, ?, ?)", [text[:3] for text in texts])
@@ -198,22 +186,9 @@ class Folder:
     def _many(self, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
         self._database.executemany(statement, rows)
 
-    def _end(self, select: str, rows: Sequence[tuple[object, ...]]) -> None:
-        """Set the fate of the answers that `select` finds for each row; of one answer the first row counts."""
-        self._many(f"INSERT OR IGNORE INTO ended {select}", rows)
-        for fate, count in (("answers.fate", "-count(*)"), ("ended.fate", "count(*)")):
-            self._database.execute(
-                f"INSERT INTO fates SELECT hi, time_ms / 60000, {fate}, {count} FROM ended CROSS JOIN answers USING (n)"
-                f" WHERE suite = '' AND answers.fate != ended.fate GROUP BY 1, 2, 3 {COUNTED}"
-            )
-        self._database.execute(
-            "UPDATE answers SET fate = (SELECT fate FROM ended WHERE ended.n = answers.n) WHERE n IN (SELECT n FROM ended)"
-        )
-        self._database.execute("DELETE FROM ended")
-
     def _end_pending(self, rows: Sequence[tuple[str, int]]) -> None:
         """Reason and key of answers; the first reason counts, unless the answer was trained."""
-        self._end("SELECT n, ? FROM answers WHERE key = ? AND fate = ''", rows)
+        self._many("UPDATE answers SET fate = ? WHERE key = ? AND fate = ''", rows)
 
     def _verified(self, found: Sequence[Found]) -> None:
         members = _members(found)
@@ -264,7 +239,7 @@ class Folder:
                 ended += [(why, number(group), 0, "") for group, why in value.dropped.items()]
             elif isinstance(value, Progress) and value.role == "train" and value.version >= 0:
                 self._measured(value.version, record.timestamp_ms, value.gauges, kept=0)
-        self._end("SELECT n, ? FROM answers WHERE grp = ? AND fate = '' AND substr(id, 1, ?) = ?", ended)
+        self._many("UPDATE answers SET fate = ? WHERE grp = ? AND fate = '' AND substr(id, 1, ?) = ?", ended)
 
     def _measured(self, version: int, time_ms: int, values: Mapping[str, float], *, kept: int) -> None:
         """Measures of a version: as its event keeps them (`kept` 1), else as the trainer last reported them."""
@@ -295,7 +270,7 @@ class Folder:
         self._many("INSERT INTO trained VALUES (?, ?)", [(group, batch.step) for group in groups])
         if self._pages:
             keys = [number(item.id) for item in batch.items]
-            self._end("SELECT n, ? FROM answers WHERE key = ?", [(TRAINED, key) for key in keys])
+            self._many("UPDATE answers SET fate = ? WHERE key = ?", [(TRAINED, key) for key in keys])
             use = "INSERT OR IGNORE INTO uses SELECT ?, n FROM answers WHERE key = ?"
             self._many(use, [(batch.step, key) for key in keys])
             dropped = zip(batch.dropped, batch.dropped_because, strict=False)
@@ -305,10 +280,10 @@ class Folder:
         """These steps changed nothing in the end; an answer that no other step used is trained no more."""
         self._database.execute("INSERT INTO undone VALUES (?, ?, ?)", (first, last, f"{why}: {reason}"))
         if self._pages:
-            self._end(
-                "SELECT n, ? FROM answers WHERE n IN (SELECT n FROM uses WHERE step BETWEEN ? AND ?)"
+            self._database.execute(
+                "UPDATE answers SET fate = ? WHERE n IN (SELECT n FROM uses WHERE step BETWEEN ? AND ?)"
                 " AND NOT EXISTS (SELECT 1 FROM uses WHERE uses.n = answers.n AND step NOT BETWEEN ? AND ?)",
-                [(why, first, last, first, last)],
+                (why, first, last, first, last),
             )
             self._database.execute("DELETE FROM uses WHERE step BETWEEN ? AND ?", (first, last))
 

@@ -99,23 +99,21 @@ def thin(points: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
 
 def fates_chart(database: sqlite3.Connection, *, by_time: bool) -> Chart:
     """Fates of answers as stacked areas over equal ranges of versions or minutes."""
-    column = "minute" if by_time else "version"
+    column = "time_ms / 60000" if by_time else "hi"
     rows = database.execute(
-        f"SELECT {column} AS x, fate, sum(count) AS count FROM fates WHERE version >= 0 GROUP BY x, fate ORDER BY x"
+        f"SELECT {column} AS x, fate, count(*) AS count FROM answers WHERE suite = '' AND hi >= 0 GROUP BY x, fate ORDER BY x"
     ).fetchall()
     totals: dict[str, int] = {}
     for row in rows:
         totals[row["fate"]] = totals.get(row["fate"], 0) + row["count"]
-    names = sorted((name for name in totals if totals[name] > 0), key=lambda name: (name != "trained", -totals[name]))
+    names = sorted(totals, key=lambda name: (name != "trained", -totals[name]))
     first, last = (rows[0]["x"], rows[-1]["x"]) if rows else (0, 0)
     width = -(-(last - first + 1) // MAX_BINS)
     xs = range(first, last + 1, width)
     layers = {name: [0] * len(xs) for name in (*names[:MAX_FATES], *(["others"] if len(names) > MAX_FATES else []))}
     for row in rows:
-        if row["fate"] in totals and totals[row["fate"]] > 0:
-            layers[row["fate"] if row["fate"] in names[:MAX_FATES] else "others"][(row["x"] - first) // width] += row[
-                "count"
-            ]
+        layer = layers[row["fate"] if row["fate"] in names[:MAX_FATES] else "others"]
+        layer[(row["x"] - first) // width] += row["count"]
     origin, mark = (first, "") if by_time else (0, "v")
     ranges = [(x - origin, x - origin + width - 1) for x in xs]
     return {

@@ -75,11 +75,7 @@ def test_what_became_of_answers_is_what_the_audit_says_however_often_the_log_is_
         expected.update({"trained": found.trained, "": found.pending, **found.dropped})
 
     index = folded(tmp_path, fill, account)
-    totals = index.database.execute("SELECT fate, sum(count) FROM fates GROUP BY fate HAVING sum(count) > 0").fetchall()
-    found = dict(rows(index, "SELECT fate, count(*) FROM answers WHERE suite = '' GROUP BY fate"))
-    assert Counter(found) == +expected and dict(map(tuple, totals)) == found, (
-        "the areas of the chart are the same answers"
-    )
+    assert Counter(dict(rows(index, "SELECT fate, count(*) FROM answers WHERE suite = '' GROUP BY fate"))) == +expected
 
 
 def test_nothing_that_is_sealed_is_in_the_file(tmp_path: Path) -> None:
