@@ -18,7 +18,7 @@ import msgspec
 
 from infra.local.broker import HOST, choose_address
 from infra.local.process import start_watched
-from infra.store.s3 import S3Credentials, S3Store
+from infra.store.s3 import S3Store, fixed_keys
 from schemas.errors import ConfigError
 
 MODULE = "github.com/minio/minio@v0.0.0-20250907161309-07c3a429bfed"
@@ -43,7 +43,7 @@ class MinioServer(msgspec.Struct, frozen=True):
             bucket,
             prefix=prefix,
             endpoint=self.endpoint,
-            credentials=S3Credentials(access_key=self.access_key, secret_key=self.secret_key),
+            credentials=fixed_keys(self.access_key, self.secret_key),
             region=REGION,
         )
         store.make_bucket()

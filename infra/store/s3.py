@@ -27,7 +27,6 @@ import os
 import re
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -36,7 +35,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-import msgspec
 import numpy as np
 from blake3 import blake3
 
@@ -52,17 +50,6 @@ ANSWER_S = 5.0  # for a server that gives roles
 REMEMBERED = 4  # keys of a role that an error may still quote
 
 _STATUS = re.compile(r"HTTP status code (\d+)")
-
-
-class S3Credentials(msgspec.Struct, frozen=True, kw_only=True):
-    """Keys that stay. access_key: the public half. secret_key: the other one. session_token: of temporary credentials."""
-
-    access_key: str
-    secret_key: str
-    session_token: str | None = None
-
-    def __repr__(self) -> str:
-        return "S3Credentials([secret])"
 
 
 class S3Keys:
@@ -107,10 +94,11 @@ class S3Keys:
         raise ValueError(fault)
 
 
-def fixed_keys(given: S3Credentials) -> S3Keys:
+def fixed_keys(access_key: str, secret_key: str, session_token: str | None = None) -> S3Keys:
+    """Keys that stay. session_token: of temporary credentials."""
     from minio.credentials import Credentials
 
-    keys = Credentials(given.access_key, given.secret_key, given.session_token)
+    keys = Credentials(access_key, secret_key, session_token)
     found = S3Keys(lambda: keys, "the environment")
     found.retrieve()
     return found
@@ -120,8 +108,7 @@ def keys_of(environment: Mapping[str, str], *, is_amazon: bool) -> S3Keys:
     """The keys that the environment names. is_amazon: no other server is named. Raises ConfigError where there are none."""
     access_key, secret_key = environment.get("AWS_ACCESS_KEY_ID"), environment.get("AWS_SECRET_ACCESS_KEY")
     if access_key and secret_key:
-        token = environment.get("AWS_SESSION_TOKEN") or None
-        return fixed_keys(S3Credentials(access_key=access_key, secret_key=secret_key, session_token=token))
+        return fixed_keys(access_key, secret_key, environment.get("AWS_SESSION_TOKEN") or None)
     if access_key or secret_key:
         raise ConfigError("only one of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY is set; keys are both")
     if file := environment.get("AWS_SHARED_CREDENTIALS_FILE"):
@@ -241,7 +228,7 @@ class S3Store(Store):
         bucket: str,
         *,
         endpoint: str,
-        credentials: S3Credentials | S3Keys,
+        credentials: S3Keys,
         prefix: str = "",
         region: str | None = None,
         ca_file: str | None = None,
@@ -259,7 +246,7 @@ class S3Store(Store):
         self._num_retries = num_retries
         self._tidied = False
         self._slots = threading.BoundedSemaphore(CONNECTIONS)
-        self._keys = fixed_keys(credentials) if isinstance(credentials, S3Credentials) else credentials
+        self._keys = credentials
         pool = connections(ca_file or certifi.where(), num_retries)
         try:
             self._client: Any = minio.Minio(
@@ -291,7 +278,7 @@ class S3Store(Store):
             self._client.put_object(
                 self._bucket,
                 name,
-                PiecesReader(pieces),
+                io.BytesIO(b"".join(pieces)),
                 num_bytes,
                 part_size=part_bytes,
                 num_parallel_uploads=CONNECTIONS,
@@ -463,26 +450,6 @@ class S3Store(Store):
         for secret in self._keys.secrets:
             text = text.replace(secret, "[secret]")
         return text
-
-
-class PiecesReader(io.RawIOBase):
-    """Pieces as one file. BytesIO would first copy all of a memoryview."""
-
-    def __init__(self, pieces: Pieces) -> None:
-        self._left = deque(memoryview(piece) for piece in pieces)
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        found, wanted = list[memoryview](), size if size >= 0 else total_bytes(self._left)
-        while self._left and wanted:
-            piece = self._left.popleft()
-            found.append(piece[:wanted])
-            if len(piece) > wanted:
-                self._left.appendleft(piece[wanted:])
-            wanted -= len(found[-1])
-        return bytes(found[0]) if len(found) == 1 else b"".join(found)
 
 
 def body_of(answer: Any, length: int, clock: Callable[[], float] = time.monotonic) -> Iterator[bytes]:

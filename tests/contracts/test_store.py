@@ -17,7 +17,7 @@ from infra.store.directory import DirectoryStore
 from infra.store.host_cache import CachedStore, HostCache
 from infra.store.memory import MemoryStore
 from infra.store.open import MeasuredStore
-from infra.store.s3 import S3Credentials, S3Store
+from infra.store.s3 import S3Store, fixed_keys
 from infra.store.store import MAX_KEY_BYTES, Store, digest_of, joined
 from schemas.errors import NotInStore
 from tests import minio
@@ -212,7 +212,7 @@ def test_a_policy_published_to_the_store_is_followed_from_it(store: Store) -> No
 
 
 def test_a_store_behind_a_network_shows_where_it_is_and_no_secret() -> None:
-    credentials = S3Credentials(access_key="hidden1", secret_key="hidden2", session_token="hidden3")
+    credentials = fixed_keys("hidden1", "hidden2", "hidden3")
     shown = repr(S3Store("b", endpoint="http://x:9", credentials=credentials)) + repr(credentials)
     assert "s3://b/ at http://x:9" in shown and "hidden" not in shown
 
@@ -257,9 +257,7 @@ def test_check_connect_names_what_a_policy_of_the_bucket_does_not_allow(
         secret_key=minio_server.secret_key,
         policy=json.dumps({"Version": "2012-10-17", "Statement": [rule]}),
     ).retrieve()
-    credentials = S3Credentials(
-        access_key=role.access_key, secret_key=role.secret_key, session_token=role.session_token
-    )
+    credentials = fixed_keys(role.access_key, role.secret_key, role.session_token)
     limited = S3Store(
         "policy", prefix="app", endpoint=minio_server.endpoint, credentials=credentials, region=minio.REGION
     )

@@ -9,8 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
-
-from infra.store.s3 import S3Credentials
+from minio.credentials import Credentials
 
 ROLES = "/latest/meta-data/iam/security-credentials/"
 CONTAINER = "/v2/credentials"
@@ -25,7 +24,7 @@ class Platform(msgspec.Struct):
     token: the one web identity it knows. given: how often it gave keys.
     """
 
-    mint: Callable[[], S3Credentials]
+    mint: Callable[[], Credentials]
     url: str = ""
     token: str = "token-1"
     lasts_s: float = 3600.0
@@ -33,7 +32,7 @@ class Platform(msgspec.Struct):
 
 
 @contextmanager
-def platform(mint: Callable[[], S3Credentials]) -> Iterator[Platform]:
+def platform(mint: Callable[[], Credentials]) -> Iterator[Platform]:
     """Serve until the end of the block."""
     here = Platform(mint)
 
@@ -80,7 +79,7 @@ def platform(mint: Callable[[], S3Credentials]) -> Iterator[Platform]:
             self.end_headers()
             self.wfile.write(text.encode())
 
-    def next_keys() -> tuple[S3Credentials, str]:
+    def next_keys() -> tuple[Credentials, str]:
         here.given += 1
         until = datetime.now(UTC) + timedelta(seconds=here.lasts_s)
         return here.mint(), until.strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -23,12 +23,13 @@ from urllib.parse import parse_qs, urlsplit
 import certifi
 import numpy as np
 import pytest
+from minio.credentials import Credentials
 
 from infra.files import free_and_usable
 from infra.policies.tensors import LEAST_BYTES, Rooms
 from infra.store.directory import STALE_AFTER_S, DirectoryStore
 from infra.store.open import open_store
-from infra.store.s3 import RANGE_BYTES, S3Credentials, S3Store, body_of, connections, keys_of, open_s3
+from infra.store.s3 import RANGE_BYTES, S3Store, body_of, connections, fixed_keys, keys_of, open_s3
 from schemas.errors import ConfigError, StoreError
 from tests import minio
 from tests.infra.platform_server import CONTAINER, Platform, platform
@@ -63,7 +64,7 @@ def test_a_server_that_is_not_there_is_retriable_and_tells_no_secret() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-    credentials = S3Credentials(access_key="id", secret_key=SECRET, session_token=f"t-{SECRET}")
+    credentials = fixed_keys("id", SECRET, f"t-{SECRET}")
     store = S3Store(
         "bucket", endpoint=f"http://127.0.0.1:{port}", credentials=credentials, region="us-east-1", num_retries=0
     )
@@ -277,9 +278,9 @@ COUNT = itertools.count(1)
 AT_AMAZON, ELSEWHERE = {"is_amazon": True}, {"is_amazon": False}
 
 
-def mint() -> S3Credentials:
+def mint() -> Credentials:
     number = next(COUNT)
-    return S3Credentials(access_key=f"id-{number}", secret_key=f"secret-{number}", session_token=f"session-{number}")
+    return Credentials(f"id-{number}", f"secret-{number}", f"session-{number}")
 
 
 def identity(folder: Path, here: Platform, token: str = "token-1") -> dict[str, str]:
@@ -365,7 +366,7 @@ def refusal(environment: dict[str, str]) -> str:
     return str(caught.value) + repr(store)
 
 
-def limited(server: MinioServer, allowed: tuple[str, ...]) -> S3Credentials:
+def limited(server: MinioServer, allowed: tuple[str, ...]) -> Credentials:
     """Temporary keys of a server for some rights on one bucket."""
     from minio.credentials import AssumeRoleProvider
 
@@ -373,13 +374,12 @@ def limited(server: MinioServer, allowed: tuple[str, ...]) -> S3Credentials:
         "Effect": "Allow", "Action": [f"s3:{one}" for one in allowed],
         "Resource": ["arn:aws:s3:::roles", "arn:aws:s3:::roles/*"],
     }  # fmt: skip
-    keys = AssumeRoleProvider(
+    return AssumeRoleProvider(
         sts_endpoint=server.endpoint,
         access_key=server.access_key,
         secret_key=server.secret_key,
         policy=json.dumps({"Version": "2012-10-17", "Statement": [rule]}),
     ).retrieve()
-    return S3Credentials(access_key=keys.access_key, secret_key=keys.secret_key, session_token=keys.session_token)
 
 
 @pytest.mark.full
