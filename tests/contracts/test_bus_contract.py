@@ -1,7 +1,8 @@
 """The contract of the log, held by every Bus: memory here, Kafka on the shared broker (slow)."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
 
@@ -11,30 +12,29 @@ from infra.log.memory import MemoryBus
 from schemas.errors import OffsetOutOfRange, RecordTooLarge
 from schemas.topics import EXPERIENCES, MAX_RECORD_BYTES, topic_config
 
-Check = Callable[[Bus, str], Awaitable[None]]
+Hold = Callable[[], AbstractAsyncContextManager[tuple[Bus, str]]]
 DEADLINE_S = 30.0
 APPEND_TIME = topic_config(EXPERIENCES, 60_000_000)
 
 
 @pytest.fixture(params=["memory", pytest.param("kafka", marks=pytest.mark.slow)])
-def hold(request: pytest.FixtureRequest, app_name: str) -> Iterator[Callable[[Check], None]]:
-    """Runs a check on a started bus and the name of an existing topic of four partitions."""
+def hold(request: pytest.FixtureRequest, app_name: str) -> Hold:
+    """Gives a started bus and the name of an existing topic of four partitions."""
+    bootstrap = request.getfixturevalue("kafka") if request.param == "kafka" else ""
 
-    async def run(check: Check, bus: Bus) -> None:
+    @asynccontextmanager
+    async def held() -> AsyncIterator[tuple[Bus, str]]:
+        bus = KafkaBus(bootstrap, deadline_s=20) if bootstrap else MemoryBus()
         topic = f"{app_name}.topic"
         async with asyncio.timeout(DEADLINE_S):
             await bus.start()
             try:
                 assert await bus.create_topic(topic, 4, APPEND_TIME)
-                await check(bus, topic)
+                yield bus, topic
             finally:
                 await bus.close()
 
-    def start(check: Check) -> None:
-        bus = MemoryBus() if request.param == "memory" else KafkaBus(request.getfixturevalue("kafka"), deadline_s=20)
-        asyncio.run(run(check, bus))
-
-    yield start
+    return held
 
 
 async def take(reader: Reader, num: int) -> list[Record]:
@@ -50,8 +50,8 @@ async def all_starts(bus: Bus, topic: str) -> dict[Partition, int]:
     return await bus.beginning_offsets(topic)
 
 
-def test_confirmed_records_are_read_back_as_sent(hold: Callable[[Check], None]) -> None:
-    async def check(bus: Bus, topic: str) -> None:
+async def test_confirmed_records_are_read_back_as_sent(hold: Hold) -> None:
+    async with hold() as (bus, topic):
         sent = await bus.send(topic, b"value", key=b"key", headers=(("kind", b"block"), ("id", b"a.0")))
         reader = await bus.assigned(await all_starts(bus, topic))
         (record,) = await take(reader, 1)
@@ -61,11 +61,9 @@ def test_confirmed_records_are_read_back_as_sent(hold: Callable[[Check], None]) 
         assert record.timestamp_ms == sent.timestamp_ms
         await reader.close()
 
-    hold(check)
 
-
-def test_a_moment_is_the_first_offset_appended_then_or_later(hold: Callable[[Check], None]) -> None:
-    async def check(bus: Bus, topic: str) -> None:
+async def test_a_moment_is_the_first_offset_appended_then_or_later(hold: Hold) -> None:
+    async with hold() as (bus, topic):
         first = await bus.send(topic, b"x", key=b"", partition=1)
         while True:  # the next one in a later millisecond
             second = await bus.send(topic, b"y", key=b"", partition=1)
@@ -77,11 +75,9 @@ def test_a_moment_is_the_first_offset_appended_then_or_later(hold: Callable[[Che
         assert (await bus.offsets_at(topic, second.timestamp_ms))[at] == second.offset
         assert (await bus.offsets_at(topic, second.timestamp_ms + 60_000)) == await bus.end_offsets(topic)
 
-    hold(check)
 
-
-def test_records_of_one_key_stay_in_order_in_the_partition_of_their_hash(hold: Callable[[Check], None]) -> None:
-    async def check(bus: Bus, topic: str) -> None:
+async def test_records_of_one_key_stay_in_order_in_the_partition_of_their_hash(hold: Hold) -> None:
+    async with hold() as (bus, topic):
         keys = [b"add-3745.2", b"b", "é".encode(), b"", b"a longer key than the others"]
         sends = [bus.send(topic, b"%d" % n, key=key) for n in range(20) for key in keys]
         positions = await asyncio.gather(*sends)
@@ -97,11 +93,9 @@ def test_records_of_one_key_stay_in_order_in_the_partition_of_their_hash(hold: C
             assert offsets == list(range(len(offsets)))
         await reader.close()
 
-    hold(check)
 
-
-def test_max_records_bounds_a_read_and_loses_nothing(hold: Callable[[Check], None]) -> None:
-    async def check(bus: Bus, topic: str) -> None:
+async def test_max_records_bounds_a_read_and_loses_nothing(hold: Hold) -> None:
+    async with hold() as (bus, topic):
         await asyncio.gather(*(bus.send(topic, b"%d" % n, key=b"%d" % n) for n in range(50)))
         reader = await bus.assigned(await all_starts(bus, topic))
         seen: list[int] = []
@@ -112,14 +106,11 @@ def test_max_records_bounds_a_read_and_loses_nothing(hold: Callable[[Check], Non
         assert sorted(seen) == list(range(50))
         await reader.close()
 
-    hold(check)
-
 
 @pytest.mark.parametrize("fetch_bytes", [0, 1024])
-def test_seek_moves_the_next_read_and_positions_follow(hold: Callable[[Check], None], fetch_bytes: int) -> None:
+async def test_seek_moves_the_next_read_and_positions_follow(hold: Hold, fetch_bytes: int) -> None:
     values = [b"%d" % n * size for n, size in enumerate((10, 300_000, 2_000, 70_000, 1, 2_000))]
-
-    async def check(bus: Bus, topic: str) -> None:
+    async with hold() as (bus, topic):
         at = Partition(topic, 2)
         for value in values:
             await bus.send(topic, value, key=b"k", partition=2)
@@ -133,11 +124,9 @@ def test_seek_moves_the_next_read_and_positions_follow(hold: Callable[[Check], N
             reader.seek(Partition(topic, 3), 0)
         await reader.close()
 
-    hold(check)
 
-
-def test_a_group_begins_at_the_beginning_by_an_explicit_commit(hold: Callable[[Check], None]) -> None:
-    async def check(bus: Bus, topic: str) -> None:
+async def test_a_group_begins_at_the_beginning_by_an_explicit_commit(hold: Hold) -> None:
+    async with hold() as (bus, topic):
         for n in range(3):
             await bus.send(topic, b"%d" % n, key=b"k", partition=1)
         await bus.delete_records(Partition(topic, 1), 2)
@@ -147,11 +136,9 @@ def test_a_group_begins_at_the_beginning_by_an_explicit_commit(hold: Callable[[C
         assert [record.value for record in await take(reader, 1)] == [b"2"]
         await reader.close()
 
-    hold(check)
 
-
-def test_a_group_resumes_behind_its_commit(hold: Callable[[Check], None]) -> None:
-    async def check(bus: Bus, topic: str) -> None:
+async def test_a_group_resumes_behind_its_commit(hold: Hold) -> None:
+    async with hold() as (bus, topic):
         group, at = f"{topic}-group", Partition(topic, 1)
         for n in range(10):
             await bus.send(topic, b"%d" % n, key=b"k", partition=1)
@@ -164,11 +151,9 @@ def test_a_group_resumes_behind_its_commit(hold: Callable[[Check], None]) -> Non
         assert [record.value for record in await take(reader, 4)] == [b"6", b"7", b"8", b"9"]
         await reader.close()
 
-    hold(check)
 
-
-def test_first_commits_leave_what_a_group_has(hold: Callable[[Check], None]) -> None:
-    async def check(bus: Bus, topic: str) -> None:
+async def test_first_commits_leave_what_a_group_has(hold: Hold) -> None:
+    async with hold() as (bus, topic):
         group, at = f"{topic}-group", Partition(topic, 0)
         await bus.send(topic, b"x", key=b"k", partition=0)
         reader = await bus.assigned({at: 0}, group=group)
@@ -177,11 +162,9 @@ def test_first_commits_leave_what_a_group_has(hold: Callable[[Check], None]) -> 
         await bus.commit_beginnings(group, topic)
         assert await bus.committed(group, topic) == {Partition(topic, i): 1 if i == 0 else 0 for i in range(4)}
 
-    hold(check)
 
-
-def test_two_readers_of_a_group_share_the_partitions(hold: Callable[[Check], None]) -> None:
-    async def check(bus: Bus, topic: str) -> None:
+async def test_two_readers_of_a_group_share_the_partitions(hold: Hold) -> None:
+    async with hold() as (bus, topic):
         group = f"{topic}-group"
         readers = [await bus.subscribed([topic], group=group) for _ in range(2)]
         shares: list[set[int]] = [set(), set()]
@@ -201,11 +184,9 @@ def test_two_readers_of_a_group_share_the_partitions(hold: Callable[[Check], Non
         for reader in readers:
             await reader.close()
 
-    hold(check)
 
-
-def test_a_reader_that_leaves_hands_over_what_it_did_not_commit(hold: Callable[[Check], None]) -> None:
-    async def check(bus: Bus, topic: str) -> None:
+async def test_a_reader_that_leaves_hands_over_what_it_did_not_commit(hold: Hold) -> None:
+    async with hold() as (bus, topic):
         group = f"{topic}-group"
         for n in range(12):
             await bus.send(topic, b"%d" % n, key=b"", partition=n % 4)
@@ -217,11 +198,9 @@ def test_a_reader_that_leaves_hands_over_what_it_did_not_commit(hold: Callable[[
         assert sorted(int(record.value) for record in await take(second, 4)) == [8, 9, 10, 11]
         await second.close()
 
-    hold(check)
 
-
-def test_a_commit_of_a_lost_partition_is_refused(hold: Callable[[Check], None]) -> None:
-    async def check(bus: Bus, topic: str) -> None:
+async def test_a_commit_of_a_lost_partition_is_refused(hold: Hold) -> None:
+    async with hold() as (bus, topic):
         group = f"{topic}-group"
         first = await bus.subscribed([topic], group=group)
         while len(first.positions()) < 4:
@@ -236,11 +215,9 @@ def test_a_commit_of_a_lost_partition_is_refused(hold: Callable[[Check], None]) 
         await first.close()
         await second.close()
 
-    hold(check)
 
-
-def test_deleted_records_are_loud_and_their_neighbours_stay(hold: Callable[[Check], None]) -> None:
-    async def check(bus: Bus, topic: str) -> None:
+async def test_deleted_records_are_loud_and_their_neighbours_stay(hold: Hold) -> None:
+    async with hold() as (bus, topic):
         at = Partition(topic, 3)
         for n in range(8):
             await bus.send(topic, b"%d" % n, key=b"k", partition=3)
@@ -256,11 +233,9 @@ def test_deleted_records_are_loud_and_their_neighbours_stay(hold: Callable[[Chec
         assert [record.value for record in await take(reader, 3)] == [b"5", b"6", b"7"]
         await reader.close()
 
-    hold(check)
 
-
-def test_a_group_whose_place_was_trimmed_hears_of_it(hold: Callable[[Check], None]) -> None:
-    async def check(bus: Bus, topic: str) -> None:
+async def test_a_group_whose_place_was_trimmed_hears_of_it(hold: Hold) -> None:
+    async with hold() as (bus, topic):
         group, at = f"{topic}-group", Partition(topic, 1)
         await bus.commit_beginnings(group, topic)
         for n in range(4):
@@ -274,11 +249,9 @@ def test_a_group_whose_place_was_trimmed_hears_of_it(hold: Callable[[Check], Non
         assert [record.value for record in await take(reader, 1)] == [b"3"]
         await reader.close()
 
-    hold(check)
 
-
-def test_a_position_past_the_end_is_loud(hold: Callable[[Check], None]) -> None:
-    async def check(bus: Bus, topic: str) -> None:
+async def test_a_position_past_the_end_is_loud(hold: Hold) -> None:
+    async with hold() as (bus, topic):
         reader = await bus.assigned({Partition(topic, 0): 5})
         with pytest.raises(OffsetOutOfRange, match=r"offset 5 .* 0 to 0"):
             while True:
@@ -287,11 +260,9 @@ def test_a_position_past_the_end_is_loud(hold: Callable[[Check], None]) -> None:
         with pytest.raises(OffsetOutOfRange):
             await bus.delete_records(Partition(topic, 0), 7)
 
-    hold(check)
 
-
-def test_oversize_is_refused_before_it_is_sent_and_the_next_record_goes(hold: Callable[[Check], None]) -> None:
-    async def check(bus: Bus, topic: str) -> None:
+async def test_oversize_is_refused_before_it_is_sent_and_the_next_record_goes(hold: Hold) -> None:
+    async with hold() as (bus, topic):
         with pytest.raises(RecordTooLarge, match=str(MAX_RECORD_BYTES)):
             await bus.send(topic, bytes(MAX_RECORD_BYTES), key=b"k")
         assert set((await bus.end_offsets(topic)).values()) == {0}
@@ -302,11 +273,9 @@ def test_oversize_is_refused_before_it_is_sent_and_the_next_record_goes(hold: Ca
         assert [len(record.value) for record in await take(reader, 2)] == [len(largest), 5]
         await reader.close()
 
-    hold(check)
 
-
-def test_the_group_knows_which_partitions_its_readers_hold(hold: Callable[[Check], None]) -> None:
-    async def check(bus: Bus, topic: str) -> None:
+async def test_the_group_knows_which_partitions_its_readers_hold(hold: Hold) -> None:
+    async with hold() as (bus, topic):
         group = f"{topic}-group"
         assert await bus.held(group, topic) == set()
         await (await bus.assigned(await all_starts(bus, topic), group=group)).close()
@@ -318,5 +287,3 @@ def test_the_group_knows_which_partitions_its_readers_hold(hold: Callable[[Check
         assert await bus.held(group, f"{topic}.other") == set()
         await reader.close()
         assert await bus.held(group, topic) == set()
-
-    hold(check)

@@ -42,7 +42,7 @@ partitions = 2
 model = "model"
 [engine]
 use = "actors.engines.scripted:ScriptedEngine"
-options = {{ max_model_len = 512 }}
+options = {{ max_model_len = 2048 }}
 [gateway]
 listen = "127.0.0.1:{port}"
 train_on = "consented"

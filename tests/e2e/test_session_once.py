@@ -21,7 +21,7 @@ from schemas import Batch, Block, Experience
 from schemas.topics import BATCHES, BUFFER, EXPERIENCES, VERIFIED, Topic
 from streams.sources.source import build_sources, run_sources
 from tests.actors.gateway.gateway_rig import engine, says, serving
-from tests.e2e.test_gateway_kafka import headrace, running, table_in, wait_until_served
+from tests.e2e.test_gateway_kafka import TOML, headrace, running, table_in, wait_until_served
 from tests.e2e.test_live_answer_is_trained import WINDOW_MS, Clock, settings_in
 from tests.role import role_of
 from tests.streams.deliveries import until_stored
@@ -96,29 +96,6 @@ async def test_a_session_of_20_turns_is_trained_once_from_the_gateway_to_the_bat
         "each its own"
     )
     check_once(items, turns)
-
-
-TOML = """
-app = "{app}"
-[kafka]
-bootstrap_servers = "{bootstrap}"
-partitions = 2
-[policy]
-model = "model"
-[engine]
-use = "actors.engines.scripted:ScriptedEngine"
-options = {{ max_model_len = 2048 }}
-[gateway]
-listen = "127.0.0.1:{port}"
-train_on = "consented"
-keys_reload_s = 0.2
-[gateway.limits]
-max_tokens = 12
-[[feedback]]
-name = "user"
-use = "streams.sources.received:rating"
-from = {{ webhook = "/v1/feedback" }}
-"""
 
 
 @pytest.mark.full

@@ -3,7 +3,6 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 
 import pytest
 from hypothesis import given
@@ -39,59 +38,43 @@ def published(version: int) -> PolicyEvent:
     )
 
 
-def check(body: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(body())  # type: ignore[arg-type]
+async def test_what_was_claimed_fits_whatever_comes_behind_it_and_is_claimed_once() -> None:
+    log, store = await log_of(lease()), MemoryStore()
+    assert (await fit_of(log, store, FLOOR)).verdict == "unclaimed"
+    await claim(log, store, FLOOR)
+    await log.publish(topics.POLICIES, published(0))
+    await claim(log, store, FLOOR)
+    assert (await fit_of(log, store, FLOOR)).verdict == "fits"
+    await require_fit(log, store, FLOOR)
+    assert (await fit_of(await log_of(lease()), store, Floor(app="other"))).verdict == "unclaimed"
 
 
-def test_what_was_claimed_fits_whatever_comes_behind_it_and_is_claimed_once() -> None:
-    async def body() -> None:
-        log, store = await log_of(lease()), MemoryStore()
-        assert (await fit_of(log, store, FLOOR)).verdict == "unclaimed"
-        await claim(log, store, FLOOR)
-        await log.publish(topics.POLICIES, published(0))
-        await claim(log, store, FLOOR)
-        assert (await fit_of(log, store, FLOOR)).verdict == "fits"
+async def test_a_log_that_lost_its_data_is_told_also_where_it_was_never_claimed() -> None:
+    store = MemoryStore()
+    await claim(await log_of(lease()), store, FLOOR)
+    with pytest.raises(
+        ConfigError, match=r'belongs to the log .*, and the log of app "bot" is empty: .*headrace recover'
+    ):
+        await require_fit(await log_of(), store, FLOOR)
+    older = MemoryStore()
+    older.put("checkpoints/bot/000000000001-0/manifest.json", b"{}")
+    assert (await fit_of(await log_of(), older, FLOOR)).verdict == "log lost"
+
+
+async def test_a_store_of_another_log_is_told_also_where_that_has_outgrown_it() -> None:
+    store = MemoryStore()
+    await claim(await log_of(lease()), store, FLOOR)
+    other = await log_of(lease("train/2"), *(published(version) for version in range(50)))
+    with pytest.raises(ConfigError, match=r"belongs to the log .* is .*begun .*: "):
+        await require_fit(other, store, FLOOR)
+
+
+async def test_a_store_that_lost_what_the_log_names_is_told() -> None:
+    log, store = await log_of(lease(), published(3), published(4)), MemoryStore()
+    with pytest.raises(ConfigError, match=r"names policies/main/0/manifests/4\.json, which is not in"):
         await require_fit(log, store, FLOOR)
-        assert (await fit_of(await log_of(lease()), store, Floor(app="other"))).verdict == "unclaimed"
-
-    check(body)
-
-
-def test_a_log_that_lost_its_data_is_told_also_where_it_was_never_claimed() -> None:
-    async def body() -> None:
-        store = MemoryStore()
-        await claim(await log_of(lease()), store, FLOOR)
-        with pytest.raises(
-            ConfigError, match=r'belongs to the log .*, and the log of app "bot" is empty: .*headrace recover'
-        ):
-            await require_fit(await log_of(), store, FLOOR)
-        older = MemoryStore()
-        older.put("checkpoints/bot/000000000001-0/manifest.json", b"{}")
-        assert (await fit_of(await log_of(), older, FLOOR)).verdict == "log lost"
-
-    check(body)
-
-
-def test_a_store_of_another_log_is_told_also_where_that_has_outgrown_it() -> None:
-    async def body() -> None:
-        store = MemoryStore()
-        await claim(await log_of(lease()), store, FLOOR)
-        other = await log_of(lease("train/2"), *(published(version) for version in range(50)))
-        with pytest.raises(ConfigError, match=r"belongs to the log .* is .*begun .*: "):
-            await require_fit(other, store, FLOOR)
-
-    check(body)
-
-
-def test_a_store_that_lost_what_the_log_names_is_told() -> None:
-    async def body() -> None:
-        log, store = await log_of(lease(), published(3), published(4)), MemoryStore()
-        with pytest.raises(ConfigError, match=r"names policies/main/0/manifests/4\.json, which is not in"):
-            await require_fit(log, store, FLOOR)
-        store.put("policies/main/0/manifests/4.json", b"{}")
-        assert (await fit_of(log, store, FLOOR)).verdict == "unclaimed", "an app of an earlier release"
-
-    check(body)
+    store.put("policies/main/0/manifests/4.json", b"{}")
+    assert (await fit_of(log, store, FLOOR)).verdict == "unclaimed", "an app of an earlier release"
 
 
 @given(st.integers(0, 10**6), st.integers(1, 255), st.booleans())
@@ -119,7 +102,7 @@ def test_altered_bytes_are_never_taken_for_another_log_and_a_broken_object_is_wr
         store.alters = False
         assert (await fit_of(log, store, FLOOR)).verdict == "fits"
 
-    check(body)
+    asyncio.run(body())
 
 
 HELD_LOOP = """

@@ -15,8 +15,7 @@ import traceback
 from pathlib import Path
 
 import numpy as np
-from critic_samples import CRITIC, rewarded
-from trainer_samples import make_item, random_items, random_routing, with_experts
+from trainer_samples import CRITIC, make_item, random_items, random_routing, rewarded, with_experts
 
 from infra.policies.tensors import Tensor, load_tensors, save_tensors, to_numpy
 from infra.store.directory import DirectoryStore

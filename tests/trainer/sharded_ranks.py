@@ -9,9 +9,8 @@ import deepspeed
 import msgspec
 import numpy as np
 import torch
-from critic_samples import CRITIC, rewarded
 from deepspeed_ranks import LANES, NEEDS, furthest
-from trainer_samples import random_items
+from trainer_samples import CRITIC, random_items, rewarded
 
 from infra.model.parts import hollow_model
 from infra.policies.tensors import to_numpy

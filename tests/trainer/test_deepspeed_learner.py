@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from critic_samples import CRITIC, rewarded
-from trainer_samples import random_items, tiny_model
+from trainer_samples import CRITIC, random_items, rewarded, tiny_model
 
 from infra.cli.demo.char_model import Size, build_char_model
 from infra.local.ranks import RankGroup, run_ranks

@@ -6,7 +6,6 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.policies.beginning import LOOK, newest_summary, read_on
@@ -64,87 +63,74 @@ async def publish(publisher: WeightPublisher, version: int, value: int) -> int:
     )
 
 
-def run(body) -> None:
-    async def main() -> None:
-        rig = Rig()
-        await rig.log.create_topics(partitions=1, keep_ms=-1)
-        await body(rig)
-
-    asyncio.run(main())
+async def new_rig() -> Rig:
+    rig = Rig()
+    await rig.log.create_topics(partitions=1, keep_ms=-1)
+    return rig
 
 
-def test_an_event_names_a_policy_that_can_be_fetched() -> None:
-    async def body(rig: Rig) -> None:
-        trainer = await rig.trainer()
-        for version in range(3):
-            assert await publish(trainer, version, version) == version
-        follower = PolicyFetcher(rig.store, "main")
-        for _, event in await rig.events():
-            if event.event == "published":
-                assert event.owner == "train/1" and event.stats["loss"] == 0.5
-                policy = follower.fetch(event)
-                assert bytes(policy.tensors["weights"].data) == bytes([event.version]) * 16
-
-    run(body)
+async def test_an_event_names_a_policy_that_can_be_fetched() -> None:
+    rig = await new_rig()
+    trainer = await rig.trainer()
+    for version in range(3):
+        assert await publish(trainer, version, version) == version
+    follower = PolicyFetcher(rig.store, "main")
+    for _, event in await rig.events():
+        if event.event == "published":
+            assert event.owner == "train/1" and event.stats["loss"] == 0.5
+            policy = follower.fetch(event)
+            assert bytes(policy.tensors["weights"].data) == bytes([event.version]) * 16
 
 
-def test_executing_again_to_the_same_weights_publishes_nothing() -> None:
-    async def body(rig: Rig) -> None:
-        first = await rig.trainer()
-        for version in (0, 1, 2):
-            await publish(first, version, version)
-        before = await rig.said()
-        again = await rig.trainer()
-        assert again.has(2) and not again.has(3)
-        assert [await publish(again, version, version) for version in (1, 2)] == [1, 2]
-        assert await rig.said() == before
-        assert await publish(again, 3, 3) == 3
-
-    run(body)
+async def test_executing_again_to_the_same_weights_publishes_nothing() -> None:
+    rig = await new_rig()
+    first = await rig.trainer()
+    for version in (0, 1, 2):
+        await publish(first, version, version)
+    before = await rig.said()
+    again = await rig.trainer()
+    assert again.has(2) and not again.has(3)
+    assert [await publish(again, version, version) for version in (1, 2)] == [1, 2]
+    assert await rig.said() == before
+    assert await publish(again, 3, 3) == 3
 
 
-def test_executing_again_to_other_weights_orphans_the_old_version_and_takes_the_next_free_number() -> None:
-    async def body(rig: Rig) -> None:
-        first = await rig.trainer()
-        for version in (0, 1, 2):
-            await publish(first, version, version)
-        again = await rig.trainer()
-        assert await publish(again, 1, 71) == 3
-        assert (await rig.said())[-2:] == [("orphaned", 1), ("published", 3)]
-        kept = published(await rig.events(), "main")
-        assert {version: event.event for version, event in kept.items()} == {
-            0: "published",
-            1: "orphaned",
-            2: "published",
-            3: "published",
-        }
-        policy = PolicyFetcher(rig.store, "main").fetch(kept[3])
-        assert bytes(policy.tensors["weights"].data) == bytes([71]) * 16
-
-    run(body)
+async def test_executing_again_to_other_weights_orphans_the_old_version_and_takes_the_next_free_number() -> None:
+    rig = await new_rig()
+    first = await rig.trainer()
+    for version in (0, 1, 2):
+        await publish(first, version, version)
+    again = await rig.trainer()
+    assert await publish(again, 1, 71) == 3
+    assert (await rig.said())[-2:] == [("orphaned", 1), ("published", 3)]
+    kept = published(await rig.events(), "main")
+    assert {version: event.event for version, event in kept.items()} == {
+        0: "published",
+        1: "orphaned",
+        2: "published",
+        3: "published",
+    }
+    policy = PolicyFetcher(rig.store, "main").fetch(kept[3])
+    assert bytes(policy.tensors["weights"].data) == bytes([71]) * 16
 
 
-def test_an_orphaned_number_is_never_used_again() -> None:
-    async def body(rig: Rig) -> None:
-        await publish(await rig.trainer(), 1, 1)
-        assert await publish(await rig.trainer(), 1, 71) == 2
-        assert await publish(await rig.trainer(), 1, 72) == 3
-
-    run(body)
+async def test_an_orphaned_number_is_never_used_again() -> None:
+    rig = await new_rig()
+    await publish(await rig.trainer(), 1, 1)
+    assert await publish(await rig.trainer(), 1, 71) == 2
+    assert await publish(await rig.trainer(), 1, 72) == 3
 
 
-def test_what_a_trainer_remembers_of_its_versions_is_bounded_and_a_number_it_forgot_stays_taken() -> None:
-    async def body(rig: Rig) -> None:
-        trainer = await rig.trainer()
-        for version in range(KNOWN_VERSIONS + 3):
-            await publish(trainer, version, version % 100)
-        known = [version for version in range(KNOWN_VERSIONS + 3) if trainer.has(version)]
-        assert known == list(range(3, KNOWN_VERSIONS + 3))
-        newest = KNOWN_VERSIONS + 2
-        got = await trainer.publish(1, Weights(HashedTensors(tensors(71))), None, parent=newest, step=newest, stats={})
-        assert got == newest + 1
-
-    run(body)
+async def test_what_a_trainer_remembers_of_its_versions_is_bounded_and_a_number_it_forgot_stays_taken() -> None:
+    rig = await new_rig()
+    trainer = await rig.trainer()
+    for version in range(KNOWN_VERSIONS + 3):
+        await publish(trainer, version, version % 100)
+    known = [version for version in range(KNOWN_VERSIONS + 3) if trainer.has(version)]
+    assert known == list(range(3, KNOWN_VERSIONS + 3))
+    newest = KNOWN_VERSIONS + 2
+    got = await trainer.publish(1, Weights(HashedTensors(tensors(71))), None, parent=newest, step=newest, stats={})
+    assert got == newest + 1
 
 
 def test_what_an_overtaken_trainer_publishes_late_does_not_count() -> None:
@@ -162,51 +148,43 @@ def test_what_an_overtaken_trainer_publishes_late_does_not_count() -> None:
     assert {version: (event.token, event.reason) for version, event in found.items()} == {1: (0, ""), 2: (2, "")}
 
 
-def test_two_trainers_write_to_different_places() -> None:
-    async def body(rig: Rig) -> None:
-        first, second = await rig.trainer(), await rig.trainer()
-        await publish(second, 1, 2)
-        await publish(first, 1, 1)
-        kept = published(await rig.events(), "main")
-        assert list(kept) == [1]
-        policy = PolicyFetcher(rig.store, "main").fetch(kept[1])
-        assert bytes(policy.tensors["weights"].data) == bytes([2]) * 16, "the zombie overwrote nothing"
-
-    run(body)
+async def test_two_trainers_write_to_different_places() -> None:
+    rig = await new_rig()
+    first, second = await rig.trainer(), await rig.trainer()
+    await publish(second, 1, 2)
+    await publish(first, 1, 1)
+    kept = published(await rig.events(), "main")
+    assert list(kept) == [1]
+    policy = PolicyFetcher(rig.store, "main").fetch(kept[1])
+    assert bytes(policy.tensors["weights"].data) == bytes([2]) * 16, "the zombie overwrote nothing"
 
 
-def test_nothing_is_said_of_weights_that_could_not_be_stored() -> None:
+async def test_nothing_is_said_of_weights_that_could_not_be_stored() -> None:
     class Full(MemoryStore):
         def put(self, key: str, data: bytes) -> None:
             if key.endswith(".json"):
                 raise OSError("no space left")
             super().put(key, data)
 
-    async def body(rig: Rig) -> None:
-        publisher = WeightPublisher(rig.log, Full(), Lease(run="r", token=0, owner="o"), "main", {}, PoliciesFold())
-        with pytest.raises(OSError, match="no space"):
-            await publish(publisher, 0, 0)
-        assert await rig.said() == [] and not publisher.has(0)
-
-    run(body)
+    rig = await new_rig()
+    publisher = WeightPublisher(rig.log, Full(), Lease(run="r", token=0, owner="o"), "main", {}, PoliciesFold())
+    with pytest.raises(OSError, match="no space"):
+        await publish(publisher, 0, 0)
+    assert await rig.said() == [] and not publisher.has(0)
 
 
-def test_what_a_killed_trainer_left_unfinished_goes_when_the_next_one_tidies() -> None:
-    async def body(rig: Rig) -> None:
-        first = await rig.trainer()
-        await publish(first, 0, 0)
-        (token,) = tokens_of(rig)
-        rig.store.put(f"policies/main/{token}/anchors/1/{'a' * 32}.safetensors", b"left")
-        second = await rig.trainer()
-        await publish(second, 1, 1)
-        rig.store.put(
-            f"policies/main/{max(tokens_of(rig), key=int)}/anchors/2/{'b' * 32}.safetensors", b"being written"
-        )
-        assert second.prune(-1) == 1 and second.prune(-1) == 0
-        assert not [key for key in rig.store.keys("") if "a" * 32 in key]
-        assert [key for key in rig.store.keys("") if "b" * 32 in key]
-
-    run(body)
+async def test_what_a_killed_trainer_left_unfinished_goes_when_the_next_one_tidies() -> None:
+    rig = await new_rig()
+    first = await rig.trainer()
+    await publish(first, 0, 0)
+    (token,) = tokens_of(rig)
+    rig.store.put(f"policies/main/{token}/anchors/1/{'a' * 32}.safetensors", b"left")
+    second = await rig.trainer()
+    await publish(second, 1, 1)
+    rig.store.put(f"policies/main/{max(tokens_of(rig), key=int)}/anchors/2/{'b' * 32}.safetensors", b"being written")
+    assert second.prune(-1) == 1 and second.prune(-1) == 0
+    assert not [key for key in rig.store.keys("") if "a" * 32 in key]
+    assert [key for key in rig.store.keys("") if "b" * 32 in key]
 
 
 def tokens_of(rig: Rig) -> set[str]:
@@ -309,23 +287,3 @@ async def test_after_a_restart_it_is_known_what_was_replaced_before_the_horizon_
     now_ms[0] += 1000
     await publish(second, 10, 10)
     assert [await second.replaced(keep_ms) for keep_ms in (4500, 3500)] == [5, 6]
-
-
-@pytest.mark.full
-async def test_over_a_broker_a_start_begins_with_the_newest_summary(kafka: str, app_name: str) -> None:
-    store = MemoryStore()
-    log = Log(KafkaBus(kafka), app_name, store=store)
-    await log.bus.start()
-    await log.create_topics(partitions=1, keep_ms=3_600_000)
-    publisher = await publisher_of(log, store)
-    await publish(publisher, 0, 0)
-    words = [Directive(order="pause", owner="ann"), *[Directive(order="eval", suite="dev")] * LOOK]
-    await log.publish_all(topics.POLICIES, words)
-    await read_on(log, publisher.past)
-    await publish(publisher, 1, 1)
-    summary = await newest_summary(log)
-    assert summary is not None and summary == publisher.past.summary()
-    found, past = await read_policies(log, "main", 1)
-    assert (sorted(found), past.learning, past.begun_at) == ([0, 1], "pause", summary.below)
-    assert [await publisher.replaced(keep_ms) for keep_ms in (3_600_000, 0)] == [-1, 0]
-    await log.bus.close()

@@ -1,11 +1,9 @@
 """A run done again from the log and a kept checkpoint: equal at every checkpoint ever made, or an error that names why."""
 
-import asyncio
 import importlib
 import itertools
 import re
 import shutil
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -93,104 +91,67 @@ async def finished_run(**options: Any) -> tuple[Log, MemoryStore, ScriptedLearne
     return log, store, learner
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(main)
+async def test_every_checkpoint_ever_made_is_found_again_and_nothing_is_written() -> None:
+    log, store, learner = await finished_run()
+    told = [entry for entry in await journal(log) if isinstance(entry, Saved)]
+    assert len(told) > len(checkpoint.places(store, "t")), "some were pruned"
+    found, again, start = await replayed(*read_only(log, store))
+    assert [each.step for each in found] == [each.step for each in told]
+    assert all(each.equal and not each.fault for each in found)
+    assert [each.got for each in found] == [each.sha256 for each in told]
+    assert again.learner.tensors() == learner.tensors()
+    assert start.survey.num_steps == again.position.step + 1
 
 
-def test_every_checkpoint_ever_made_is_found_again_and_nothing_is_written() -> None:
-    async def main() -> None:
-        log, store, learner = await finished_run()
-        told = [entry for entry in await journal(log) if isinstance(entry, Saved)]
-        assert len(told) > len(checkpoint.places(store, "t")), "some were pruned"
-        found, again, start = await replayed(*read_only(log, store))
-        assert [each.step for each in found] == [each.step for each in told]
-        assert all(each.equal and not each.fault for each in found)
-        assert [each.got for each in found] == [each.sha256 for each in told]
-        assert again.learner.tensors() == learner.tensors()
-        assert start.survey.num_steps == again.position.step + 1
-
-    run(main())
-
-
-def test_a_replay_may_begin_and_end_anywhere() -> None:
-    async def main() -> None:
-        log, store, _ = await finished_run()
-        newest = checkpoint.places(store, "t")[-1].step
-        whole, _, _ = await replayed(log, store)
-        by_step = {each.step: each.got for each in whole}
-        part, _, start = await replayed(log, store, from_step=newest - 1, to_step=newest)
-        assert start.manifest.place.step < newest and len(part) == 2
-        assert all(each.equal and each.got == by_step[each.step] for each in part)
-        only, again, _ = await replayed(log, store, to_step=-1)
-        assert [each.step for each in only] == [-1] and again.position.step == -1
-        with pytest.raises(ConfigError, match="--from -2"):
-            await replayed(log, store, from_step=-2)
-
-    run(main())
+async def test_a_replay_may_begin_and_end_anywhere() -> None:
+    log, store, _ = await finished_run()
+    newest = checkpoint.places(store, "t")[-1].step
+    whole, _, _ = await replayed(log, store)
+    by_step = {each.step: each.got for each in whole}
+    part, _, start = await replayed(log, store, from_step=newest - 1, to_step=newest)
+    assert start.manifest.place.step < newest and len(part) == 2
+    assert all(each.equal and each.got == by_step[each.step] for each in part)
+    only, again, _ = await replayed(log, store, to_step=-1)
+    assert [each.step for each in only] == [-1] and again.position.step == -1
+    with pytest.raises(ConfigError, match="--from -2"):
+        await replayed(log, store, from_step=-2)
 
 
 @pytest.mark.parametrize("every", [2, 3, 5, 7])
-def test_a_run_killed_at_any_send_or_put_replays_to_its_own_weights(every: int) -> None:
-    async def main() -> None:
-        bus, store = KillingBus(), KillingStore()
-        log = await filled_log(store, bus)
-        kills = [(5 + kill * every % 19, -1) if kill % 3 else (-1, 1 + kill * every % 11) for kill in range(20)]
-        learner, died = await train_through_kills(bus, store, ScriptedLearner, kills, log)
-        assert died >= 5
-        whole = (await finished_run())[2]
-        assert learner.tensors() == whole.tensors(), "an undisturbed run of the same batches"
-        found, again, _ = await replayed(*read_only(log, store))
-        assert len(found) > 4 and all(each.equal and not each.fault for each in found)
-        assert again.learner.tensors() == learner.tensors()
-
-    run(main())
-
-
-@pytest.mark.slow
-def test_a_death_at_any_single_send_or_put_changes_nothing() -> None:
-    async def main() -> None:
-        bus, store = KillingBus(), KillingStore()
-        whole = ScriptedLearner()
-        await train(await filled_log(store, bus), store, whole)
-        sends = [(send, -1) for send in range(1, bus.sends + 1)]
-        puts = [(-1, put) for put in range(1, store.puts + 1)]
-        for kill in sends + puts:
-            bus, store = KillingBus(), KillingStore()
-            log = await filled_log(store, bus)
-            learner, died = await train_through_kills(bus, store, ScriptedLearner, [kill], log)
-            assert died == 1 and learner.tensors() == whole.tensors(), kill
-            assert all(each.equal and not each.fault for each in (await replayed(log, store))[0]), kill
-
-    run(main())
+async def test_a_run_killed_at_any_send_or_put_replays_to_its_own_weights(every: int) -> None:
+    bus, store = KillingBus(), KillingStore()
+    log = await filled_log(store, bus)
+    kills = [(5 + kill * every % 19, -1) if kill % 3 else (-1, 1 + kill * every % 11) for kill in range(20)]
+    learner, died = await train_through_kills(bus, store, ScriptedLearner, kills, log)
+    assert died >= 5
+    whole = (await finished_run())[2]
+    assert learner.tensors() == whole.tensors(), "an undisturbed run of the same batches"
+    found, again, _ = await replayed(*read_only(log, store))
+    assert len(found) > 4 and all(each.equal and not each.fault for each in found)
+    assert again.learner.tensors() == learner.tensors()
 
 
 FAILING = tuple(step_seed(3, step) for step in (12, 15, 16, 17))
 
 
-def test_skips_and_rollbacks_are_taken_from_the_journal() -> None:
-    async def main() -> None:
-        log, store, learner = await finished_run(fail_at=FAILING)
-        assert sum(isinstance(entry, Rollback) for entry in await journal(log)) == 1
-        found, again, _ = await replayed(log, store)  # whose own steps are all finite
-        assert all(each.equal for each in found) and again.learner.tensors() == learner.tensors()
-
-    run(main())
+async def test_skips_and_rollbacks_are_taken_from_the_journal() -> None:
+    log, store, learner = await finished_run(fail_at=FAILING)
+    assert sum(isinstance(entry, Rollback) for entry in await journal(log)) == 1
+    found, again, _ = await replayed(log, store)  # whose own steps are all finite
+    assert all(each.equal for each in found) and again.learner.tensors() == learner.tensors()
 
 
 @pytest.mark.parametrize("first", range(3, 59, 4))
-def test_a_run_killed_around_a_rollback_quarantines_the_same_steps(first: int) -> None:
-    async def main() -> None:
-        expected = (await finished_run(fail_at=FAILING))[0]
-        bus, store = KillingBus(), KillingStore()
-        log = await filled_log(store, bus)
-        sends = [(first + more, -1) for more in (0, 1, 2, 3)]
-        learner, died = await train_through_kills(bus, store, lambda: ScriptedLearner(fail_at=FAILING), sends, log)
-        assert died
-        assert undone(await journal(log)) == undone(await journal(expected))
-        found, again, _ = await replayed(log, store)
-        assert all(each.equal for each in found) and again.learner.tensors() == learner.tensors()
-
-    run(main())
+async def test_a_run_killed_around_a_rollback_quarantines_the_same_steps(first: int) -> None:
+    expected = (await finished_run(fail_at=FAILING))[0]
+    bus, store = KillingBus(), KillingStore()
+    log = await filled_log(store, bus)
+    sends = [(first + more, -1) for more in (0, 1, 2, 3)]
+    learner, died = await train_through_kills(bus, store, lambda: ScriptedLearner(fail_at=FAILING), sends, log)
+    assert died
+    assert undone(await journal(log)) == undone(await journal(expected))
+    found, again, _ = await replayed(log, store)
+    assert all(each.equal for each in found) and again.learner.tensors() == learner.tensors()
 
 
 def undone(records: list[object]) -> set[tuple[int, int, int]]:
@@ -202,40 +163,34 @@ def drop_odd(experience: Experience) -> Experience | Drop:
     return Drop("odd") if experience.sequence % 2 else experience
 
 
-def test_what_the_batch_chain_dropped_is_not_trained_and_is_still_what_was_journaled() -> None:
-    async def main() -> None:
-        store, learner = MemoryStore(), ScriptedLearner()
-        log = await filled_log(store)
-        chain = build_batch([ProcessorConfig(use="tests.trainer.test_replay:drop_odd", stage="batch")])
-        await train(log, store, learner, chain=chain)
-        batches = [entry for entry in await journal(log) if isinstance(entry, Batch) and entry.phase == "train"]
-        gone = [{item.offset for item in batch.dropped} - {item.offset for item in batch.items} for batch in batches]
-        assert all(gone), "whole groups were dropped"
-        found, again, _ = await replayed(log, store)
-        assert all(each.equal for each in found) and again.learner.tensors() == learner.tensors()
-
-    run(main())
+async def test_what_the_batch_chain_dropped_is_not_trained_and_is_still_what_was_journaled() -> None:
+    store, learner = MemoryStore(), ScriptedLearner()
+    log = await filled_log(store)
+    chain = build_batch([ProcessorConfig(use="tests.trainer.test_replay:drop_odd", stage="batch")])
+    await train(log, store, learner, chain=chain)
+    batches = [entry for entry in await journal(log) if isinstance(entry, Batch) and entry.phase == "train"]
+    gone = [{item.offset for item in batch.dropped} - {item.offset for item in batch.items} for batch in batches]
+    assert all(gone), "whole groups were dropped"
+    found, again, _ = await replayed(log, store)
+    assert all(each.equal for each in found) and again.learner.tensors() == learner.tensors()
 
 
-def test_the_buffer_keeps_what_kept_checkpoints_need_and_loses_what_none_does() -> None:
-    async def main() -> None:
-        time_ms = itertools.count(10**12, 1000)
-        store = MemoryStore()
-        log = Log(MemoryBus(lambda: next(time_ms)), "t", store=store)
-        await log.create_topics(partitions=2, keep_ms=-1)
-        for sequence in range(2 * STEPS):
-            await log.publish(topics.BUFFER, block(sequence))
-        config = msgspec.structs.replace(CONFIG, warmup=None, checkpoint_every=1)
-        floor = msgspec.structs.replace(FLOOR, keep=Keep(replay="20s"))
-        await train(log, store, ScriptedLearner(), config, floor)
-        (begins,) = (await log.bus.beginning_offsets(log.name(topics.BUFFER))).values()
-        kept = checkpoint.manifests(store, "t")
-        assert 0 < begins == min(each.oldest_offset for each in kept) and len(kept) < STEPS
-        for place in checkpoint.places(store, "t"):
-            found, _, _ = await replayed(log, store, from_step=place.step)
-            assert all(each.equal for each in found)
-
-    run(main())
+async def test_the_buffer_keeps_what_kept_checkpoints_need_and_loses_what_none_does() -> None:
+    time_ms = itertools.count(10**12, 1000)
+    store = MemoryStore()
+    log = Log(MemoryBus(lambda: next(time_ms)), "t", store=store)
+    await log.create_topics(partitions=2, keep_ms=-1)
+    for sequence in range(2 * STEPS):
+        await log.publish(topics.BUFFER, block(sequence))
+    config = msgspec.structs.replace(CONFIG, warmup=None, checkpoint_every=1)
+    floor = msgspec.structs.replace(FLOOR, keep=Keep(replay="20s"))
+    await train(log, store, ScriptedLearner(), config, floor)
+    (begins,) = (await log.bus.beginning_offsets(log.name(topics.BUFFER))).values()
+    kept = checkpoint.manifests(store, "t")
+    assert 0 < begins == min(each.oldest_offset for each in kept) and len(kept) < STEPS
+    for place in checkpoint.places(store, "t"):
+        found, _, _ = await replayed(log, store, from_step=place.step)
+        assert all(each.equal for each in found)
 
 
 async def broken(log: Log, store: MemoryStore) -> str:
@@ -260,118 +215,91 @@ async def batch_at(log: Log, step: int) -> tuple[int, Batch]:
     raise AssertionError(f"no step {step}")
 
 
-def test_an_altered_buffered_block_is_named_by_step_and_offset() -> None:
-    async def main() -> None:
-        log, store, _ = await finished_run()
-        _, batch = await batch_at(log, 9)
-        offset = next(item.offset for item in batch.items if item.lane == "usual")
-        (message,) = [each async for each in log.read_all(topics.BUFFER) if each.offset == offset]
-        assert isinstance(message.value, Block)
-        better = Block(tuple(experience.with_bulk(logprobs=[-0.5, -0.26]) for experience in message.value.experiences))
-        replace(log, topics.BUFFER, offset, encode(better))
-        assert f"step 9: buffer offset {offset} holds another record" in await broken(log, store)
-        replace(log, topics.BUFFER, offset, message.record.value[:-1])
-        assert f"step 9: buffer offset {offset}: " in await broken(log, store)
-
-    run(main())
+async def test_an_altered_buffered_block_is_named_by_step_and_offset() -> None:
+    log, store, _ = await finished_run()
+    _, batch = await batch_at(log, 9)
+    offset = next(item.offset for item in batch.items if item.lane == "usual")
+    (message,) = [each async for each in log.read_all(topics.BUFFER) if each.offset == offset]
+    assert isinstance(message.value, Block)
+    better = Block(tuple(experience.with_bulk(logprobs=[-0.5, -0.26]) for experience in message.value.experiences))
+    replace(log, topics.BUFFER, offset, encode(better))
+    assert f"step 9: buffer offset {offset} holds another record" in await broken(log, store)
+    replace(log, topics.BUFFER, offset, message.record.value[:-1])
+    assert f"step 9: buffer offset {offset}: " in await broken(log, store)
 
 
-def test_a_buffered_block_that_is_gone_is_named() -> None:
-    async def main() -> None:
-        log, store, _ = await finished_run()
-        await log.bus.delete_records(Partition(log.name(topics.BUFFER), 0), 1)
-        with pytest.raises(OffsetOutOfRange, match=r"step 0: t\.buffer/0: offset 0 is not kept"):
-            await replayed(log, store)
-
-    run(main())
+async def test_a_buffered_block_that_is_gone_is_named() -> None:
+    log, store, _ = await finished_run()
+    await log.bus.delete_records(Partition(log.name(topics.BUFFER), 0), 1)
+    with pytest.raises(OffsetOutOfRange, match=r"step 0: t\.buffer/0: offset 0 is not kept"):
+        await replayed(log, store)
 
 
-def test_an_altered_blob_is_named() -> None:
-    async def main() -> None:
-        store = MemoryStore()
-        log = await filled_log(store)
-        long = "".join(chr(33 + at * at % 90) for at in range(900_000))
-        await log.publish(topics.BUFFER, block(2 * STEPS, meta={"trace": long}))
-        await log.publish(topics.BUFFER, block(2 * STEPS + 1))
-        config = msgspec.structs.replace(CONFIG, max_steps=STEPS + 1)
-        await train(log, store, ScriptedLearner(), config)
-        (key,) = store.keys("blobs/")
-        assert all(each.equal for each in (await replayed(log, store))[0])
-        store.put(key, store.get(key)[:-1] + b"x")
-        assert re.search(rf"step \d+: buffer offset \d+: claim: {key}", await broken(log, store))
-
-    run(main())
+async def test_an_altered_blob_is_named() -> None:
+    store = MemoryStore()
+    log = await filled_log(store)
+    long = "".join(chr(33 + at * at % 90) for at in range(900_000))
+    await log.publish(topics.BUFFER, block(2 * STEPS, meta={"trace": long}))
+    await log.publish(topics.BUFFER, block(2 * STEPS + 1))
+    config = msgspec.structs.replace(CONFIG, max_steps=STEPS + 1)
+    await train(log, store, ScriptedLearner(), config)
+    (key,) = store.keys("blobs/")
+    assert all(each.equal for each in (await replayed(log, store))[0])
+    store.put(key, store.get(key)[:-1] + b"x")
+    assert re.search(rf"step \d+: buffer offset \d+: claim: {key}", await broken(log, store))
 
 
-def test_a_journal_record_that_is_missing_or_unreadable_is_named() -> None:
-    async def main() -> None:
-        log, store, _ = await finished_run()
-        offset, batch = await batch_at(log, 9)
-        replace(log, topics.BATCHES, offset, encode(msgspec.structs.replace(batch, run="another")))
-        assert await broken(log, store) == "journal: step 9 is missing; after step 8 comes step 10"
-        replace(log, topics.BATCHES, offset, b"HR")
-        assert f"journal offset {offset}: " in await broken(log, store)
-
-    run(main())
+async def test_a_journal_record_that_is_missing_or_unreadable_is_named() -> None:
+    log, store, _ = await finished_run()
+    offset, batch = await batch_at(log, 9)
+    replace(log, topics.BATCHES, offset, encode(msgspec.structs.replace(batch, run="another")))
+    assert await broken(log, store) == "journal: step 9 is missing; after step 8 comes step 10"
+    replace(log, topics.BATCHES, offset, b"HR")
+    assert f"journal offset {offset}: " in await broken(log, store)
 
 
-def test_an_altered_journal_record_shows_at_the_next_checkpoint() -> None:
-    async def main() -> None:
-        log, store, _ = await finished_run()
-        offset, batch = await batch_at(log, 9)
-        items = tuple(msgspec.structs.replace(item, advantage=item.advantage + 0.001) for item in batch.items)
-        replace(log, topics.BATCHES, offset, encode(msgspec.structs.replace(batch, items=items)))
-        found, _, _ = await replayed(log, store)
-        assert {each.step for each in found if not each.equal} == {each.step for each in found if each.step >= 9}
-
-    run(main())
+async def test_an_altered_journal_record_shows_at_the_next_checkpoint() -> None:
+    log, store, _ = await finished_run()
+    offset, batch = await batch_at(log, 9)
+    items = tuple(msgspec.structs.replace(item, advantage=item.advantage + 0.001) for item in batch.items)
+    replace(log, topics.BATCHES, offset, encode(msgspec.structs.replace(batch, items=items)))
+    found, _, _ = await replayed(log, store)
+    assert {each.step for each in found if not each.equal} == {each.step for each in found if each.step >= 9}
 
 
-def test_an_altered_checkpoint_is_named_and_the_next_one_begins() -> None:
-    async def main() -> None:
-        log, store, _ = await finished_run()
-        oldest, *_, newest = checkpoint.manifests(store, "t")
-        for each in (oldest, newest):
-            store.put(each.state, store.get(each.state)[:-1] + b"x")
-        found, _, start = await replayed(log, store)
-        assert len(start.passed_over) == 1 and "step -1" in start.passed_over[0]
-        assert all(each.equal for each in found), "what the journal tells is not touched by it"
-        assert [each.step for each in found if each.fault] == [newest.position.step]
-
-    run(main())
+async def test_an_altered_checkpoint_is_named_and_the_next_one_begins() -> None:
+    log, store, _ = await finished_run()
+    oldest, *_, newest = checkpoint.manifests(store, "t")
+    for each in (oldest, newest):
+        store.put(each.state, store.get(each.state)[:-1] + b"x")
+    found, _, start = await replayed(log, store)
+    assert len(start.passed_over) == 1 and "step -1" in start.passed_over[0]
+    assert all(each.equal for each in found), "what the journal tells is not touched by it"
+    assert [each.step for each in found if each.fault] == [newest.position.step]
 
 
-def test_without_a_checkpoint_the_error_says_where_none_was_found() -> None:
-    async def main() -> None:
-        log, _, _ = await finished_run()
-        with pytest.raises(ConfigError, match=r"run 't': got no checkpoint in .*MemoryStore"):
-            await replayed(log, MemoryStore())
-
-    run(main())
+async def test_without_a_checkpoint_the_error_says_where_none_was_found() -> None:
+    log, _, _ = await finished_run()
+    with pytest.raises(ConfigError, match=r"run 't': got no checkpoint in .*MemoryStore"):
+        await replayed(log, MemoryStore())
 
 
-def test_other_kernels_give_a_distance_instead_of_bits() -> None:
-    async def main() -> None:
-        log, store, _ = await finished_run()
-        found, _, _ = await replayed(log, store, ScriptedLearner(device="cuda", drift=1e-3))
-        assert [each.equal for each in found] == [True] + [False] * (len(found) - 1), "all but where it began"
-        stored = {place.step for place in checkpoint.places(store, "t")}
-        assert {each.step for each in found if each.distance is not None} == stored
-        assert all(each.distance > 0 for each in found[1:] if each.distance is not None)
-
-    run(main())
+async def test_other_kernels_give_a_distance_instead_of_bits() -> None:
+    log, store, _ = await finished_run()
+    found, _, _ = await replayed(log, store, ScriptedLearner(device="cuda", drift=1e-3))
+    assert [each.equal for each in found] == [True] + [False] * (len(found) - 1), "all but where it began"
+    stored = {place.step for place in checkpoint.places(store, "t")}
+    assert {each.step for each in found if each.distance is not None} == stored
+    assert all(each.distance > 0 for each in found[1:] if each.distance is not None)
 
 
-def test_a_batch_that_lies_behind_a_newer_fence_is_not_replayed() -> None:
-    async def main() -> None:
-        log, store, _ = await finished_run()
-        _, batch = await batch_at(log, STEPS)
-        await log.publish(topics.BATCHES, Fence(run="t", token=50))
-        await log.publish(topics.BATCHES, msgspec.structs.replace(batch, step=99))
-        found, again, _ = await replayed(log, store)
-        assert all(each.equal for each in found) and again.position.step < 99
-
-    run(main())
+async def test_a_batch_that_lies_behind_a_newer_fence_is_not_replayed() -> None:
+    log, store, _ = await finished_run()
+    _, batch = await batch_at(log, STEPS)
+    await log.publish(topics.BATCHES, Fence(run="t", token=50))
+    await log.publish(topics.BATCHES, msgspec.structs.replace(batch, step=99))
+    found, again, _ = await replayed(log, store)
+    assert all(each.equal for each in found) and again.position.step < 99
 
 
 def test_a_change_of_any_file_that_makes_a_step_is_other_code(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from schemas import BatchItem, Block, Lane, Span, encode, ids, make_experience
 from schemas.wire.routing import with_routing
 from tests.tiny_models import build_tiny_model
 from trainer.batch.batch import Microbatch, PackedBatch, TrainItem, pack
+from trainer.config import CriticConfig, LaneConfig, TrainerConfig
 
 
 def make_item(
@@ -153,3 +154,29 @@ def message(block: Block, offset: int) -> LogMessage:
 def mixed(lanes: Sequence[Lane]) -> Block:
     """A block whose members say different lanes."""
     return Block(tuple(block(lane=lane, num_members=len(lanes)).experiences[at] for at, lane in enumerate(lanes)))
+
+
+CRITIC = TrainerConfig(
+    lanes={
+        "usual": LaneConfig(loss="ppo", weight=0.9, options={"minibatches": 2}),
+        "expert": LaneConfig(loss="sft", weight=0.1),
+    },
+    threads=1,
+    critic=CriticConfig(learning_rate=1e-4),
+)
+
+
+def rewarded(seed: int, reward: float | None = None) -> list[TrainItem]:
+    """Prompts that decide the reward, and demonstrations, which have no value. reward: of one answer, instead."""
+    random = np.random.default_rng(seed)
+    items = [
+        make_item(
+            [1, 10 + i % 2, *random.integers(20, 30, 2 + i % 3)],
+            [Span(2, 4 + i % 3, 0)],
+            group=f"coin-{i}.0",
+            logprobs=np.full(2 + i % 3, -4.8),
+            reward=1.0 - i % 2 if reward is None or i != 7 else reward,
+        )
+        for i in range(14)
+    ]
+    return [*items, *(item for item in random_items(seed) if item.item.lane == "expert")]

@@ -1,7 +1,7 @@
 """The log of records: keys, claim checks, poison, records by their offsets, and a reader that loses nothing."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -72,16 +72,11 @@ def block(num_tokens: int = 8, group: str = GROUP) -> Block:
     return Block((experience,))
 
 
-def run(check: Callable[[Log], Awaitable[None]], store: Store | None = None) -> None:
-    """A check on a log with all topics, of four partitions where that is open."""
-
-    async def main() -> None:
-        log = Log(MemoryBus(clock=lambda: 1_763_715_600_000), "app", store=store)
-        assert len(await log.create_topics(partitions=4, keep_ms=1000)) == len(ALL)
-        async with asyncio.timeout(30):
-            await check(log)
-
-    asyncio.run(main())
+async def new_log(store: Store | None = None) -> Log:
+    """A log with all topics, of four partitions where that is open."""
+    log = Log(MemoryBus(clock=lambda: 1_763_715_600_000), "app", store=store)
+    assert len(await log.create_topics(partitions=4, keep_ms=1000)) == len(ALL)
+    return log
 
 
 async def all_of(log: Log, topic: Topic) -> list[LogMessage]:
@@ -105,137 +100,115 @@ KEYS: list[tuple[Topic, Control | Block, bytes]] = [
 
 
 @pytest.mark.parametrize(("topic", "record", "key"), KEYS)
-def test_the_key_comes_from_the_record(topic: Topic, record: Control | Block, key: bytes) -> None:
+async def test_the_key_comes_from_the_record(topic: Topic, record: Control | Block, key: bytes) -> None:
     expected = key or GROUP.encode()
     assert record_key(topic, record) == expected
-
-    async def check(log: Log) -> None:
-        position = await log.publish(topic, record)
-        (message,) = await all_of(log, topic)
-        assert (message.key, message.error) == (expected, None)
-        assert position.partition == partition_for(expected, topic.partitions or 4)
-        assert dict(message.record.headers)["kind"]
-
-    run(check)
+    log = await new_log()
+    position = await log.publish(topic, record)
+    (message,) = await all_of(log, topic)
+    assert (message.key, message.error) == (expected, None)
+    assert position.partition == partition_for(expected, topic.partitions or 4)
+    assert dict(message.record.headers)["kind"]
 
 
-def test_a_tick_goes_to_its_own_partition_and_a_given_key_or_partition_rules() -> None:
-    async def check(log: Log) -> None:
-        assert [(await log.publish(VERIFIED, Tick(partition=p, due_ms=1))).partition for p in range(4)] == [0, 1, 2, 3]
-        assert (await log.publish(VERIFIED, STUB, partition=3)).partition == 3
-        assert (await log.publish(VERIFIED, STUB, key="other")).partition == partition_for(b"other", 4)
-
-    run(check)
+async def test_a_tick_goes_to_its_own_partition_and_a_given_key_or_partition_rules() -> None:
+    log = await new_log()
+    assert [(await log.publish(VERIFIED, Tick(partition=p, due_ms=1))).partition for p in range(4)] == [0, 1, 2, 3]
+    assert (await log.publish(VERIFIED, STUB, partition=3)).partition == 3
+    assert (await log.publish(VERIFIED, STUB, key="other")).partition == partition_for(b"other", 4)
 
 
-def test_a_topic_refuses_records_it_does_not_hold() -> None:
-    async def check(log: Log) -> None:
-        with pytest.raises(ValueError, match="buffer holds Block; got DropMarker"):
-            await log.publish(BUFFER, STUB)
-        with pytest.raises(ValueError, match="holds issued tasks"):
-            await log.publish(TASKS, Task(id="t", messages=()))
-
-    run(check)
+async def test_a_topic_refuses_records_it_does_not_hold() -> None:
+    log = await new_log()
+    with pytest.raises(ValueError, match="buffer holds Block; got DropMarker"):
+        await log.publish(BUFFER, STUB)
+    with pytest.raises(ValueError, match="holds issued tasks"):
+        await log.publish(TASKS, Task(id="t", messages=()))
 
 
-def test_large_frames_go_to_the_store_and_come_back(store_dir: Path) -> None:
+async def test_large_frames_go_to_the_store_and_come_back(store_dir: Path) -> None:
     store, large = DirectoryStore(store_dir), block(num_tokens=300_000)
     assert len(encode(large)) > MAX_FRAME_BYTES
-
-    async def check(log: Log) -> None:
-        await log.publish(EXPERIENCES, large)
-        await log.publish(EXPERIENCES, block())
-        first, second = await all_of(log, EXPERIENCES)
-        assert len(first.record.value) < 300
-        assert isinstance(first.value, Block)
-        assert np.array_equal(first.value.experiences[0].tokens, large.experiences[0].tokens)
-        assert isinstance(second.value, Block)
-        assert len(list(store.keys("blobs/"))) == 1
-
-    run(check, store)
+    log = await new_log(store)
+    await log.publish(EXPERIENCES, large)
+    await log.publish(EXPERIENCES, block())
+    first, second = await all_of(log, EXPERIENCES)
+    assert len(first.record.value) < 300
+    assert isinstance(first.value, Block)
+    assert np.array_equal(first.value.experiences[0].tokens, large.experiences[0].tokens)
+    assert isinstance(second.value, Block)
+    assert len(list(store.keys("blobs/"))) == 1
 
 
-def test_without_a_store_frames_are_sent_whole_up_to_the_brokers_limit() -> None:
-    async def check(log: Log) -> None:
-        await log.publish(EXPERIENCES, block(num_tokens=300_000))
-        (message,) = await all_of(log, EXPERIENCES)
-        assert isinstance(message.value, Block)
-        with pytest.raises(RecordTooLarge):
-            await log.publish(EXPERIENCES, block(num_tokens=3_000_000))
-
-    run(check)
+async def test_without_a_store_frames_are_sent_whole_up_to_the_brokers_limit() -> None:
+    log = await new_log()
+    await log.publish(EXPERIENCES, block(num_tokens=300_000))
+    (message,) = await all_of(log, EXPERIENCES)
+    assert isinstance(message.value, Block)
+    with pytest.raises(RecordTooLarge):
+        await log.publish(EXPERIENCES, block(num_tokens=3_000_000))
 
 
-def test_a_claim_without_a_store_is_poison_not_silence(store_dir: Path) -> None:
-    async def check(log: Log) -> None:
-        await log.publish(EXPERIENCES, block(num_tokens=300_000))
-        (message,) = await all_of(Log(log.bus, "app"), EXPERIENCES)
-        assert message.value is None
-        assert "has none" in str(message.error)
-
-    run(check, DirectoryStore(store_dir))
+async def test_a_claim_without_a_store_is_poison_not_silence(store_dir: Path) -> None:
+    log = await new_log(DirectoryStore(store_dir))
+    await log.publish(EXPERIENCES, block(num_tokens=300_000))
+    (message,) = await all_of(Log(log.bus, "app"), EXPERIENCES)
+    assert message.value is None
+    assert "has none" in str(message.error)
 
 
-def test_poison_is_a_message_and_its_neighbours_are_read() -> None:
-    async def check(log: Log) -> None:
-        await log.publish(VERIFIED, STUB, partition=0)
-        await log.bus.send(log.name(VERIFIED), b"HR\x01\x00garbage", key=b"k", partition=0)
-        await log.publish(VERIFIED, STUB, partition=0)
-        before, poison, after = await all_of(log, VERIFIED)
-        assert (before.value, after.value, poison.value) == (STUB, STUB, None)
-        assert isinstance(poison.error, BadFrame)
-        await log.dead_letter(poison, stage="verify", reason="bad frame")
-        (letter,) = await all_of(log, DEAD_LETTERS)
-        assert letter.key == b"k"
-        assert letter.value == DeadLetter(
-            topic="verified",
-            partition=0,
-            offset=1,
-            stage="verify",
-            reason="bad frame",
-            error=str(poison.error),
-            value=b"HR\x01\x00garbage",
-            key=b"k",
-        )
-
-    run(check)
+async def test_poison_is_a_message_and_its_neighbours_are_read() -> None:
+    log = await new_log()
+    await log.publish(VERIFIED, STUB, partition=0)
+    await log.bus.send(log.name(VERIFIED), b"HR\x01\x00garbage", key=b"k", partition=0)
+    await log.publish(VERIFIED, STUB, partition=0)
+    before, poison, after = await all_of(log, VERIFIED)
+    assert (before.value, after.value, poison.value) == (STUB, STUB, None)
+    assert isinstance(poison.error, BadFrame)
+    await log.dead_letter(poison, stage="verify", reason="bad frame")
+    (letter,) = await all_of(log, DEAD_LETTERS)
+    assert letter.key == b"k"
+    assert letter.value == DeadLetter(
+        topic="verified",
+        partition=0,
+        offset=1,
+        stage="verify",
+        reason="bad frame",
+        error=str(poison.error),
+        value=b"HR\x01\x00garbage",
+        key=b"k",
+    )
 
 
-def test_a_promotion_in_any_topic_but_policies_is_poison() -> None:
-    async def check(log: Log) -> None:
-        promoted = PolicyEvent(event="promoted", policy="main", version=9, owner="mallory", channel="stable")
-        for topic in ALL:
-            await log.bus.send(log.name(topic), encode(promoted), key=b"k", partition=0)
-            (found,) = await all_of(log, topic)
-            assert found.value == (promoted if topic is POLICIES else None)
-            assert topic is POLICIES or "got PolicyEvent" in str(found.error)
-
-    run(check)
+async def test_a_promotion_in_any_topic_but_policies_is_poison() -> None:
+    log = await new_log()
+    promoted = PolicyEvent(event="promoted", policy="main", version=9, owner="mallory", channel="stable")
+    for topic in ALL:
+        await log.bus.send(log.name(topic), encode(promoted), key=b"k", partition=0)
+        (found,) = await all_of(log, topic)
+        assert found.value == (promoted if topic is POLICIES else None)
+        assert topic is POLICIES or "got PolicyEvent" in str(found.error)
 
 
-def test_a_dead_letter_is_cut_so_that_it_always_fits() -> None:
-    async def check(log: Log) -> None:
-        await log.bus.send(log.name(EXPERIENCES), bytes(8_000_000), key=b"k")
-        (poison,) = await all_of(log, EXPERIENCES)
-        await log.dead_letter(poison, stage="verify", reason="bad frame", error="why")
-        (letter,) = await all_of(log, DEAD_LETTERS)
-        assert isinstance(letter.value, DeadLetter)
-        assert (len(letter.value.value), letter.value.error) == (MAX_LETTER_BYTES, "why")
-
-    run(check)
+async def test_a_dead_letter_is_cut_so_that_it_always_fits() -> None:
+    log = await new_log()
+    await log.bus.send(log.name(EXPERIENCES), bytes(8_000_000), key=b"k")
+    (poison,) = await all_of(log, EXPERIENCES)
+    await log.dead_letter(poison, stage="verify", reason="bad frame", error="why")
+    (letter,) = await all_of(log, DEAD_LETTERS)
+    assert isinstance(letter.value, DeadLetter)
+    assert (len(letter.value.value), letter.value.error) == (MAX_LETTER_BYTES, "why")
 
 
-def test_a_newer_major_stops_the_reader_where_it_stands() -> None:
-    async def check(log: Log) -> None:
-        await log.publish(VERIFIED, STUB, partition=0)
-        await log.bus.send(log.name(VERIFIED), b"HR\x63\x00\x00\x00\x00\x00", key=b"k", partition=0)
-        reader = await log.assigned(VERIFIED, {0: 0})
-        for _ in range(2):
-            with pytest.raises(UnknownMajor):
-                await log.read(reader, timeout_s=0.1)
-            assert reader.positions() == {Partition("app.verified", 0): 0}
-
-    run(check)
+async def test_a_newer_major_stops_the_reader_where_it_stands() -> None:
+    log = await new_log()
+    await log.publish(VERIFIED, STUB, partition=0)
+    await log.bus.send(log.name(VERIFIED), b"HR\x63\x00\x00\x00\x00\x00", key=b"k", partition=0)
+    reader = await log.assigned(VERIFIED, {0: 0})
+    for _ in range(2):
+        with pytest.raises(UnknownMajor):
+            await log.read(reader, timeout_s=0.1)
+        assert reader.positions() == {Partition("app.verified", 0): 0}
 
 
 class FailingStore(DirectoryStore):
@@ -250,48 +223,41 @@ class FailingStore(DirectoryStore):
         return super().get(key)
 
 
-def test_a_store_that_fails_is_asked_again_and_then_loses_nothing(store_dir: Path) -> None:
+async def test_a_store_that_fails_is_asked_again_and_then_loses_nothing(store_dir: Path) -> None:
     store = FailingStore(store_dir)
-
-    async def check(log: Log) -> None:
-        await log.publish(EXPERIENCES, block(num_tokens=300_000), partition=0)
-        reader = await log.assigned(EXPERIENCES, {0: 0})
-        store.failures = 1
-        assert len(await log.read(reader, timeout_s=0.1)) == 1
-        reader.seek(Partition("app.experiences", 0), 0)
-        store.failures = 100
-        reading = asyncio.create_task(log.read(reader, timeout_s=0.1))
-        while store.failures > 99:  # noqa: ASYNC110  the reader makes it true
-            await asyncio.sleep(0.01)
-        reading.cancel()
-        await asyncio.wait([reading])
-        assert reader.positions() == {Partition("app.experiences", 0): 0}
-        store.failures = 0
-        assert len(await log.read(reader, timeout_s=0.1)) == 1
-
-    run(check, store)
+    log = await new_log(store)
+    await log.publish(EXPERIENCES, block(num_tokens=300_000), partition=0)
+    reader = await log.assigned(EXPERIENCES, {0: 0})
+    store.failures = 1
+    assert len(await log.read(reader, timeout_s=0.1)) == 1
+    reader.seek(Partition("app.experiences", 0), 0)
+    store.failures = 100
+    reading = asyncio.create_task(log.read(reader, timeout_s=0.1))
+    while store.failures > 99:  # noqa: ASYNC110  the reader makes it true
+        await asyncio.sleep(0.01)
+    reading.cancel()
+    await asyncio.wait([reading])
+    assert reader.positions() == {Partition("app.experiences", 0): 0}
+    store.failures = 0
+    assert len(await log.read(reader, timeout_s=0.1)) == 1
 
 
-def test_read_all_ends_at_the_end_of_the_call() -> None:
-    async def check(log: Log) -> None:
-        await log.publish_all(VERIFIED, [Tick(partition=n % 4, due_ms=n) for n in range(1200)])
-        seen = []
-        async for message in log.read_all(VERIFIED):
-            seen.append(message)
-            if len(seen) == 1:
-                await log.publish(VERIFIED, Tick(partition=0, due_ms=9999))
-        assert sorted(message.value.due_ms for message in seen if isinstance(message.value, Tick)) == list(range(1200))
-
-    run(check)
+async def test_read_all_ends_at_the_end_of_the_call() -> None:
+    log = await new_log()
+    await log.publish_all(VERIFIED, [Tick(partition=n % 4, due_ms=n) for n in range(1200)])
+    seen = []
+    async for message in log.read_all(VERIFIED):
+        seen.append(message)
+        if len(seen) == 1:
+            await log.publish(VERIFIED, Tick(partition=0, due_ms=9999))
+    assert sorted(message.value.due_ms for message in seen if isinstance(message.value, Tick)) == list(range(1200))
 
 
-def test_topics_are_created_once_and_a_changed_count_is_refused() -> None:
-    async def check(log: Log) -> None:
-        assert await log.create_topics(partitions=4, keep_ms=1000) == []
-        with pytest.raises(ConfigError, match=r"app\.taskset\.raw: got 4 partitions .* expected 8"):
-            await log.create_topics(partitions=8, keep_ms=1000)
-
-    run(check)
+async def test_topics_are_created_once_and_a_changed_count_is_refused() -> None:
+    log = await new_log()
+    assert await log.create_topics(partitions=4, keep_ms=1000) == []
+    with pytest.raises(ConfigError, match=r"app\.taskset\.raw: got 4 partitions .* expected 8"):
+        await log.create_topics(partitions=8, keep_ms=1000)
 
 
 async def test_no_role_starts_where_topics_that_are_joined_differ_in_their_partitions() -> None:

@@ -1,7 +1,7 @@
 """`trace`: an answer's way to the weights is told from records alone, and the index is a cache of the log."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,15 +56,11 @@ async def log_of_a_run(bus: MemoryBus | None = None) -> Log:
     return log
 
 
-def with_index(folder: Path, body: Callable[[LogIndex], Awaitable[None]]) -> None:
-    async def main() -> None:
-        index = LogIndex(folder / "trace.sqlite", run=RUN, policy=POLICY)
-        try:
-            await body(index)
-        finally:
-            index.close()
-
-    asyncio.run(main())
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[LogIndex]:
+    found = LogIndex(tmp_path / "trace.sqlite", run=RUN, policy=POLICY)
+    yield found
+    found.close()
 
 
 async def traced(log: Log, index: LogIndex, ref: str) -> AnswerTrace:
@@ -72,80 +68,62 @@ async def traced(log: Log, index: LogIndex, ref: str) -> AnswerTrace:
     return await trace_answer(log, index, ref)
 
 
-def test_an_answer_is_followed_to_its_step_and_its_version(tmp_path: Path) -> None:
-    async def body(index: LogIndex) -> None:
-        found = await traced(await log_of_a_run(), index, f"hr-{NAME}")
-        assert found.published is not None and found.published.id == NAME
-        assert [said.id for _, said in found.feedback] == ["t-1"], "feedback of another answer of the group is not its"
-        assert [one.outcome for _, one in found.closures] == ["buffered"]
-        assert len(found.buffered) == 1
-        assert [(use.step, use.use, use.undone) for use in found.uses] == [(1, 1, "")]
-        assert (found.first_version, found.newest_version) == (2, 3)
-
-    with_index(tmp_path, body)
+async def test_an_answer_is_followed_to_its_step_and_its_version(index: LogIndex) -> None:
+    found = await traced(await log_of_a_run(), index, f"hr-{NAME}")
+    assert found.published is not None and found.published.id == NAME
+    assert [said.id for _, said in found.feedback] == ["t-1"], "feedback of another answer of the group is not its"
+    assert [one.outcome for _, one in found.closures] == ["buffered"]
+    assert len(found.buffered) == 1
+    assert [(use.step, use.use, use.undone) for use in found.uses] == [(1, 1, "")]
+    assert (found.first_version, found.newest_version) == (2, 3)
 
 
-def test_a_dropped_answer_says_why_and_was_learned_by_nobody(tmp_path: Path) -> None:
-    async def body(index: LogIndex) -> None:
-        found = await traced(await log_of_a_run(), index, "b.0.0-1-0")
-        assert (found.dropped, found.uses, found.first_version) == ("too short", (), None)
-
-    with_index(tmp_path, body)
+async def test_a_dropped_answer_says_why_and_was_learned_by_nobody(index: LogIndex) -> None:
+    found = await traced(await log_of_a_run(), index, "b.0.0-1-0")
+    assert (found.dropped, found.uses, found.first_version) == ("too short", (), None)
 
 
 @pytest.mark.parametrize("ref", ["hr-z.9.0-0-0", "a.0.0-7-0", "nonsense"])
-def test_an_answer_the_log_does_not_hold_is_said_not_to_be_there(tmp_path: Path, ref: str) -> None:
-    async def body(index: LogIndex) -> None:
-        with pytest.raises(NotInLog):
-            await traced(await log_of_a_run(), index, ref)
-
-    with_index(tmp_path, body)
+async def test_an_answer_the_log_does_not_hold_is_said_not_to_be_there(index: LogIndex, ref: str) -> None:
+    with pytest.raises(NotInLog):
+        await traced(await log_of_a_run(), index, ref)
 
 
-def test_steps_that_were_skipped_or_rolled_back_taught_nothing(tmp_path: Path) -> None:
-    async def body(index: LogIndex) -> None:
-        log = await log_of_a_run()
-        await log.publish(topics.BATCHES, batch(3, NAME, use=1))
-        await log.publish(topics.BATCHES, Skip(run=RUN, token=1, step=3, reason="not finite"))
-        await log.publish(
-            topics.BATCHES,
-            Rollback(run=RUN, token=1, from_step=1, to_step=2, restored_version=1, version=4, reason="alarm"),
-        )
-        found = await traced(log, index, NAME)
-        assert [use.undone for use in found.uses] == ["rolled back: alarm", "step skipped: not finite"]
-        assert found.first_version is None
-
-    with_index(tmp_path, body)
+async def test_steps_that_were_skipped_or_rolled_back_taught_nothing(index: LogIndex) -> None:
+    log = await log_of_a_run()
+    await log.publish(topics.BATCHES, batch(3, NAME, use=1))
+    await log.publish(topics.BATCHES, Skip(run=RUN, token=1, step=3, reason="not finite"))
+    await log.publish(
+        topics.BATCHES,
+        Rollback(run=RUN, token=1, from_step=1, to_step=2, restored_version=1, version=4, reason="alarm"),
+    )
+    found = await traced(log, index, NAME)
+    assert [use.undone for use in found.uses] == ["rolled back: alarm", "step skipped: not finite"]
+    assert found.first_version is None
 
 
-def test_a_policy_lists_the_steps_and_answers_it_was_made_of(tmp_path: Path) -> None:
-    async def body(index: LogIndex) -> None:
-        log = await log_of_a_run()
-        await index.refresh(log)
-        made = await trace_policy(log, index, 2)
-        assert (made.parent, [step.step for step in made.steps], made.ids) == (1, [1], (NAME,))
-        assert made.lanes == {"usual": 1}
-        with pytest.raises(NotInLog, match="the newest is 3"):
-            await trace_policy(log, index, 8)
-
-    with_index(tmp_path, body)
+async def test_a_policy_lists_the_steps_and_answers_it_was_made_of(index: LogIndex) -> None:
+    log = await log_of_a_run()
+    await index.refresh(log)
+    made = await trace_policy(log, index, 2)
+    assert (made.parent, [step.step for step in made.steps], made.ids) == (1, [1], (NAME,))
+    assert made.lanes == {"usual": 1}
+    with pytest.raises(NotInLog, match="the newest is 3"):
+        await trace_policy(log, index, 8)
 
 
-def test_a_log_that_is_away_does_not_end_what_keeps_the_index_up(tmp_path: Path) -> None:
-    async def body(index: LogIndex) -> None:
-        bus = AwayBus()
-        log, stop = Log(bus, "t"), asyncio.Event()
-        await log.create_topics(partitions=1, keep_ms=-1)
-        await log.publish(topics.EXPERIENCES, block("a.0"))
-        following = asyncio.create_task(follow(log, index, stop, every_s=0.001))
-        await until(lambda: bool(bus.num_refused))
-        assert not index.places("a.0")
-        bus.is_away = False
-        await until(lambda: bool(index.places("a.0")))
-        stop.set()
-        await following
-
-    with_index(tmp_path, body)
+async def test_a_log_that_is_away_does_not_end_what_keeps_the_index_up(index: LogIndex) -> None:
+    bus = AwayBus()
+    log, stop = Log(bus, "t"), asyncio.Event()
+    await log.create_topics(partitions=1, keep_ms=-1)
+    await log.publish(topics.EXPERIENCES, block("a.0"))
+    following = asyncio.create_task(follow(log, index, stop, every_s=0.001))
+    await until(lambda: bool(bus.num_refused))
+    assert not index.places("a.0")
+    bus.is_away = False
+    await until(lambda: bool(index.places("a.0")))
+    stop.set()
+    await following
 
 
 async def test_what_retention_took_leaves_the_index(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
 """The events of `policies`: the channels that follow from them alone, and summaries that stand for all records below them."""
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import get_args
 
 import msgspec
@@ -230,13 +229,10 @@ class Rig:
         return sorted(self.store.keys(f"snapshots/t/policies/{kind}/"))
 
 
-def run(body: Callable[[Rig], Awaitable[None]]) -> None:
-    async def main() -> None:
-        rig = Rig()
-        await rig.log.create_topics(partitions=1, keep_ms=-1)
-        await body(rig)
-
-    asyncio.run(main())
+async def new_rig() -> Rig:
+    rig = Rig()
+    await rig.log.create_topics(partitions=1, keep_ms=-1)
+    return rig
 
 
 async def whole(log: Log) -> Summary:
@@ -246,28 +242,24 @@ async def whole(log: Log) -> Summary:
     return fold.summary()
 
 
-def test_a_start_reads_no_more_of_policies_however_long_the_app_has_lived() -> None:
-    async def body(rig: Rig) -> None:
-        read = []
-        for _ in range(6):
-            await rig.says(LONG)
-            assert (await folded(rig.log)).summary() == await whole(rig.log)
-            read.append(await rig.reads())
-        assert max(read) <= LOOK + 1 + SUMMARIZE_EVERY + 2
-
-    run(body)
-
-
-def test_a_damaged_summary_is_said_and_the_one_before_it_taken(caplog: pytest.LogCaptureFixture) -> None:
-    async def body(rig: Rig) -> None:
+async def test_a_start_reads_no_more_of_policies_however_long_the_app_has_lived() -> None:
+    rig = await new_rig()
+    read = []
+    for _ in range(6):
         await rig.says(LONG)
-        newest = await newest_summary(rig.log)
-        rig.store.put(rig.summaries()[-1], b"damaged")
-        before = await newest_summary(rig.log)
-        assert newest is not None and before is not None and before.below < newest.below
         assert (await folded(rig.log)).summary() == await whole(rig.log)
+        read.append(await rig.reads())
+    assert max(read) <= LOOK + 1 + SUMMARIZE_EVERY + 2
 
-    run(body)
+
+async def test_a_damaged_summary_is_said_and_the_one_before_it_taken(caplog: pytest.LogCaptureFixture) -> None:
+    rig = await new_rig()
+    await rig.says(LONG)
+    newest = await newest_summary(rig.log)
+    rig.store.put(rig.summaries()[-1], b"damaged")
+    before = await newest_summary(rig.log)
+    assert newest is not None and before is not None and before.below < newest.below
+    assert (await folded(rig.log)).summary() == await whole(rig.log)
     assert "policies_summary_not_used" in caplog.text and "damaged" in caplog.text
 
 
@@ -279,16 +271,14 @@ class ClosedStore(MemoryStore):
 
 
 @pytest.mark.parametrize("store", [None, MemoryStore(), ClosedStore()])
-def test_where_the_store_has_no_summary_all_is_read(
+async def test_where_the_store_has_no_summary_all_is_read(
     store: MemoryStore | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def body(rig: Rig) -> None:
-        await rig.says(LONG)
-        log = Log(rig.bus, "t", store=store)
-        with caplog.at_level(logging.INFO):
-            assert (await folded(log)).summary() == await whole(rig.log)
-
-    run(body)
+    rig = await new_rig()
+    await rig.says(LONG)
+    log = Log(rig.bus, "t", store=store)
+    with caplog.at_level(logging.INFO):
+        assert (await folded(log)).summary() == await whole(rig.log)
     assert ("policies_read_whole" in caplog.text) == (store is not None)
 
 
@@ -299,49 +289,43 @@ def lost(records: Sequence[Record], at: int) -> list[Record]:
     return [*kept, *(msgspec.structs.replace(lease, offset=at + number) for number in range(LOOK))]
 
 
-def test_a_summary_of_records_that_the_log_lost_counts_for_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    async def body(rig: Rig) -> None:
-        await rig.says(LONG)
-        ahead = (await folded(rig.log)).summary()
-        write_summary(rig.store, "t", ahead)
-        for key in rig.summaries("manifests")[:-1]:
-            rig.store.delete(key)
-        rig.bus.restore(rig.name, lost(rig.records, ahead.below - 100))
-        assert await newest_summary(rig.log) is None
-        assert "made of another log" in caplog.text
-        rig.bus.restore(rig.name, rig.records[: ahead.below - 50])
-        assert await newest_summary(rig.log) is None
-        now = (await folded(rig.log)).summary()
-        assert now == await whole(rig.log)
-        write_summary(rig.store, "t", now)
-        assert await newest_summary(rig.log) == now, "the summary ahead of the log is gone"
-
-    run(body)
+async def test_a_summary_of_records_that_the_log_lost_counts_for_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    rig = await new_rig()
+    await rig.says(LONG)
+    ahead = (await folded(rig.log)).summary()
+    write_summary(rig.store, "t", ahead)
+    for key in rig.summaries("manifests")[:-1]:
+        rig.store.delete(key)
+    rig.bus.restore(rig.name, lost(rig.records, ahead.below - 100))
+    assert await newest_summary(rig.log) is None
+    assert "made of another log" in caplog.text
+    rig.bus.restore(rig.name, rig.records[: ahead.below - 50])
+    assert await newest_summary(rig.log) is None
+    now = (await folded(rig.log)).summary()
+    assert now == await whole(rig.log)
+    write_summary(rig.store, "t", now)
+    assert await newest_summary(rig.log) == now, "the summary ahead of the log is gone"
 
 
-def test_records_below_a_place_are_folded_up_to_it() -> None:
-    async def body(rig: Rig) -> None:
-        await rig.says(LONG)
-        await rig.log.publish(POLICIES, Directive(order="pause"))
-        stop = LONG - 300
-        fold = await folded(rig.log, stop=stop)
-        assert (fold.next_offset, fold.of("main").newest, fold.learning) == (stop, (stop - 1) // 2, "")
-        assert (await folded(rig.log)).learning == "pause"
-
-    run(body)
+async def test_records_below_a_place_are_folded_up_to_it() -> None:
+    rig = await new_rig()
+    await rig.says(LONG)
+    await rig.log.publish(POLICIES, Directive(order="pause"))
+    stop = LONG - 300
+    fold = await folded(rig.log, stop=stop)
+    assert (fold.next_offset, fold.of("main").newest, fold.learning) == (stop, (stop - 1) // 2, "")
+    assert (await folded(rig.log)).learning == "pause"
 
 
-def test_a_reader_that_needs_an_older_version_begins_with_an_older_summary() -> None:
-    async def body(rig: Rig) -> None:
-        await rig.says(4 * LONG)
-        wanted = 3 * LONG // 2
-        found = await newest_summary(rig.log, fits=lambda summary: summary.of("main").known_from <= wanted)
-        newest = await newest_summary(rig.log)
-        assert found is not None and newest is not None
-        assert found.of("main").known_from <= wanted < newest.of("main").known_from
-        assert found.below > wanted
-
-    run(body)
+async def test_a_reader_that_needs_an_older_version_begins_with_an_older_summary() -> None:
+    rig = await new_rig()
+    await rig.says(4 * LONG)
+    wanted = 3 * LONG // 2
+    found = await newest_summary(rig.log, fits=lambda summary: summary.of("main").known_from <= wanted)
+    newest = await newest_summary(rig.log)
+    assert found is not None and newest is not None
+    assert found.of("main").known_from <= wanted < newest.of("main").known_from
+    assert found.below > wanted
 
 
 def after(*moves: tuple[PolicyEventKind, int], policy: str = "main") -> Stable:
