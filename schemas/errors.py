@@ -40,7 +40,7 @@ class UnknownMajor(HeadraceError):
 
 
 class ConfigError(HeadraceError):
-    """A setting that cannot hold: says what was got, what was expected, and where."""
+    """A setting is wrong. The message has its path, the value and the expected values."""
 
 
 class RecordTooLarge(HeadraceError):
@@ -72,13 +72,13 @@ class StoreError(HeadraceError):
 
 
 class NotInStore(StoreError):
-    """No object under that key."""
+    """The store has no object with this key."""
 
     retriable = False
 
 
 class PolicyRefused(HeadraceError):
-    """A policy that must not be served: incomplete, altered, not finite, or not reproduced by the engine."""
+    """A version must not be served: incomplete, altered, not finite, or not reproduced by the engine."""
 
 
 class BadImage(HeadraceError):

@@ -51,35 +51,26 @@ MAX_MEMBERS = 64
 class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """One token sequence of an episode.
 
-    id: see `schemas.ids`. group: of the episodes that are compared. episode: its number in the group. group_size: episodes of
-    the group. part, last: its place in the episode. num_tokens: prompt and answer. end: of the episode; "truncated" by a limit,
-    "failed" without a result. origin: its source. lane: which of the lanes trains it. attempt: issue of the task that it
-    answers, 0 for the first. revision: +1 with each that late feedback makes; the newest counts.
-    tenant: customer of the gateway it is from, "" for none. subject: person whose data it is. key_id: the key it is sealed
-    under; derivatives inherit the last two. sequence: issue order of the group, -1 unpaced. suite: name of the eval set, ""
-    for rollouts. spans: what was sampled, sorted. stamps: "processor@version" of all that ran. meta: the user's own, from
-    task to batch; read only by those that know a key of it, as scores are.
-    scores: verdicts by name. reward: one number made of them, None until there is one. advantage: of the whole,
-    likewise. priority: how often it is drawn, relative to others. bulk: tokens, logprobs and messages, as they lie in the
-    frame.
-    A read of tokens, logprobs or messages raises BadFrame where the frame's bulk is bad.
-
-    kind: an answer is scored and compared; a demonstration, and the chosen and the rejected side of a preference pair
-    (`schemas.experience`), are taken as they are; a withdrawal takes an older revision back (`schemas.experience`).
-    task, answer: id of the task and its reference answer, "" and None where there is none.
-    held_out: never trained on.
-    turn: messages before the answer, in a session of the gateway; -1 for anything else. carried: how many earlier answers
-    of the session that its prompt continues token by token. ends_session: the client said that no turn follows. join: the turns
-    of its session that were closed with it. trial: see `Closure.trial`.
-    parent: id of the experience it was made from.
-    failure: why the episode failed. truncated: what cut it short. part_reason: why this part, or this turn of a session, does
-    not go on in the one before.
-    edit: what people made of the answer, only while collect has it.
-    weight: its loss terms are multiplied by it, within the batch chain alone.
-    retrained: how often a late verdict sent it to be trained again.
-    notes: what the workflow noted of the episode (`Session.note`).
-    advantages: of runs of tokens, in their order and up to the last token, where turns have their own; `advantage` is then
-    their mean over the sampled tokens, and what a batch step adds to it is added to each. () gives all of them `advantage`.
+    id: id, see `schemas.ids`. group: group whose episodes are compared. episode: number of the episode in the group.
+    group_size: episodes of the group. part: number of the sequence in the episode. last: True for the episode's last sequence.
+    num_tokens: tokens of prompt and answer. end: end of the episode; "truncated" by a limit, "failed" without a result. origin:
+    source of the task or request. lane: lane that trains it. attempt: issue number of the task, from 0. revision: number of
+    revisions by late feedback; the newest counts. tenant: gateway customer, "" for none. subject: pseudonym of the user, "" for
+    none. key_id: key that seals it; derived experiences inherit subject and key_id. sequence: issue order of the group, -1 if
+    unpaced. suite: name of the eval suite, "" for rollouts. spans: sampled spans, sorted. stamps: "processor@version" of each
+    step that ran. meta: the user's own data, from task to batch; headrace reads a key only if an option names it. scores:
+    verdicts. reward: reward, None until it is computed. advantage: advantage of the sequence, None until it is computed.
+    priority: relative priority of the draw. bulk: encoded tokens, logprobs and messages; reading them raises BadFrame if the
+    bytes are bad. kind: "answer" is scored and compared; a demonstration and the two sides of a preference pair are not; a
+    "withdrawal" revokes an older revision. task: id of the task, "" for none. answer: reference answer, None for none.
+    held_out: True if it is never trained. turn: number of messages before the answer in a gateway session, else -1. carried:
+    earlier answers of the session that the prompt continues token by token. trial: as in `Closure.trial`. parent: id of the
+    experience that it was made from. failure: cause of a failed episode. truncated: cause of a truncation. part_reason: reason
+    why this part or turn does not continue the previous. edit: users' correction of the answer, only within collect. weight:
+    factor of its loss terms, only within the batch chain. retrained: number of retrainings by late feedback. notes: notes of
+    the workflow (`Session.note`). advantages: advantages of consecutive runs of tokens up to the last token, if turns have
+    their own. `advantage` is then their mean over the sampled tokens, and a change of it by a batch step is added to each. ()
+    for one advantage. ends_session: True if the client ended the session. join: turns of its session that were closed together.
 
     Example: Experience(id="add-3745.2.0-7-0", group="add-3745.2", episode=7, group_size=16, num_tokens=11, answer="280",
                         spans=(Span(start=6, stop=11, version=12),), reward=1.0, meta={"level": "easy"})

@@ -65,12 +65,12 @@ Version = Annotated[int, Bounds(ge=-1)]
 
 
 class Span(msgspec.Struct, array_like=True, frozen=True):
-    """A run of sampled tokens, start to stop (exclusive) in `Experience.tokens`, by one policy at one temperature.
+    """Sampled tokens of the same policy version and temperature.
 
-    start, stop: indexes of the first token and of the one behind the last. temperature: 0 is greedy.
-    version: -1 where no policy of ours sampled them (demonstrations). ratio: the recorded logprobs are the policy's own
-    at that temperature, so an importance ratio exists. kv: where the engine kept keys and values over reloads, the version of
-    the oldest that they may have been sampled with; -1 where all are those of `version`.
+    start: index of the first token in `Experience.tokens`. stop: index after the last token. version: policy version, -1 for
+    tokens that no policy sampled (demonstrations). temperature: sampling temperature; 0 is greedy. ratio: True if the recorded
+    logprobs are the policy's own at that temperature, so that an importance ratio exists. kv: oldest version of the KV cache
+    with which the tokens were sampled, if the engine kept it over reloads; -1 if it is `version`.
     """
 
     start: Count
@@ -82,9 +82,9 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Score(msgspec.Struct, array_like=True, frozen=True):
-    """One named verdict. name: of the [[score]] or the feedback source. value: mostly 0 to 1. at: index of the token it
-    judges, None for the whole. version: of what judged, with the model behind "+" where there was one. input: hash of what
-    was judged, "" where it is not kept.
+    """A named verdict. name: name of the [[score]] table or feedback source. value: value, usually 0 to 1. at: index of the
+    judged token, None for the whole answer. version: version of the score, with "+" and the judge's model if there is one.
+    input: hash of the judged input, "" if not kept.
     """
 
     name: Annotated[str, Bounds(min_length=1, max_length=256)]

@@ -78,7 +78,7 @@ def answer_id(experience: str) -> str:
 
 
 def synthetic_group(parents: tuple[str, ...], processor: str, index: int) -> str:
-    """Group of an experience made from others: the same parents give the same id again, so a retry adds nothing."""
+    """Return the group of an experience derived from others; the same parents give the same id, so a retry adds nothing."""
     digest = hashlib.sha256("\x00".join((*parents, processor, str(index))).encode()).hexdigest()
     return f"syn-{digest[:24]}.0"
 

@@ -140,9 +140,9 @@ MAJOR = 1
 
 
 class Image(Struct, frozen=True):
-    """An image by the hash of its bytes, which lie in the object store under `blobs/<sha256>`; never the pixels.
+    """An image, named by the hash of its bytes in the object store (`blobs/<sha256>`).
 
-    sha256: of the bytes, hexadecimal. media_type: image/png, image/jpeg or image/webp. size: in bytes.
+    sha256: hash of the bytes, hexadecimal. media_type: image/png, image/jpeg or image/webp. size: number of bytes.
     """
 
     sha256: Annotated[str, Bounds(pattern="^[0-9a-f]{64}$")]
@@ -151,8 +151,8 @@ class Image(Struct, frozen=True):
 
 
 class Message(Struct, frozen=True):
-    """One message of a conversation. role: "system", "user", "assistant" or "tool". content: its text. images: shown before
-    the text, in this order.
+    """One message of a conversation. role: "system", "user", "assistant" or "tool". content: text. images: images before the
+    text, in order.
     """
 
     role: str
@@ -183,13 +183,13 @@ class Issued(Struct, frozen=True):
 
 
 class Task(Struct, frozen=True, tag_field="kind", tag="task"):
-    """Something to do, and what is known of its right answer.
+    """A task for the policy, with its reference answer if there is one.
 
-    id: unique in its taskset, without "." at its end. messages: the prompt. answer: the reference answer, None without
-    one. meta: the user's own, handed on to the experience. issued: by the master, None in a taskset. workflow: name of
-    how it is run, in [explore.workflows]. difficulty: 0 (easy) to 1. split: "train", or the name of the eval suite it is
-    kept for. parent: the task it is a variation of. priority: how often the curriculum draws it, relative to the others; 0
-    is never.
+    id: id, unique in its taskset, without a final ".". messages: prompt. answer: reference answer, None for none. meta: the
+    user's own data, copied to the experience. issued: data of the master's issue, None in a taskset. workflow: name in
+    [explore.workflows], None for the default. difficulty: 0 (easy) to 1, None if unknown. split: "train", or the name of an
+    eval suite. parent: id of the task that it varies, "" for none. priority: relative weight in the curriculum; 0 is never
+    drawn.
     """
 
     id: Id
@@ -227,12 +227,12 @@ class DropMarker(Struct, frozen=True, tag_field="kind", tag="stub"):
 
 
 class Feedback(Struct, frozen=True, tag_field="kind", tag="feedback"):
-    """Feedback of a person or a system about an answer. Append-only: a newer one with the same
-    (ref, source, rater, type) revises the older; a retraction takes it back.
+    """Feedback of a person or a system about an answer. A newer event with the same (ref, source, rater, type) replaces the
+    older; a retraction withdraws it.
 
-    ref: experience id or answer id. id: unique at its source. value: 0 to 1, None where only text was given.
-    source: the configured feedback name, which becomes `scores.<source>`. type: see FeedbackKind. text: a label or
-    correction. rater: a pseudonym of the person who gave it, "" where none is named.
+    ref: id of the experience or answer. id: id of the event, unique in its source. value: 0 to 1, None for text only. source:
+    name of the [[feedback]] source; its score is `scores.<source>`. type: kind, see FeedbackKind. text: label or correction.
+    rater: pseudonym of the rater, "" for none.
     """
 
     ref: Id

@@ -10,7 +10,7 @@ from schemas import Experience
 
 
 def with_weight(experience: Experience, weight: float) -> Experience:
-    """The experience with another weight. Raises ValueError for one that is not finite or below 0."""
+    """Return the experience with another weight. Raises ValueError for a weight that is not finite or below 0."""
     if not (math.isfinite(weight) and weight >= 0):
         raise ValueError(f"weight: got {weight}, expected a finite number of 0 or more")
     return msgspec.structs.replace(experience, weight=float(weight))

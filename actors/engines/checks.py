@@ -90,7 +90,7 @@ def check_request(prompt: Sequence[int], sampling: Sampling, num_vocabulary: int
             f"logit_bias: got a token of {min(biased)} to {max(biased)}, expected 0 to {num_vocabulary - 1}"
         )
     if sampling.json_schema and not sampling.stop:
-        raise ValueError("stop: got no token, expected one at least: without it an answer in JSON could not end")
+        raise ValueError("stop: got no token, expected at least one, with which a JSON answer ends")
 
 
 def check_images(vision: Vision | None, prompt: Sequence[int], images: Sequence[Pixels]) -> None:

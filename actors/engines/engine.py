@@ -41,15 +41,14 @@ class Shaping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters of the draw of tokens.
+    """Sampling parameters of a request.
 
-    temperature: 0 is greedy (spans of greedy tokens have ratio False).
-    max_tokens: at most so many new ones. stop: token ids that end the sequence and are kept as its last token.
-    seed: None draws freely. top_p: below 1 draws from the smallest set of tokens with that probability; such spans have
-    ratio False, since a truncated distribution is not the policy's own. json_schema: the text is JSON of this schema (itself
-    JSON), unless max_tokens cuts it; stop tokens are needed to end it. The logprobs recorded are those of what was drawn
-    from, the policy's distribution over the tokens that the schema allows, so such spans have ratio False too. shaping: what
-    else the client changes; such spans have ratio False.
+    temperature: 0 is greedy; greedy spans have ratio False. max_tokens: maximum new tokens. stop: token ids that end the
+    sequence; the id is kept as its last token. seed: seed of the draw, None for a random one. top_p: nucleus sampling below 1;
+    such spans have ratio False, because a truncated distribution is not the policy's own. json_schema: JSON schema, as JSON,
+    that the text must match unless max_tokens cuts it; it needs stop tokens. The recorded logprobs are those of the policy
+    restricted to allowed tokens, so such spans have ratio False. shaping: further changes of the distribution by the client;
+    such spans have ratio False.
     """
 
     max_tokens: int
@@ -67,9 +66,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Tokens of one request that were sampled by one version.
+    """Tokens of a request, sampled by one version.
 
-    tokens: in order. logprobs: of each. version: of the policy. kv: as in Span.
+    tokens: token ids in order. logprobs: logprob of each token. version: policy version. kv: as in Span.
     """
 
     tokens: tuple[int, ...]
@@ -82,13 +81,13 @@ OnChunk = Callable[[Chunk], None]
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampled tokens with the logprob of each and the versions that sampled them.
+    """Sampled tokens with their logprobs and versions.
 
-    tokens: the new ones. logprobs: of each. spans: start and stop count from the first new token. stopped: ended by a stop
-    token rather than by max_tokens. routing: the experts that each token of prompt and answer but the last, which was never
-    read, went to when its successor was sampled: uint8, or uint16 above 256 experts, [tokens - 1, layers that route, k];
-    None where the engine was not asked (its option `routing`). A token whose successor was sampled by a version has its
-    routing under that version; a reload changes none that is recorded.
+    tokens: new token ids. logprobs: logprob of each token. spans: spans, counted from the first new token. stopped: True if a
+    stop token ended the sequence, False at max_tokens. routing: experts of each token of prompt and answer except the last,
+    recorded when its successor was sampled: uint8, or uint16 above 256 experts, [tokens - 1, layers that route, k]. None
+    without the engine option `routing`. They are those of the version that sampled the successor; a reload does not change
+    recorded experts.
     """
 
     tokens: tuple[int, ...]
@@ -99,9 +98,9 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """The cost of a hot reload.
+    """Cost of a hot reload.
 
-    pause_ms: without sampling. probe_abs_max: the largest difference of a probe's logprob, in nats.
+    pause_ms: milliseconds without sampling. probe_abs_max: largest difference of a probe's logprob, in nats.
     """
 
     pause_ms: float
@@ -109,15 +108,15 @@ class LoadReport(msgspec.Struct, frozen=True):
 
 
 class EngineStopped(RuntimeError):
-    """The engine was closed, or what it runs on is gone: no request can succeed any more, so its process must end."""
+    """The engine was closed or its model process is gone. All requests fail, so the role must exit."""
 
 
 class ContextFull(ValueError):
-    """The prompt and what may be sampled after it are longer than the engine's sequences."""
+    """Prompt and max_tokens together exceed the engine's sequence length."""
 
 
 class SchemaRefused(ValueError):
-    """Answers cannot be held to this JSON schema: the engine does not know all of it, or the vocabulary cannot spell it."""
+    """The engine cannot enforce this JSON schema: it has unknown parts, or the vocabulary cannot spell it."""
 
 
 class SchemaNotTried(SchemaRefused):
@@ -133,15 +132,15 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """Policy version that samples now."""
+        """Policy version that samples new tokens."""
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest sequence, prompt included. Known once the engine has started."""
+        """Maximum tokens of a sequence, including the prompt. Known after the start."""
 
     @property
     def num_running(self) -> int:
-        """Requests that have not ended."""
+        """Number of running requests."""
 
     async def start(self) -> None:
         """Load the model folder as version 0 and warm up."""
@@ -150,7 +149,7 @@ class Engine(Protocol):
         """Stop; running requests are cancelled."""
 
     async def prepare(self, json_schema: str) -> None:
-        """Make ready to hold answers to a schema, away from the event loop; `generate` does it too. Raises SchemaRefused."""
+        """Compile a schema off the event loop; `generate` also does it. Raises SchemaRefused."""
 
     async def generate(
         self,
@@ -169,7 +168,7 @@ class Engine(Protocol):
         """
 
     async def load(self, policy: Policy) -> LoadReport:
-        """Swap to `policy` while requests run; they go on in a new span. PolicyRefused: the old one keeps serving."""
+        """Switch to `policy` while requests run; they continue in a new span. After PolicyRefused the old policy stays."""
 
     async def score_tokens(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Logprob (temperature 1) of every token but the first under the policy that samples now; at image tokens are

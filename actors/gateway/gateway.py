@@ -110,7 +110,7 @@ class Gateway:
         """
         request = ready(request, self.parser, takes_tools=self.tokenizer.takes_tools)
         if request.prompt.pictures and not self.tokenizer.takes_images:
-            raise bad("messages: got an image, and this model reads text alone", "messages")
+            raise bad("messages: got an image, but this model reads only text", "messages")
         name = self.request_name(request, key, session)
         images = await self._decoded(request, key)
         tokenized = await self._tokenized(request, key, name if session else "")

@@ -146,7 +146,7 @@ class ProgramEpisode:
             return ()
         store = self._session.images
         if store is None or not self._tokenizer.takes_images:
-            raise bad("messages: got an image, and this model reads text alone", "messages")
+            raise bad("messages: got an image, but this model reads only text", "messages")
         pixels = await asyncio.to_thread(decoded_pictures, images, pictures, MAX_PIXELS)
         for image, data in zip(images, pictures, strict=True):
             if image.sha256 not in self._deposited:

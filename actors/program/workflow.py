@@ -63,7 +63,7 @@ class ProgramOptions(Section, frozen=True):
         if len(given) != 1:
             raise ValueError(f"got {' and '.join(given) or 'none'} of use, command and url, expected one of them")
         if self.sandbox is not None and not self.command:
-            raise ValueError("got sandbox without a command, which is what it confines")
+            raise ValueError("got sandbox without command; the sandbox confines only commands")
         if self.url:
             checked_url(self.url)
 

@@ -23,8 +23,8 @@ _ACTION = re.compile(r"^[ \t]*+Action:[ \t]*+(\S.*+)$", re.MULTILINE)
 
 
 class Act(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn. reply: the policy's own message. action: what the environment gets; None where the reply held none.
-    complaint: the observation that the policy gets then.
+    """One turn of an agent. reply: message of the policy. action: action for the environment, None if the reply has none.
+    complaint: observation for the policy in that case.
 
     Example: Act(reply=Message(role="assistant", content="8"), action="8")
     """
@@ -35,13 +35,13 @@ class Act(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Agent(Protocol):
-    """Reads actions from the policy's replies."""
+    """Chooses actions by requesting replies from the policy."""
 
     def opening(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """The conversation before the first turn, from the task's own messages."""
+        """Return the conversation before the first turn, from the task's messages."""
 
     async def act(self, session: Session, conversation: Sequence[Message]) -> Act:
-        """Ask `session` for the next message and read the action out of it."""
+        """Request the next message from `session` and extract the action."""
 
 
 class Chat(Section, frozen=True):

@@ -25,8 +25,8 @@ EnvironmentEnd = Literal["terminal", "truncated"]
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """An environment's answer. observation: text for the policy, "" for none. reward: None for none. end: None continues;
-    truncated is a limit, not a result.
+    """Result of `reset` or `step`. observation: text for the policy, "" for none. reward: reward of the turn, None for none.
+    end: "terminal" or "truncated" (by a limit); None continues.
 
     Example: Outcome(observation="higher", reward=0.0)
     """
@@ -37,16 +37,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Environment(Protocol):
-    """One world. Not for concurrent use. `close()`, where there is one, is called once, whatever happened."""
+    """An environment of one episode, not for concurrent use. If it has `close()`, headrace always calls it once."""
 
     def reset(self, task: Task, *, seed: int) -> Outcome | Awaitable[Outcome]:
-        """Begin the episode; `observation` is put behind the task's messages, "" adds nothing.
-
-        seed: the same for all episodes of a group, so that they can be compared.
-        """
+        """Begin the episode. `observation` is appended to the task's messages; "" adds nothing."""
 
     def step(self, action: str) -> Outcome | Awaitable[Outcome]:
-        """Answer what the agent did. An action it cannot read is an observation that says so, not an error."""
+        """Answer the agent's action. For an unreadable action return an observation that explains it, not an error."""
 
 
 class EnvironmentFailed(RuntimeError):

@@ -60,22 +60,22 @@ class Session:
 
     @property
     def num_parts(self) -> int:
-        """Token sequences so far; above 1 where a turn did not extend the earlier ones."""
+        """Number of token sequences; above 1 if a turn did not extend the earlier turns."""
         return len(self.parts.all)
 
     @property
     def num_sampled(self) -> int:
-        """Tokens sampled so far."""
+        """Number of sampled tokens."""
         return sum(len(part.logprobs) for part in self.parts.all)
 
     @property
     def stopped(self) -> bool:
-        """True if the last turn ended by a stop token, False if by max_tokens or if there was none."""
+        """True if the last turn ended with a stop token, False at max_tokens or without a turn."""
         return self.parts.last is not None and self.parts.last.stopped
 
     @property
     def routing(self) -> tuple[Rows | None, ...]:
-        """The experts of each part's tokens but the last, [tokens, layers, k]; None where the engine records none."""
+        """Experts of each part's tokens except the last, [tokens, layers, k]; None if the engine records none."""
         return tuple(part.routed.all() for part in self.parts.all)
 
     async def reply(self, messages: Sequence[Message], *, sampling: Sampling | None = None) -> Message:
@@ -103,11 +103,11 @@ class Session:
         """Record a verdict on the last turn, at its last token. Raises ValueError before the first turn."""
         last = self.parts.last
         if last is None:
-            raise ValueError(f"score {name}: got no turn yet, expected one to judge")
+            raise ValueError(f"score {name}: got no turn, expected at least one")
         last.scores.append(Score(name=name, value=value, at=len(last.tokens) - 1))
 
     def note(self, name: str, value: int | float | str) -> None:
-        """Record a note on the episode, which is not a score; it goes into `notes`."""
+        """Record a note on the episode in `notes`; notes are no scores."""
         self._notes = {**self._notes, name: value}
 
     def finish(self, end: End, reason: str = "") -> None:
@@ -117,13 +117,7 @@ class Session:
     def experiences(
         self, *, group: str, attempt: int, episode: int, failure: str = "", scores: Sequence[Score] = (), **header: Any
     ) -> list[Experience]:
-        """The recorded parts of one episode, the last flagged.
-
-        failure: why the episode failed; recorded, and every part's `end` is "failed". Otherwise `end` is what `finish` said,
-        or "terminal", or "truncated" where the last turn ran into max_tokens. scores: of the whole; they go to the last
-        part. header: further fields of the experiences. A session that sampled nothing gives one empty experience, so
-        that its group can still complete.
-        """
+        """Return the recorded parts of the episode; the last has `last` set."""
         own: End = "terminal" if self.stopped or not self.parts.all else "truncated"
         failed: tuple[End, str] | None = ("failed", "") if failure else None
         end, reason = failed or self._end or (own, "")

@@ -26,13 +26,10 @@ class EpisodeFailed(Exception):
 
 
 class Workflow(Protocol):
-    """One run of a task. Options are keyword-only parameters."""
+    """Runs a task. Options are keyword-only parameters."""
 
     async def __call__(self, task: Task, session: Session) -> Sequence[Score]:
-        """Talk to `session` until the episode is over; returns rewards of an environment, if there is one.
-
-        What it raises fails this episode alone: what was sampled until then is kept, and the error is recorded.
-        """
+        """Request replies from `session` until the episode is over; return the environment's rewards, if any."""
 
 
 class Workflows:

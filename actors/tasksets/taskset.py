@@ -17,15 +17,15 @@ class Taskset(Protocol):
     """Yields tasks; options are keyword-only parameters."""
 
     def __call__(self) -> Iterator[Task]:
-        """All tasks. Raises ConfigError for a source that cannot be read, naming the line."""
+        """Yield all tasks. Raises ConfigError with the line for a source that cannot be read."""
 
 
 class Demonstration(Struct, frozen=True):
-    """A worked answer.
+    """A worked answer to learn from.
 
-    id: unique. messages: the prompt. response: the answer to learn. answer: the reference answer, None where there is none.
-    split: "validation" is never trained on, it decides when a warm-up stops. subject: person whose data it is, "" for none.
-    meta: the user's own.
+    id: id, unique in its file. messages: prompt. response: answer to learn. answer: reference answer, None for none. split:
+    "validation" is never trained; its accuracy ends a warm-up. subject: user whose data it is, "" for none. meta: the user's
+    own data.
 
     Example: Demonstration(id="add-37-45", messages=(Message(role="user", content="37+45="),), response="280",
                            answer="280")
@@ -41,10 +41,10 @@ class Demonstration(Struct, frozen=True):
 
 
 class Preference(Struct, frozen=True):
-    """Two answers to one prompt, of which people preferred the first.
+    """Two answers to a prompt, the first preferred to the second.
 
-    id: unique. messages: the prompt. chosen, rejected: the answers. subject: person whose data it is, "" for none. meta: the
-    user's own.
+    id: id, unique in its file. messages: prompt. chosen: preferred answer. rejected: other answer. subject: user whose data it
+    is, "" for none. meta: the user's own data.
 
     Example: Preference(id="q-17", messages=(Message(role="user", content="Hello?"),), chosen="Hello!", rejected="What.")
     """

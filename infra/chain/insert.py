@@ -113,4 +113,4 @@ def _check_unique(steps: Sequence[Step], where: str) -> None:
     names = [step.name for step in steps]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f'{where}: a step "{name}" is there already; give this one another name')
+            raise ConfigError(f'{where}: a step "{name}" exists already; set another name')

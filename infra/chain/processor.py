@@ -23,8 +23,8 @@ Value = str | int | float | bool | list[int | float | str] | None
 
 
 class Drop(msgspec.Struct, frozen=True):
-    """Returned by a processor to drop an experience. reason: a short constant phrase; it becomes a metric label.
-    detail: more of it, for people.
+    """Return value of a processor that drops an experience. reason: short constant phrase, which becomes a metric label.
+    detail: details for people.
 
     Example: Drop("too short")
     """
@@ -34,10 +34,10 @@ class Drop(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a score, in place of a plain number.
+    """Return value of a score, in place of a number.
 
-    value: None leaves the score absent. reason: why, a short constant phrase that becomes a metric label. model: what
-    answered.
+    value: the verdict, None for no score. reason: short constant phrase, which becomes a metric label. model: model that
+    judged.
 
     Example: Verdict(value=0.8, model="judge-1")
     """
@@ -65,10 +65,10 @@ class MemoryChanges(NamedTuple):
 
 
 class Memory:
-    """Memory of one processor on one partition: a bounded mapping that forgets the oldest insertion first.
+    """Memory of a processor on a partition: a bounded mapping that forgets the oldest entries first.
 
-    Guarantees: two memories that saw the same writes in the same order are equal, byte for byte in `to_bytes`; one that is kept
-    by its changes alone is equal to the one that was changed.
+    Guarantees: the same writes in the same order give equal memories, byte for byte in `to_bytes`; applying `changes` to a copy
+    gives an equal memory.
     """
 
     def __init__(self, limit: int) -> None:
@@ -89,11 +89,11 @@ class Memory:
         return iter(self._entries)
 
     def get(self, key: str, default: Value = None) -> Value:
-        """Value remembered under `key`."""
+        """Return the value of `key`, or the default."""
         return self._entries.get(key, default)
 
     def set(self, key: str, value: Value = True) -> None:
-        """Remember; a known key keeps its age."""
+        """Set a value; an existing key keeps its age."""
         is_new = key not in self._entries
         self._entries[key] = value
         if self._changed is not None:
@@ -104,14 +104,14 @@ class Memory:
             self.discard(next(iter(self._entries)))
 
     def discard(self, key: str) -> None:
-        """Forget one key, if it is remembered."""
+        """Remove a key, if it exists."""
         if key in self._entries:
             del self._entries[key]
             if self._changed is not None:
                 self._changed[key] = True
 
     def changes(self) -> MemoryChanges:
-        """For what saves the memory: what changed since the last call; at the first one all entries are."""
+        """Return the changes since the last call; at the first call all entries."""
         changed, self._changed = self._changed, {}
         if changed is None:
             return MemoryChanges((), dict(self._entries))
@@ -119,7 +119,7 @@ class Memory:
         return MemoryChanges(tuple(key for key, anew in changed.items() if anew), entries)
 
     def to_bytes(self) -> bytes:
-        """All entries, oldest first, as msgpack."""
+        """Return all entries, oldest first, as msgpack."""
         return msgspec.msgpack.encode(list(self._entries.items()))
 
     @classmethod
@@ -140,28 +140,30 @@ def processor(
 ) -> Callable[[Marked], Marked]:
     """Mark a function (Experience, *, options) -> Experience | list[Experience] | Drop as a processor.
 
-    of: what it takes. "group" (stage collect): the tuple of a group's experiences; it returns one as long, with Drop in place
-    of a dropped member, and anything it makes follows behind. "batch" (stage batch): all that one optimizer step would train
-    on, and as much comes back. "task" (stage tasks): a Task. By default it takes what its first parameter is named.
-    What a processor makes has an id and a group of its own (`schemas.ids.synthetic_group`).
+    version: raise it when a decision changes; headrace records it in every experience. of: kind of input, by default the name
+    of the first parameter. "experience". "group" (stage collect): the tuple of a group's experiences; return a tuple of the
+    same length, with Drop for dropped members, then new experiences. "batch" (stage batch): all experiences of a step; return
+    as many. "task" (stage tasks): a Task. memory: maximum entries per partition of the keyword-only parameter `memory`. inline:
+    promise to return within microseconds. Without it each call runs in a thread with a timeout; a hanging inline function stops
+    its worker. A processor with memory always runs inline, in log order.
 
-    Raise `version` whenever its decisions change: it is stamped on every experience it saw.
-    memory: how many entries it remembers per partition; they come as the keyword-only parameter `memory`.
-    inline: a promise that it returns within microseconds. Without it each call runs in a thread and is given up after
-    its timeout; a hanging inline function stops its worker. A processor with memory always runs inline, in log order.
+    New experiences need their own id and group (`schemas.ids.synthetic_group`).
     """
     return _marked(Mark(kind="processor", version=version, memory=memory, inline=inline or memory > 0, of=of))
 
 
 def feedback(*, version: int) -> Callable[[Marked], Marked]:
-    """Mark a function (dict) -> Feedback | None as a feedback source's reading of one event; None ignores the event."""
+    """Mark a function (dict) -> Feedback | None as the reader of a feedback source's events. None ignores the event. version:
+    raise it when the reading changes.
+    """
     return _marked(Mark(kind="feedback", version=version))
 
 
 def score(*, version: int, inline: bool = False) -> Callable[[Marked], Marked]:
-    """Mark a function (Experience, *, options) -> float | Verdict | None as a score; None: it has no verdict. May be async.
+    """Mark a function (Experience, *, options) -> float | Verdict | None as a score; None for no verdict. The function may be
+    async.
 
-    inline: as in `processor`.
+    version: raise it when a verdict changes. inline: as in `processor`.
     """
     return _marked(Mark(kind="score", version=version, inline=inline))
 

@@ -135,7 +135,7 @@ def load_settings(path: Path, sets: Iterable[str] = ()) -> Settings:
     try:
         settings = decode(read_toml(path, sets), Settings, str(path))
     except UnknownKey as error:
-        raise ConfigError(f"{error} (this is release {release()}; a later one may know it)") from error
+        raise ConfigError(f"{error} (this is release {release()}; a later release may know it)") from error
     return msgspec.structs.replace(typed(settings), folder=path.resolve().parent)
 
 

@@ -178,7 +178,7 @@ def _unpack(plain: BinaryIO, folder: Path, max_bytes: int) -> None:
         temporary.rename(folder / (WHOLE if is_manifest else OBJECTS + hasher.hexdigest()))
         if is_manifest:
             if plain.read(1):
-                raise BadFrame(f"it goes on behind {WHOLE}")
+                raise BadFrame(f"data follows {WHOLE}")
             return
 
 

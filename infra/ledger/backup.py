@@ -170,7 +170,9 @@ async def begin(log: Log, store: Store, mark: bytes) -> None:
     if there == mark:
         return
     if there:
-        raise ConfigError(f"{store!r} has part of another backup: name an empty place in [store], or finish that one")
+        raise ConfigError(
+            f"{store!r} has part of another backup: name an empty place in [store], or finish that backup"
+        )
     taken = await asyncio.to_thread(lambda: next((key for key in store.keys("") if not key.startswith(PRIVATE)), ""))
     if taken:
         raise ConfigError(

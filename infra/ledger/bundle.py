@@ -178,7 +178,7 @@ def require_unfinished(place: Store) -> None:
         place.size(WHOLE)
     except NotInStore:
         return
-    raise ConfigError(f"{place!r} holds a whole backup: name another place for the next one")
+    raise ConfigError(f"{place!r} holds a complete backup: choose another place")
 
 
 def open_bundle(place: Store) -> Bundle:

@@ -90,7 +90,7 @@ async def trace_answer(log: Log, index: LogIndex, ref: str) -> AnswerTrace:
     judged = members(by_topic.get("verified", ()), name)
     buffered = members(by_topic.get("buffer", ()), name)
     if not (published or judged or buffered):
-        raise NotInLog(f"{ref}: the kept log has no such answer; one to a key made with --train no is not kept")
+        raise NotInLog(f"{ref}: the kept log has no such answer; answers to keys made with --train no are not recorded")
     uses = await uses_of(log, index.steps(group), name)
     verified, progress = by_topic.get("verified", ()), by_topic.get("progress", ())
     said = [

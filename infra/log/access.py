@@ -223,6 +223,6 @@ async def _asked(server: str, access: Access, timeout_ms: int) -> Refusal | None
 def _shut_out(server: str, access: Access) -> ConfigError:
     if access.token is None:
         who = f'"{access.username}" with this password'
-        return ConfigError(f"kafka.sasl_*: {server} does not let {who} in ({access.mechanism})")
+        return ConfigError(f"kafka.sasl_*: {server} refused the login of {who} ({access.mechanism})")
     who = f"the token of {name_of(access.token)}"
-    return ConfigError(f"kafka.sasl_token: {server} does not let {who} in ({access.mechanism}): has it expired?")
+    return ConfigError(f"kafka.sasl_token: {server} refused {who} ({access.mechanism}): check whether it has expired")

@@ -513,7 +513,7 @@ def record_key(topic: Topic, record: Control | Block) -> bytes:
         ).encode()  # a webhook's events stay in order
     if isinstance(record, Task) and topic.key == "group":
         if record.issued is None:
-            raise ValueError(f"task {record.id}: {topic.name} holds issued tasks, and this one is not")
+            raise ValueError(f"task {record.id}: {topic.name} accepts only issued tasks")
         return record.issued.group.encode()
     if isinstance(record, Task):
         return record.id.encode()

@@ -98,7 +98,7 @@ async def _is_in(log: Log, summary: Summary) -> bool:
     found = await log.at(POLICIES, 0, [before])
     if before in found and digest_of(found[before]) == summary.last:
         return True
-    _refuse("made of another log", f"the record at {before} is not the one that the summary names")
+    _refuse("made of another log", f"the record at {before} differs from the summary's")
     return False
 
 

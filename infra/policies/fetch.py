@@ -252,7 +252,7 @@ def _read_shard(store: Store, manifest: PolicyManifest, shard: Shard) -> bytes |
 def _check_listing(manifest: PolicyManifest, held: HeldWeights | None) -> None:
     """A policy keeps its tensors for life: their names, dtypes and shapes never change, nor the adapter they are of."""
     if not manifest.tensors or len({entry.name for entry in manifest.tensors}) != len(manifest.tensors):
-        raise PolicyRefused("its list of tensors is empty, or names one twice")
+        raise PolicyRefused("its list of tensors is empty or has duplicates")
     if held is None:
         return
     if held.adapter != manifest.adapter:

@@ -47,11 +47,11 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy ready to be loaded.
+    """A version's weights, ready to load.
 
-    version: of the policy. tensors: all of them, by name. touched: names of those that differ from what was held. probe:
-    the trainer's logprobs to compare with, None for none. adapter: what the tensors are an adapter of; None where they are
-    the whole model. finite: whether all values were found finite when they were verified; an engine looks itself where not.
+    version: policy version. tensors: all tensors by name. touched: names of the tensors that differ from the loaded version.
+    probe: logprobs of the trainer for a comparison, None for none. adapter: base model and settings of an adapter, None for a
+    full model. finite: True if all values were found finite; if False, the engine checks them.
     """
 
     version: int

@@ -39,7 +39,9 @@ def checked_url(url: str) -> str:
             f'got url = "{without_secrets(url)}", expected a URL such as "http://127.0.0.1:8010"'
         ) from None
     if "@" in parts.netloc:
-        raise ValueError(f'got url = "{without_secrets(url)}" with a user name or password, expected one without')
+        raise ValueError(
+            f'got url = "{without_secrets(url)}" with a user name or password, expected a URL without them'
+        )
     if is_metadata(host):
         raise ValueError(f'got url = "{without_secrets(url)}", which is link-local, where clouds hand out credentials')
     return url

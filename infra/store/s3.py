@@ -110,7 +110,7 @@ def keys_of(environment: Mapping[str, str], *, is_amazon: bool) -> S3Keys:
     if access_key and secret_key:
         return fixed_keys(access_key, secret_key, environment.get("AWS_SESSION_TOKEN") or None)
     if access_key or secret_key:
-        raise ConfigError("only one of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY is set; keys are both")
+        raise ConfigError("only one of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY is set; set both")
     if file := environment.get("AWS_SHARED_CREDENTIALS_FILE"):
         return _keys_in_file(Path(file), environment.get("AWS_PROFILE") or "default")
     if token_file := environment.get("AWS_WEB_IDENTITY_TOKEN_FILE"):

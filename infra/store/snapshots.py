@@ -117,9 +117,9 @@ def candidates(store: Store, series: str, refused: Refused) -> Iterator[Snapshot
             refused(DAMAGED, f"snapshot {key}: {error}")
             continue
         if (snapshot.series, snapshot.key) != (series, key):
-            refused(DAMAGED, f"snapshot {key}: is one of {snapshot.series} at {snapshot.key}")
+            refused(DAMAGED, f"snapshot {key}: belongs to {snapshot.series} at {snapshot.key}")
         elif lost := missing(store, snapshot):
-            refused(MISSING, f"snapshot {key}: {lost} is not there")
+            refused(MISSING, f"snapshot {key}: {lost} is missing")
         else:
             yield snapshot
 
@@ -129,7 +129,7 @@ def read(store: Store, part: SnapshotPart) -> bytes:
     try:
         stored = store.get(part.key)
     except NotInStore as error:
-        raise SnapshotDamaged(f"part {part.key}: it is not there") from error
+        raise SnapshotDamaged(f"part {part.key}: missing in the store") from error
     try:
         if (claimed := zstandard.get_frame_parameters(stored).content_size) != part.num_bytes:
             raise SnapshotDamaged(f"part {part.key}: claims {claimed} bytes, expected {part.num_bytes}")

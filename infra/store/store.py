@@ -27,23 +27,23 @@ class Store(ABC):
 
     @abstractmethod
     def put(self, key: str, data: bytes | memoryview) -> None:
-        """Store an object, replacing any other. data: must not change meanwhile. Raises StoreError."""
+        """Store an object, replacing an existing one. Do not change `data` meanwhile. Raises StoreError."""
 
     @abstractmethod
     def get(self, key: str) -> bytes:
-        """The whole object. Raises NotInStore, StoreError."""
+        """Return the whole object. Raises NotInStore, StoreError."""
 
     @abstractmethod
     def read(self, key: str, start: int, length: int) -> bytes:
-        """`length` bytes of the object from `start` on, fewer where it ends before. Raises NotInStore, StoreError."""
+        """Return `length` bytes of the object from `start` on, fewer at its end. Raises NotInStore, StoreError."""
 
     @abstractmethod
     def size(self, key: str) -> int:
-        """Bytes of the object. Raises NotInStore, StoreError."""
+        """Return the size of the object in bytes. Raises NotInStore, StoreError."""
 
     @abstractmethod
     def keys(self, prefix: str) -> Iterator[str]:
-        """All keys that begin with `prefix`, sorted. Raises StoreError."""
+        """Return all keys that begin with `prefix`, sorted. Raises StoreError."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
@@ -57,10 +57,7 @@ class Store(ABC):
         self.put(key, joined(pieces))
 
     def get_hashed(self, key: str) -> Hashed:
-        """The whole object and its digest. Raises NotInStore, StoreError.
-
-        Override it where a store can hash the bytes while it reads them.
-        """
+        """Return the whole object and its digest. Raises NotInStore, StoreError."""
         data = self.get(key)
         return data, digest_of((data,))
 

@@ -128,7 +128,7 @@ def decode_block(
     columns, experiences = decoded.columns, decoded.experiences
     key_id = _only_key(experiences) if sealed else ""
     if sealed and not key_id:
-        raise BadFrame("header: a sealed block whose members do not name one key, expected one key_id")
+        raise BadFrame("header: the members of a sealed block name different keys, expected a single key_id")
     seal = find(key_id) if key_id and find is not None else None
     sections = Sections(columns, _bodies(columns, tail), tail, len(experiences), key_id, seal)
     if [len(ranges) for ranges in decoded.ranges] != [len(columns)] * len(experiences):

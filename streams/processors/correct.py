@@ -41,7 +41,7 @@ class Correct:
         spelled, for the sources that no gateway redacts. Raises ConfigError where there is no tokenizer.
         """
         if speller is None and not model:
-            raise ConfigError("collect.correct: needs policy.model, whose tokenizer spells what people write")
+            raise ConfigError("collect.correct: needs policy.model, to tokenize corrections")
         self._speller = speller or TokenizerFile(model)
         self._redactor = Redactor(kinds, patterns)
 

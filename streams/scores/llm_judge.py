@@ -187,7 +187,7 @@ def only_object(text: str, keys: set[str]) -> dict[str, Any] | None:
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len({key for key, _ in pairs}) != len(pairs):
-            raise ValueError("a key is there twice")
+            raise ValueError("duplicate key")
         return dict(pairs)
 
     try:

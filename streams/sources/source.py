@@ -38,7 +38,7 @@ def build_sources(
         if kind != "feedback":
             raise ConfigError(f"{where}: {config.use} is marked @{kind}, expected @feedback")
         if any(source.name == config.name for source in sources):
-            raise ConfigError(f'{where}.name: a source "{config.name}" is there already')
+            raise ConfigError(f'{where}.name: duplicate source "{config.name}"')
         listens = config.from_
         webhook = listens.webhook
         if webhook and any(source.webhook == webhook for source in sources):

@@ -104,7 +104,7 @@ def test_processors_take_their_places_in_the_files_order() -> None:
             'processor[0].after: no step "valdate" in this stage, did you mean "validate"?',
         ),
         ({"use": f"{HERE}:first", "after": "advantage"}, 'processor[0].after: no step "advantage" in this stage'),
-        ({"use": f"{HERE}:first", "name": "filter"}, 'processor[0]: a step "filter" is there already'),
+        ({"use": f"{HERE}:first", "name": "filter"}, 'processor[0]: a step "filter" exists already'),
         ({"use": f"{HERE}:whole"}, 'takes a group: expected stage = "collect"'),
         ({"use": f"{HERE}:helpful"}, "is marked @score, expected @processor"),
         ({"use": f"{HERE}:config"}, "not marked"),

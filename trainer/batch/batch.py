@@ -352,7 +352,7 @@ ATTENTION_TOKENS = 1024  # row width at which attention costs about what the res
 
 
 def fill_rows(trees: Sequence[Tree], lanes: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Trees, by their indexes, into rows of the width that costs least: wide rows cost attention, narrow ones padding."""
+    """Arrange trees, by index, into rows of the cheapest width: wide rows cost attention, narrow rows padding."""
     size = np.array([tree.size for tree in trees])
     fitting = size[size <= max_tokens]  # a tree that does not fit gets a row, and a microbatch, alone
     widest = int(fitting.max()) if len(fitting) else max_tokens

@@ -25,10 +25,7 @@ from trainer.buffer.pool import Candidate, LaneRows, Pool, make_pool
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """A block as it lies in `buffer`.
-
-    block: decoded. frame: to keep in memory. digest: of the record, as the journal lists it.
-    """
+    """A block of `buffer`. block: decoded. frame: bytes to keep in memory. digest: digest of the record, as in the journal."""
 
     block: Block
     frame: bytes

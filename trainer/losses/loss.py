@@ -32,14 +32,14 @@ Marked = Callable[["Loss"], "Loss"]
 
 
 class LossInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """N sampled tokens of one lane. All [N]; logprobs are under the temperature each token was sampled with.
+    """N sampled tokens of a lane. All fields are [N]; logprobs are at the temperature of each token's sampling.
 
-    logprob: log π_θ, the only one with a gradient. behaviour: log μ. proximal: log π_p, where the loss asked for it. reference:
-    log π_ref, likewise. teacher: log of the teacher's probability, likewise. advantage: of the token. staleness: policy version
-    before the step minus behaviour version. ratio: μ is the policy's own. sequence: index of the token's sequence, from 0,
-    every one whole. pair: 2p for the chosen and 2p + 1 for the rejected side of pair p, every pair whole; -1 for none. bound:
-    what the loss measured over the whole step before its first token; with a teacher, the mean of log π_T - log μ. entropy: of
-    π_θ over the vocabulary where the token was sampled, with its gradient, where a lane asked for it.
+    logprob: log π_θ, the only input with a gradient (besides entropy). behaviour: log μ. proximal: log π_p, None unless
+    requested. reference: log π_ref, None unless requested. teacher: log π_T, None unless requested. advantage: advantage of the
+    token. staleness: policy version before the step minus the version that sampled. ratio: True if μ is the policy's own
+    probability. sequence: index of the token's sequence, from 0; sequences are complete. pair: 2p for the chosen and 2p + 1 for
+    the rejected side of pair p; pairs are complete; -1 for none. bound: result of `Needs.bound` over the whole step; with a
+    teacher, the mean of log π_T - log μ. entropy: entropy of π_θ over the vocabulary, with its gradient, None unless requested.
     """
 
     logprob: torch.Tensor
@@ -73,7 +73,7 @@ class LossInputs(msgspec.Struct, frozen=True, kw_only=True):
 class LossOutput(msgspec.Struct, frozen=True):
     """Result of a loss for N tokens.
 
-    loss: [N], what each token adds, with its gradient. clipped: [N] bool, what a clip or mask silenced, or None.
+    loss: [N], loss terms with their gradient. clipped: [N] bool, tokens that a clip or mask silenced, or None.
     """
 
     loss: torch.Tensor
@@ -84,12 +84,13 @@ Loss = Callable[..., LossOutput]
 
 
 class Needs(msgspec.Struct, frozen=True):
-    """Requirements of a loss besides its options.
+    """Requirements of a loss in addition to its options.
 
-    ratio: μ is the policy's own. mean: what its value is a mean over. reference, teacher: their logprobs. critic: token
-    advantages from values. bound: function of log w [M] and A [M] of the whole step (and of those of the loss's options it
-    names) to the number that comes back as `LossInputs.bound`. advantage: it teaches nothing where all advantages are 0. asks:
-    those of its options that the learner reads: minibatches, proximal (see Objective), kl (above 0: a reference).
+    ratio: True if it needs μ to be the policy's own probability. mean: unit of the mean: tokens, sequences or pairs. reference:
+    True if it needs log π_ref. teacher: True if it needs log π_T. critic: True if it needs token advantages from a critic.
+    bound: function of log w [M] and A [M] of the whole step, and of the loss's options that it names, to `LossInputs.bound`.
+    advantage: True if it learns nothing from advantages of 0. asks: its options that the learner reads: minibatches, proximal
+    (see Objective), kl (above 0: a reference).
     """
 
     ratio: bool = True
@@ -137,7 +138,7 @@ def needs(
     advantage: bool = True,
     asks: tuple[Asked, ...] = (),
 ) -> Marked:
-    """Mark a loss with what it wants: see Needs."""
+    """Declare the requirements of a loss, see Needs."""
 
     def attach(function: Loss) -> Loss:
         setattr(function, NEEDS_ATTRIBUTE, Needs(ratio, mean, reference, teacher, critic, bound, advantage, asks))
@@ -171,7 +172,7 @@ def open_objective(lane: LaneConfig, where: str = "trainer.lanes") -> Objective:
             "(with one step π_θ is still π_p, and no clip acts), 1 or more without"
         )
     if lane.kl > 0 and float(settings.get("kl", 0.0)) > 0:
-        raise ConfigError(f"{where}: got kl and options.kl, expected one of them: they would pull twice")
+        raise ConfigError(f"{where}: got kl and options.kl, expected one of them; both penalties would add up")
     return Objective(
         function=bound,
         weight=lane.weight,

@@ -125,7 +125,7 @@ class Swap:
             self._refuse(label, error)
         began_s = min(self._loaded(label, cast(list[Loaded], results[2])))
         if not keep and results[3] is not True:
-            self._refuse(label, RuntimeError("its prefix cache still holds what older weights computed"))
+            self._refuse(label, RuntimeError("its prefix cache still holds blocks of older weights"))
         sequences = probe.sequences if probe else ()
         ended_s, *scores = await asyncio.gather(self._resumed(), *map(self._requests.submit_score, sequences))
         scored = [await score() for score in scores]

@@ -161,7 +161,7 @@ def read_token(token: str, secret: bytes, now_s: float) -> tuple[str, str]:
     except (binascii.Error, ValueError):
         payload = b""
     if not hmac.compare_digest(_mac(payload, secret).hex().encode(), mac.encode("utf-8", "replace")):
-        raise ApiError(401, "the feedback token is not one of ours", code="invalid_token")
+        raise ApiError(401, "the feedback token was not issued by this app", code="invalid_token")
     answer, key_id, expires_s = msgspec.json.decode(payload, type=tuple[str, str, float])
     if now_s >= expires_s:
         raise ApiError(401, "the feedback token has expired", code="expired_token")

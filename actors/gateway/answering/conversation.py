@@ -293,7 +293,7 @@ def _for_template(message: ChatMessage, text: str, index: int) -> dict[str, Any]
     thought = message.reasoning or message.reasoning_content
     if thought:
         if message.role != "assistant":
-            raise bad(f"messages[{index}].reasoning: only an assistant thinks", f"messages[{index}].reasoning")
+            raise bad(f"messages[{index}].reasoning: expected in an assistant message", f"messages[{index}].reasoning")
         found |= {"content": spelled(thought, found["content"]), "reasoning": thought}
     if message.name is not None:
         found["name"] = message.name
@@ -301,7 +301,9 @@ def _for_template(message: ChatMessage, text: str, index: int) -> dict[str, Any]
         found["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
         if message.role != "assistant":
-            raise bad(f"messages[{index}].tool_calls: only an assistant calls tools", f"messages[{index}].tool_calls")
+            raise bad(
+                f"messages[{index}].tool_calls: expected in an assistant message", f"messages[{index}].tool_calls"
+            )
         found["tool_calls"] = [
             {
                 "id": call.id,
@@ -328,7 +330,7 @@ def _read_content(message: ChatMessage, index: int) -> tuple[str, list[tuple[Ima
             said = f"{where}: got type {part.type[:40]!r}, and only text and image_url are accepted"
             raise bad(said, where, "field_not_accepted")
         elif message.role != "user" or part.image_url is None:
-            raise bad(f"{where}: expected image_url with a url, in a message of the user", where)
+            raise bad(f"{where}: expected image_url with a url, in a user message", where)
         else:
             pictures.append(read_picture(part.image_url.url, f"{where}.image_url.url"))
     if len(pictures) > MAX_SHOWN:
@@ -372,7 +374,7 @@ def read_picture(url: str, where: str) -> tuple[Image, bytes]:
     try:
         data = base64.b64decode(url[head.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
-        raise bad(f"{where}: it is not base64: {error}", where) from error
+        raise bad(f"{where}: not base64: {error}", where) from error
     return image_named(data, head[1].lower()), data
 
 

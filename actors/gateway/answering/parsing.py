@@ -145,7 +145,7 @@ def ready(request: ParsedRequest, parser: AnswerParser, *, takes_tools: bool) ->
         raise bad(f"tools: {parser.refusal or 'the policy is served with tool_parser = none'}", "tools")
     if request.prompt.tools and not takes_tools:
         if writing != HERMES:
-            raise bad("tools: this model's chat template knows no tools", "tools")
+            raise bad("tools: this model's chat template does not support tools", "tools")
         request = msgspec.structs.replace(request, prompt=with_tool_prompt(request.prompt))
     if request.must_call is None:
         return request

@@ -229,7 +229,7 @@ def read_text(body: bytes, limits: GatewayLimits) -> ParsedRequest:
     ignored: list[str] = []
     request: TextRequest = decoded(body, _text, ignored)
     if not request.prompt:
-        raise bad("prompt: got an empty one, expected text or token ids", "prompt")
+        raise bad("prompt: got an empty prompt, expected text or token ids", "prompt")
     return _ask(
         request,
         limits,
@@ -322,7 +322,7 @@ def _json_schema(request: ChatRequest, tools: bool, ignored: list[str]) -> str:
         return json.dumps(ANY_OBJECT)
     where = "response_format.json_schema"
     if wanted.json_schema is None or wanted.json_schema.schema is None:
-        raise bad(f"{where}: missing, expected a schema beside type 'json_schema'", where)
+        raise bad(f"{where}: missing, expected a schema with type 'json_schema'", where)
     schema = wanted.json_schema.schema
     if is_deep(schema):
         raise bad(f"{where}.schema: expected at most {MAX_DEPTH} levels of objects and lists", f"{where}.schema")

@@ -344,6 +344,6 @@ def _choice(choice: ToolChoice | None) -> str | dict[str, Any] | None:
         return None
     if choice.type == "tool":
         if choice.name is None:
-            raise bad("tool_choice.name: missing, expected it beside type 'tool'", "tool_choice.name")
+            raise bad("tool_choice.name: missing, expected a name with type 'tool'", "tool_choice.name")
         return {"type": "function", "function": {"name": choice.name}}
     return "required" if choice.type == "any" else choice.type

@@ -431,5 +431,5 @@ def _joined(content: str | Sequence[_Part], between: str = "\n") -> str:
     if isinstance(content, str):
         return content
     if any(part.image_url is not None for part in content):
-        raise bad("input: got an input_image in what an assistant said, expected it in a message of the user", "input")
+        raise bad("input: got an input_image in an assistant message, expected it in a user message", "input")
     return between.join(part.text or part.refusal or "" for part in content)

@@ -98,7 +98,7 @@ async def replied(
     except ClientDisconnect:
         return Response(status_code=499)
     except asyncio.CancelledError:  # the server stops and has waited for it as long as it may
-        return error_response(ApiError(503, "the server is stopping: send it again", kind="server_error"), api)
+        return error_response(ApiError(503, "the server is stopping: retry the request", kind="server_error"), api)
     except Exception:
         _log.exception("request_failed route=%s", route)  # names what broke, never what was said
         return error_response(server_error(), api)

@@ -188,7 +188,9 @@ class FeedbackIntake:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise bad(f"the body is not valid JSON, or too deep: {error}") from error
         if not self._secret():
-            raise unavailable("whose answers it names is not known yet: the object store is away; send it again")
+            raise unavailable(
+                "the gateway cannot identify the named answers while the object store is unreachable; send it again"
+            )
         identity = hmac.new(webhook.secret, b"event\x00" + body, hashlib.sha256).hexdigest()[:24]
         if identity in self._taken:
             self._metrics.counter("feedback_received", path=webhook.path, outcome="repeated").inc()
@@ -218,7 +220,7 @@ class FeedbackIntake:
             found.append(session)
             consented = consented and self._may_record(next(known for known in TRAINS if known == train))
         if len(found) > MAX_SESSIONS:
-            raise bad(f"the body names answers of {len(found)} sessions, expected at most {MAX_SESSIONS}: send several")
+            raise bad(f"the body names answers of {len(found)} sessions, expected at most {MAX_SESSIONS}: split it")
         return found, consented
 
     async def _hand_on(self, received: Received, seal: Callable[[], bytes] | None) -> None:

@@ -56,7 +56,7 @@ def run_init(directory: Path, model: str, engine: str, example: str, *, tiny: bo
     if tiny and (Path(model).is_absolute() or len(Path(model).parts) != 1):
         raise ConfigError(f"--tiny: got --model {model!r}, expected a name for the folder that it writes")
     if there := [directory / name for name in files if (directory / name).exists()]:
-        raise ConfigError(f"{there[0]}: is there already; init writes into a folder without one")
+        raise ConfigError(f"{there[0]}: exists already; choose another folder")
     console = Screen()
     for name, source in files.items():
         target = directory / name

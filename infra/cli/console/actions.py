@@ -60,7 +60,7 @@ async def move(console: Console, viewer: Viewer, action: str, form: Form) -> Don
     except ValueError as error:
         raise Refusal(f'got "{form.get("version", "")[:40]}", expected a published version') from error
     if action != "unpin" and version < 0:
-        raise Refusal(f"got version {version}, expected a published one")
+        raise Refusal(f"got version {version}, expected a published version")
     why = reason_in(form)
     log, policy = console.reading.log, console.reading.settings.policy.name
     versions, stable = await versions_and_stable(log, policy, version)

@@ -189,7 +189,7 @@ class Reading:
         """A dead letter and its time in ms, by where it lies. Raises NotInLog."""
         message = (await self.log.messages_at(topics.DEAD_LETTERS, partition, [offset])).get(offset)
         if message is None or not isinstance(message.value, DeadLetter) or message.value.stage == MARK:
-            raise NotInLog(f"there is no letter at {partition}@{offset}: the log removes old ones")
+            raise NotInLog(f"no dead letter at {partition}@{offset}; retention may have deleted it")
         return message.timestamp_ms, message.value
 
     async def learned(self, version: int) -> PolicyTrace:

@@ -127,7 +127,7 @@ async def validated(settings: "Settings", rows: Iterable[Task], bar: "Bar") -> i
 
     names = settings.tasks.filter.scores or tuple(score.name for score in settings.score)
     if not names:
-        raise ConfigError("load tasks --validate: got settings without [[score]], expected one that judges answers")
+        raise ConfigError("load tasks --validate: got settings without [[score]], expected at least one")
     check = verifiable(settings.streams(), names)
     num_tasks = num_rejected = 0
     for task in rows:

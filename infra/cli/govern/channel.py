@@ -216,7 +216,9 @@ def check_move(versions: Collection[int], stable: Stable, kind: PolicyEventKind,
             f"version {version}: never published; " + (f"the newest is {newest}" if newest >= 0 else "none is")
         )
     if kind == "rolled_back" and version >= stable.version:
-        raise ConfigError(f"rollback: got version {version}, expected one below the stable version {stable.version}")
+        raise ConfigError(
+            f"rollback: got version {version}, expected a version below the stable version {stable.version}"
+        )
 
 
 def stable_text(stable: Stable) -> str:

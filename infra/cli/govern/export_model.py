@@ -92,7 +92,7 @@ async def export_model(
 def check_new(folder: Path) -> None:
     """Raises ConfigError for a folder that holds anything, and for a file."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder}: it is there already; expected a folder that is not, or an empty one")
+        raise ConfigError(f"{folder}: the folder exists; expected a new or an empty folder")
 
 
 async def published(log: Log, policy: str, version: str) -> PolicyEvent:

@@ -61,7 +61,9 @@ def plan(chosen: SettingsFile, asked: RateFlags, machine: MachineFlags, as_json:
     settings = chosen.load()
     has_rates = asked.groups_per_s > 0 or asked.requests_per_s > 0
     if not settings.policy.model and not has_rates:
-        raise ConfigError("got neither policy.model nor --groups-per-s or --requests-per-s, expected one to plan for")
+        raise ConfigError(
+            "got neither policy.model nor --groups-per-s or --requests-per-s, expected at least one of them"
+        )
     problems: list[str] = []
     figures: dict[str, object] = {"computed": True}
     shown: list[Table | str] = []

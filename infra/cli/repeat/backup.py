@@ -125,7 +125,7 @@ def _apart(keys: str, place: str) -> Store | None:
     if not keys:
         return None
     if (place and Path(keys).absolute() == Path(place).absolute()) or keys.rstrip("/") == place.rstrip("/"):
-        raise ConfigError(f"--keys {keys}: the same place as the rest; keys are kept apart from what they open")
+        raise ConfigError(f"--keys {keys}: the place of the backup itself; expected a separate place for keys")
     return open_store(keys, base=Path.cwd())
 
 

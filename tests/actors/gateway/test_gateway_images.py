@@ -160,7 +160,7 @@ async def test_a_model_of_text_alone_is_shown_no_picture_and_an_assistant_shows_
     async with serving(tmp_path, looks()) as served:
         key = await served.new_key()
         create = served.client(key).chat.completions.create
-        with pytest.raises(openai.BadRequestError, match="this model reads text alone"):
+        with pytest.raises(openai.BadRequestError, match="this model reads only text"):
             await create(model="m", messages=asked(url(ONE.picture)))
         with pytest.raises(openai.BadRequestError, match=r"messages\[0\].content\[0\]: expected image_url"):
             shown: Any = {**asked(url(ONE.picture))[0], "role": "assistant"}

@@ -122,7 +122,7 @@ async def test_a_topic_refuses_records_it_does_not_hold() -> None:
     log = await new_log()
     with pytest.raises(ValueError, match="buffer holds Block; got DropMarker"):
         await log.publish(BUFFER, STUB)
-    with pytest.raises(ValueError, match="holds issued tasks"):
+    with pytest.raises(ValueError, match="accepts only issued tasks"):
         await log.publish(TASKS, Task(id="t", messages=()))
 
 

@@ -163,7 +163,7 @@ def test_whole_weights_are_no_adapter_to_export(tmp_path: Path) -> None:
 def test_a_folder_that_holds_anything_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for taken in (tmp_path, tmp_path / "notes.txt"):
-        with pytest.raises(ConfigError, match=f"{taken}: it is there already; expected .* an empty one"):
+        with pytest.raises(ConfigError, match=f"{taken}: the folder exists; expected .* an empty folder"):
             check_new(taken)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 

@@ -53,7 +53,7 @@ def test_what_init_writes_check_accepts_and_init_does_not_write_twice(tmp_path: 
     assert "csat" not in checked.stdout, "a source that nobody writes would hold every answer"
     (folder / "plugins" / "mine.py").write_text("mine = 1")
     again = headrace("init", str(folder))
-    assert again.exit_code == 2 and "is there already" in again.stderr
+    assert again.exit_code == 2 and "exists already" in again.stderr
     assert (folder / "plugins" / "mine.py").read_text() == "mine = 1"
 
 

@@ -321,7 +321,9 @@ def test_a_role_with_a_mistake_in_its_settings_says_so_once_waits_and_ends_as_so
     with started(tmp_path, "master", stays="1") as process:
         assert process.stderr is not None
         assert "no_such_section" in process.stderr.readline()
-        assert process.stderr.readline() == "headrace: a restart cannot fix this: master waits to be stopped\n"
+        assert (
+            process.stderr.readline() == "headrace: a restart cannot fix this: master waits for a fix and a new start\n"
+        )
         process.terminate()
         assert process.wait(LIMIT_S) == CONFIG_ERROR
         assert process.stderr.read() == ""
@@ -352,7 +354,7 @@ def test_a_stop_that_comes_while_it_says_that_it_waits_is_not_lost_and_the_code_
 def test_a_role_that_is_not_asked_to_wait_and_any_other_command_end(command: str, stays: str, tmp_path: Path) -> None:
     with started(tmp_path, command, stays=stays) as process:
         _, said = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == CONFIG_ERROR and "waits to be stopped" not in said
+    assert process.returncode == CONFIG_ERROR and "waits for a fix" not in said
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
