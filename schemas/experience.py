@@ -1,6 +1,6 @@
-"""Experience: one token sequence of an episode, with what was sampled by whom; its bulk is decoded on first use.
+"""Experience: a token sequence of an episode, with its sampled tokens and their versions. Its bulk is decoded on first use.
 
-Guarantee: editing header fields (`msgspec.structs.replace`) never touches, decodes or copies tokens, logprobs or text.
+Guarantee: editing header fields (`msgspec.structs.replace`) never decodes or copies tokens, logprobs or text.
 """
 
 import re
@@ -128,7 +128,7 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
     @property
     def logprobs(self) -> Logprobs:
-        """Behaviour logprobs of the sampled tokens (those of `spans`, in order), float32 [num_sampled], read-only."""
+        """Behaviour logprobs of the sampled tokens, in the order of `spans`, float32 [num_sampled], read-only."""
         return self.held().logprobs
 
     @property
@@ -151,7 +151,7 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
     @property
     def num_prompt(self) -> int:
-        """Tokens before the first sampled one."""
+        """Number of tokens before the first sampled token."""
         return self.spans[0].start if self.spans else self.num_tokens
 
     @property
@@ -178,7 +178,7 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
     @property
     def is_given(self) -> bool:
-        """A demonstration or a side of a preference pair: taken as it is, neither scored nor compared."""
+        """True for a demonstration or a side of a preference pair, which are neither scored nor compared."""
         return self.lane == "expert" or self.kind in ("demonstration", "chosen", "rejected")
 
     def reference(self, name: str = "answer") -> str | int | float | bool | None:
@@ -200,10 +200,10 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         messages: Iterable[Message] | None = None,
         spans: tuple[Span, ...] | None = None,
     ) -> "Experience":
-        """The same experience with other bulk (redaction); what is not given stays.
+        """Return the experience with other bulk (redaction); omitted parts stay.
 
-        Sections that this version does not know are dropped where the tokens change, since they may run along them.
-        Raises ValueError for bulk that does not fit `spans`.
+        If the tokens change, sections unknown to this version are dropped, because they may run along the tokens. Raises
+        ValueError for bulk that does not fit `spans`.
         """
         old = self.held()
         new_spans = self.spans if spans is None else spans
@@ -335,11 +335,11 @@ class Header(TypedDict, total=False):
 def make_experience(
     *, tokens: TokenValues, logprobs: LogprobValues, messages: Iterable[Message], **header: Unpack[Header]
 ) -> Experience:
-    """An experience from what was just sampled; num_tokens is filled in.
+    """Make an experience from sampled tokens; num_tokens is computed.
 
-    tokens: ids of prompt and response. logprobs: of the sampled tokens only, those of `spans` in their order.
-    Raises ValueError for ids that do not fit 32 bits, logprobs that are not finite, above 0 or not one per sampled
-    token, and spans that overlap or leave the tokens.
+    tokens: ids of prompt and response. logprobs: logprobs of the sampled tokens, in the order of `spans`. Raises ValueError for
+    ids beyond 32 bits, logprobs that are not finite, above 0 or not one per sampled token, and spans that overlap or leave the
+    tokens.
     """
     bulk, num_tokens = _made_bulk(tokens, logprobs, messages, header["spans"], header["id"])
     return Experience(num_tokens=num_tokens, bulk=bulk, **header)
@@ -400,7 +400,7 @@ def pair_side(experience: Experience) -> Side | None:
 
 
 def pair_fault(experiences: Sequence[Experience]) -> str:
-    """Why these members of a group are no pair that could be learned from, "" if they are one, or none is a side."""
+    """Return the fault of a preference pair; "" if the members are a valid pair, or contain no side of a pair."""
     sides = sorted(pair_side(member) or "" for member in experiences)
     if not any(sides):
         return ""

@@ -122,10 +122,7 @@ def _sound(before: Experience | None, after: Experience) -> Experience | str:
 
 
 def _only_numbers_differ(before: Experience, after: Experience) -> bool:
-    """True if two experiences of one identity differ in plain, sound numbers alone.
-
-    What steps do most, so nothing is encoded for it; the chain encodes every header once at its end.
-    """
+    """True if two experiences of the same identity differ only in finite numbers. The common case, checked without encoding."""
     reward, advantage, priority = _numbers(after)
     return (
         all(map(operator.is_, _others(before), _others(after)))

@@ -70,16 +70,14 @@ def _of_master(name: str, title: str, says: str) -> Alarm:
 
 
 def _silent() -> str:
-    """PromQL: what served these metrics within a day, under whatever job, and does not answer. One that never did is seen where
-    its job is named after headrace.
-    """
+    """PromQL: targets of the last day that do not answer, and silent targets of jobs named after headrace."""
     seen = f"max by (app, role, job, instance) (last_over_time({RUNS}[1d]))"
     return f'{seen} and on (job, instance) up == 0 or on (job, instance) (up{{job=~".*headrace.*"}} == 0)'
 
 
 def _roles(names: Iterable[str]) -> str:
-    """PromQL: of each app that was seen within a day the roles that do not run. Of gateways, which an app may go without, those
-    of an app that had one. Where no app at all was seen, `role` is "role".
+    """PromQL: roles that do not run, of each app seen within a day; gateways only if the app had any. Without any app, `role`
+    is "role".
     """
 
     def named(rule: str, role: str) -> str:

@@ -121,10 +121,7 @@ class Metrics:
             server.server_close()
 
     def _under(self, kind: type[Made], name: str, labels: dict[str, str], **more: Any) -> Made:
-        """Metric with these labels. Kept, since finding it each time would be a good part of the cost of a short answer.
-
-        more: what a family of this kind takes besides.
-        """
+        """Metric with these labels, cached because the lookup is slow. more: further arguments of the family."""
         place = (name, *labels.items())
         made = self._known.get(place)
         if made is None:

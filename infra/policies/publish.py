@@ -223,10 +223,8 @@ def _sources(
 
 
 def _event(manifest: PolicyManifest, digest: str) -> PolicyEvent:
-    """The same event for the same manifest.
-
-    stats: bytes a follower of the parent has to read, bytes of all tensors, 1 where there is an anchor, and the share
-    of values that changed where that was counted.
+    """Event of a manifest. stats: bytes for a follower of the parent, bytes of all tensors, 1 for an anchor, share of changed
+    values.
     """
     delta = manifest.source("delta", manifest.parent)
     source = delta or manifest.sources[0]

@@ -1,8 +1,8 @@
-"""correct: an answer that a person edited, as a demonstration and as a preference of the edit over the answer.
+"""Turns an answer that a user edited into a demonstration and a preference pair, the edit preferred to the answer.
 
-Guarantees: the prompt is the answer's own, token for token, and the edit is spelled by the policy's tokenizer; what is made
-has the same ids at a retry and a new revision only when the edit changed, so that it replaces what was not drawn yet; an
-edit that is taken back is taken back here too. Tenant, subject and key are the answer's.
+Guarantees: the prompt is the answer's own, token for token, and the policy's tokenizer encodes the edit. A retry gives the same
+ids; a new revision exists only if the edit changed, so it replaces copies that were not drawn yet. Withdrawing an edit
+withdraws both. Tenant, subject and key are the answer's.
 """
 
 from collections.abc import Mapping, Sequence

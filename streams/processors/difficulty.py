@@ -11,8 +11,8 @@ TOLERANCE = 1e-9  # rewards closer than this are equal: blends differ in their l
 
 @processor(version=2, of="group", inline=True)
 def difficulty(group: tuple[Experience, ...]) -> tuple[Experience | Drop, ...]:
-    """Drop all judged members of a group (group_size 2 or more) whose rewards are all equal. Demonstrations pass, and so do
-    the only one of several choices that was rated, which is compared with answers like it, and a group whose turns differ.
+    """Drop all judged members of a group (group_size 2 or more) with equal rewards. Demonstrations pass; so do the only rated
+    choice of a request, which has a running baseline, and a group whose turns differ.
     """
     found = episode_rewards(group)
     rewards = list(found.values())

@@ -1,4 +1,4 @@
-"""Episodes of a group: the parts of one episode share its reward and its advantage. Demonstrations have neither."""
+"""Episodes of a group: all parts of an episode share its reward and its advantage. Demonstrations have neither."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def by_episode(group: Iterable[Experience]) -> dict[int, list[Experience]]:
 
 
 def episode_rewards(group: Iterable[Experience]) -> dict[int, float]:
-    """Reward of each judged episode that has one: that of its latest part."""
+    """Return the reward of each judged episode that has one: the reward of its latest part."""
     rewards: dict[int, float] = {}
     for episode, parts in by_episode(group).items():
         for part in parts:
@@ -30,7 +30,7 @@ def episode_rewards(group: Iterable[Experience]) -> dict[int, float]:
 
 
 def is_lone(group: Sequence[Experience], rewards: Mapping[int, float]) -> bool:
-    """Return True if the group holds nothing to compare with: one answer, or choices of production of which one was rated."""
+    """True if the group has nothing to compare with: a single answer, or choices of a request with a single rating."""
     return group[0].group_size == 1 or (group[0].lane == "live" and len(rewards) == 1)
 
 

@@ -1,4 +1,4 @@
-"""filter: length, repetition and truncation of what was sampled."""
+"""Filter of answers by length, repetition and truncation."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -109,10 +109,10 @@ def redact(
     patterns: Mapping[str, str],
     action: Literal["drop", "mask"],
 ) -> Experience | Drop:
-    """Drop an experience whose text holds such data, or mask the text as `[email]`.
+    """Drop an experience with personal data, or mask its text as `[email]`.
 
-    mask hides the text that people and scores read; the token ids stay as sampled, so what is learned does not change.
-    A match cannot be interrupted: bound your own patterns' repetitions. It is at most `infra.chain.redact.REACH` long.
+    "mask" hides the text from people and scores; the token ids stay as sampled, so training does not change. A match cannot be
+    interrupted: bound the repetitions of your own patterns. A match has at most `infra.chain.redact.REACH` characters.
     """
     redactor = Redactor(kinds, patterns)
     messages = []

@@ -1,4 +1,4 @@
-"""reward: one number per episode, blended from its scores; every part of the episode gets it."""
+"""Reward of an episode: a number blended from its scores, the same for all its parts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,14 +21,14 @@ def reward(
     require: Sequence[str],
     discount: float,
 ) -> tuple[Experience | Drop, ...]:
-    """Weighted mean of the scores in `blend`; the weights of absent ones go to the others. A weight below 0 is a penalty:
-    what it weighs is taken off the mean of the others.
+    """Weighted mean of the scores in `blend`; the weights of absent scores are redistributed. A negative weight is a penalty,
+    subtracted from the mean of the other scores.
 
-    No blend: every score of the whole alike; without such scores, every one given turn by turn.
+    Without a blend: all scores of the whole with equal weights; without such scores, all scores given turn by turn.
 
-    A score given turn by turn (`at`) counts as its discounted sum over the episode, across its parts, unless there is
-    one of that name for the whole. An episode without any of the scores, or without one that is required, is dropped as
-    unlabelled; one that is counted by turns and misses a part, as incomplete. Demonstrations pass.
+    A score given turn by turn (`at`) counts as its discounted sum over the episode, across its parts, unless the whole has a
+    score of that name. An episode without any of the scores, or without a required score, is dropped as unlabelled; an episode
+    counted by turns that misses a part, as incomplete. Demonstrations pass.
     """
     verdicts: dict[int, float | Drop] = {}
     for episode, parts in by_episode(group).items():

@@ -13,10 +13,10 @@ PROCESSOR = f"synthesize@{VERSION}"
 
 @processor(version=VERSION, of="group", inline=True)
 def synthesize(group: tuple[Experience, ...], *, min_reward: float) -> tuple[Experience, ...]:
-    """The group, and behind it a demonstration made from its best episode if that reached `min_reward`.
+    """Append a demonstration made from the group's best episode, if its reward is at least `min_reward`.
 
-    Of equally good episodes the lowest id is taken, and the id of what is made follows from it: a retry makes the same
-    again. Only a comparison of two episodes or more makes one, from an episode of one part that ended by itself.
+    Ties go to the lowest id, which also gives the new id, so a retry makes the same demonstration. It needs two or more
+    episodes, and a best episode of a single part that ended by itself.
     """
     best = _best(group, min_reward)
     return group if best is None else (*group, make_demonstration(best))

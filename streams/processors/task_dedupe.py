@@ -30,9 +30,10 @@ _BLANKS = re.compile(r"[\W_]+")
 
 @processor(version=1, of="task", memory=MEMORY)
 def dedupe(task: Task, *, memory: Memory, by: Literal["question", "task"], near: float) -> Task | Drop:
-    """Drop a task whose question was asked before under another id; the same id again passes (a redelivery, a repair).
+    """Drop a task whose question came before under another id; the same id passes again (a redelivery, a repair).
 
-    by: "task" also compares answer and meta, for environments that hide what is asked. near: 0 compares exactly.
+    by: "task" also compares answer and meta, for environments whose prompts are all the same. near: minimum similarity, 0 for
+    an exact comparison.
     """
     question = fingerprint(task, by)
     first = memory.get(question)

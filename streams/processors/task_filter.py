@@ -1,4 +1,4 @@
-"""filter: a task without what its workflow needs goes no further; verifiable: nor does one that no score can judge."""
+"""Filter of tasks without required fields, and of tasks that no score can judge."""
 
 import re
 from collections.abc import Mapping, Sequence

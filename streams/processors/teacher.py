@@ -47,10 +47,10 @@ class _PromptReply(msgspec.Struct):
 
 @processor(version=VERSION)
 class Teacher:
-    """Adds the teacher's log-probabilities of the sampled tokens, and their mean over the policy's own as the score teacher.
+    """Adds the teacher's log-probabilities of the sampled tokens, and the score `teacher`, their mean minus the policy's.
 
-    Answers to evals, demonstrations and preferences pass, and so does what was sampled without importance ratios: no loss asks
-    a teacher about these. See [verify.teacher].
+    Eval answers, demonstrations, preferences and answers without importance ratios pass: no loss needs a teacher for them. See
+    [verify.teacher].
     """
 
     def __init__(

@@ -1,11 +1,11 @@
-"""Dead letters a second time: what decodes goes back to where it came from.
+"""Redelivers dead letters: sends every letter that decodes to its original topic.
 
     dead-letters ─> decodes? ─> mark it in dead-letters ─> send to its topic
 
-Delivery: at most once each, over all runs, also at one time: the mark is confirmed before the send, and of two marks of one
-letter, which lie in one partition, the first alone may send. So a crash between the two
-leaves the letter where it was, marked and not sent, and the report of a send that failed names it. What is delivered is
-handled like any other delivery: the answer to a group that has closed meanwhile is counted as late.
+Delivery: at most once per letter, over all runs, also concurrent ones: the mark is confirmed before the send, and only the
+first of two marks, which are in the same partition, may send. After a crash between the two the letter stays, marked and
+unsent; the report names a failed send. A redelivered record is handled like any other: an answer to a closed group is counted
+as late.
 """
 
 import asyncio

@@ -1,11 +1,11 @@
-"""From drawn groups to the input of a step: the age bound, the journal record, the batch chain, packing.
+"""Turns drawn groups into the input of a step: age bound, journal record, batch chain, packing.
 
-Pure: the same draw gives the same batch; the record alone, with the log, gives the same items again.
+Pure: the same draw gives the same batch; the record and the log give the same items again.
 
-Guarantees: a token of a version below the bound is context, not a target; tokens after it are trained. The journal record holds
-what the batch chain decided (advantage, weight, drop and reason), so a resume or a replay repeats it without running the chain;
-the chain can change nothing else of an experience, since only the log's own is trained; a pair goes whole; a step never trains
-on experiences that only ride along with the paced lane.
+Guarantees: a token sampled by a version below the bound is context, not a target; later tokens are trained. The journal record
+has the batch chain's decisions (advantage, weight, drop and reason), so a resume or a replay does not run the chain again. The
+chain can change nothing else of an experience. A pair is dropped as a whole. Experiences of optional lanes never make a step
+alone.
 """
 
 import logging
@@ -76,7 +76,7 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_seed(seed: int, step: int) -> int:
-    """The seed of everything random in one step: a resume or a replay draws the same numbers."""
+    """Return the seed of a step's random draws, the same for a resume or a replay."""
     return (seed * 1_000_003 + step) % 2**63
 
 
@@ -102,7 +102,7 @@ def batch_items(candidate: Candidate, block: Block) -> list[BatchItem]:
 def assemble(
     stamp: Stamp, drawn: Sequence[tuple[Candidate, Block]], dropped: Sequence[tuple[Candidate, str]] = ()
 ) -> tuple[Batch, list[TrainItem]]:
-    """The journal record of a step, and what the learner packs."""
+    """Return the journal record of a step, and the items to pack."""
     below, masked = stamp.masked_below, 0
     items: list[BatchItem] = []
     old: list[BatchItem] = []
@@ -218,7 +218,7 @@ def build_batch(processors: Sequence[ProcessorConfig]) -> tuple[Step, ...]:
 async def apply_chain(
     steps: Sequence[Step], batch: Batch, items: Sequence[TrainItem], *, alone: bool = True
 ) -> tuple[Batch, list[TrainItem]]:
-    """The batch as the chain leaves it. alone: other lanes may be trained without the paced one."""
+    """Return the batch after the batch chain. alone: True if other lanes may be trained without the paced lane."""
     if not steps:
         return batch, list(items)
     given = [without_weight(item.experience) for item in items]

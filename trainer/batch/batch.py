@@ -1,11 +1,11 @@
-"""Pack what a step trains on into rows for one forward: what sequences of a group share is computed once.
+"""Packs the items of a step into rows, so that a forward pass computes shared prefixes of a group once.
 
-Guarantees: a packed forward gives every sampled token the logprob it has in its own sequence; each sampled token
-appears exactly once; the order of items decides everything, nothing is random.
+Guarantees: in a packed forward pass every sampled token has the logprob of its own sequence; each sampled token appears exactly
+once; the order of items decides the result, nothing is random.
 
-The sequences of a group form a tree of shared prefixes, laid out depth first: a token is followed by all its
-descendants. `reach` is one past the last of them, so position i may attend to j exactly where j <= i < reach[j], and
-several trees share a row without seeing each other. The last token of a sequence is only ever a target, never an input.
+The sequences of a group form a tree of shared prefixes, laid out depth first: a token is followed by all its descendants.
+`reach` is one past the last of them, so position i may attend to j exactly if j <= i < reach[j], and several trees can share a
+row. The last token of a sequence is only a target, never an input.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -89,14 +89,13 @@ class Microbatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PackedBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """The input of one optimizer step.
+    """The input of an optimizer step.
 
-    microbatches: this process's. lane_tokens, lane_sequences: sampled tokens and sequences of each lane in the whole step,
-    over all ranks and microbatches: the denominators of the lanes' means. lane_gains: of lanes with a teacher, mean
-    log π_T - log μ of these tokens. num_sequences: of all lanes together. version:
-    policy version before the step. exact: the weights before the step are that version's own (no optimizer step since it was
-    published), so that tokens of this version measure engine against trainer. max_tokens: positions that a microbatch may
-    have, 0 for those of the largest.
+    microbatches: microbatches of this process. lane_tokens: sampled tokens of each lane in the step over all ranks, the
+    denominator of means over tokens. lane_sequences: likewise for sequences. lane_gains: for lanes with a teacher, the mean of
+    log π_T - log μ over these tokens. num_sequences: sequences of all lanes. version: policy version before the step. exact:
+    True if the weights before the step are that version's, so that its tokens measure engine against trainer. max_tokens:
+    maximum positions of a microbatch, 0 for the size of the largest.
     """
 
     microbatches: tuple[Microbatch, ...]
@@ -123,14 +122,13 @@ def pack(
     bootstrap: bool = False,
     replay: bool = False,
 ) -> PackedBatch:
-    """Pack whole groups, and joined turns of a session, into rows and rows into microbatches of at most `max_tokens` positions,
-    padding included.
+    """Pack whole groups, and joined turns of a session, into rows, and rows into microbatches of at most `max_tokens` positions
+    including padding.
 
-    A group whose tree is larger is cut between sequences, a pair never; one sequence that is larger goes alone.
-    bootstrap: the last part of a truncated episode has, in place of its reward, a place where what would follow is valued.
-    replay: with the experts that were recorded.
-    Nothing is computed over the whole batch at once, so that a thread that packs lets others run.
-    ValueError names an experience that cannot be trained (no sampled token, or nothing before the first one).
+    A larger group is cut between sequences, never within a pair; a larger sequence is packed alone. bootstrap: whether the last
+    part of a truncated episode gets a place for the critic's value in place of its reward. replay: whether to pack recorded
+    experts. Packing proceeds group by group, so other threads can run. Raises ValueError for an experience that cannot be
+    trained (no sampled token, or no token before the first).
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens: got {max_tokens}, expected 1 or more")

@@ -1,7 +1,7 @@
-"""The pictures of what is trained: read back from the store by the references that experiences keep.
+"""Reads the images of drawn experiences from the store.
 
-Guarantees: a group with a picture that cannot be read is dropped before the journal, with a reason, published and counted; what
-is in the journal is packed with the same pixels every time, or the step raises.
+Guarantees: a group with an unreadable image is dropped before the journal, with a reason and a count; a journaled batch is
+always packed with the same pixels, or the step raises.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ BAD_IMAGE = "bad image"
 
 
 class ImageInputs:
-    """Reads the pictures of one model's experiences. Blocking: call from a thread."""
+    """Reads the images of a model's experiences. Blocking: call from a thread."""
 
     def __init__(self, vision: Vision, store: Store) -> None:
         self.vision = vision
@@ -60,9 +60,8 @@ class ImageInputs:
 
 
 def open_sight(folder: str, store: Store) -> ImageInputs | None:
-    """For the model of a folder; None where it reads text alone, or where no model is: a learner that needs one says so.
-
-    Raises ConfigError for a model that takes pictures in a way there is not code for.
+    """Open the image inputs of a model folder; None for a text model, or without a model. Raises ConfigError for an unsupported
+    vision model.
     """
     vision = vision_if_any(folder)
     return None if vision is None else ImageInputs(vision, store)

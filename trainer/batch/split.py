@@ -1,8 +1,8 @@
-"""Dealing a packed batch out: to minibatches, to ranks, or one row for each sequence, for models that read no trees.
+"""Splits a packed batch into minibatches, among ranks, or into a row per sequence for models without tree attention.
 
-Guarantees: rows stay whole, so a sequence, and a pair, is in one part only; order and seed decide which rows go to which
-minibatch, order and width which go to which rank. Unpacked, every position that is read (where a token is sampled, or a state
-valued) is on exactly one path that counts for it; shared prefixes are computed in each path.
+Guarantees: rows stay whole, so a sequence or a pair is in exactly one part. Order and seed decide the minibatch of a row, order
+and width its rank. Unpacked, every position with a target or a value is on exactly one path that counts for it; each path
+computes its shared prefix again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +16,10 @@ from trainer.batch.tree import laid_out, padded, picture_rows
 
 
 def split(batch: PackedBatch, parts: int, *, seed: int | None = None) -> tuple[PackedBatch, ...]:
-    """Deal the rows of a batch to at most `parts` batches, each with a like share of every lane.
+    """Split the rows of a batch into at most `parts` batches with similar shares of every lane.
 
-    seed: None deals in order. Each part counts its own lanes. Fewer rows give fewer parts, at least one.
+    seed: seed of the order, None for the given order. Each part counts its own lanes. Fewer rows give fewer parts, at least
+    one.
     """
     keys = [(m, row) for m, rows in enumerate(batch.microbatches) for row in range(len(rows.tokens_BT))]
     parts = max(1, min(parts, len(keys)))
@@ -39,8 +40,8 @@ def split(batch: PackedBatch, parts: int, *, seed: int | None = None) -> tuple[P
 
 
 def for_ranks(batch: PackedBatch, ranks: int) -> list[tuple[Microbatch, ...]]:
-    """The rows of a batch for each rank, in microbatches as full as `max_tokens` lets them be: R rows of width T on K ranks
-    are at most ⌈⌈R/K⌉ / ⌊max_tokens/T⌋⌉ forwards. Ranks get as many rows as others, up to one, and rows of like widths.
+    """Distribute the rows of a batch among ranks, in microbatches up to `max_tokens`: R rows of width T on K ranks need at most
+    ⌈⌈R/K⌉ / ⌊max_tokens/T⌋⌉ forward passes. Row counts of ranks differ by at most one; a rank gets rows of similar width.
     """
     budget = batch.max_tokens or max(rows.tokens_BT.size for rows in batch.microbatches)
     keys = [(m, row) for m, rows in enumerate(batch.microbatches) for row in range(len(rows.tokens_BT))]

@@ -63,9 +63,7 @@ def in_order(branches: Sequence[Branch]) -> list[Branch]:
 
 
 def grow(branches: Sequence[Branch], max_tokens: int) -> Iterator[Tree]:
-    """The trees of one group: more than one where it has more than `max_tokens` nodes, and its longest turn too. branches:
-    in order.
-    """
+    """Yield the trees of a group in order; a group above `max_tokens` nodes and above its longest turn gives several trees."""
     left = list(branches)
     while left:
         tree, count = _grow_one(left, max_tokens)

@@ -1,10 +1,10 @@
-"""The buffer in memory: compressed blocks by offset, their headers as candidates, decoded again only when drawn.
+"""Buffer in memory: compressed blocks by offset, with their headers as candidates. A draw decodes its blocks.
 
 Guarantees: a group is trained at most `max_uses` times per lane, counted by (group, lane) across restarts, and as often again
-for each time it was sent to be retrained; a second delivery of a block changes nothing; a revision replaces a copy that waits
-and leaves a trained one as it is, a withdrawal removes the copy. Counts of uses stay while their group is held or can be
-delivered again, so they grow with the kept horizon and no further. Reading a block that the journal names raises an error with
-its offset where retention removed it or it does not decode.
+per retraining. A duplicate delivery of a block changes nothing. A revision replaces a waiting copy and leaves a trained copy
+unchanged; a withdrawal removes the waiting copy. Use counts stay while their group is held or can be delivered again, so they
+are bounded by the kept horizon. Reading a journaled block that retention deleted, or that does not decode, raises an error with
+its offset.
 """
 
 import hashlib
@@ -33,12 +33,12 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 def record_digest(message: LogMessage) -> bytes:
-    """BLAKE2b-128 of a record; that of a claim check covers the hash of what it claims."""
+    """Return the BLAKE2b-128 of a record; for a claim check it covers the hash of the claimed frame."""
     return hashlib.blake2b(message.record.value, digest_size=16).digest()
 
 
 def block_frame(message: LogMessage, block: Block) -> bytes:
-    """The block's frame as it is kept in memory; what lies in the object store is encoded again."""
+    """Return the frame to keep in memory; a block from the object store is encoded again."""
     return encode(block) if is_claim(message.record.value) else message.record.value
 
 
@@ -90,13 +90,13 @@ class Uses:
         return ((key, _known(packed)) for key, packed in self._packed.items())
 
     def copy(self) -> "Uses":
-        """A copy of the counts as they are now."""
+        """Return a copy of the counts."""
         other = Uses()
         other._packed = dict(self._packed)
         return other
 
     def put(self, key: bytes, known: Known) -> None:
-        """Set what a checkpoint kept."""
+        """Restore a count from a checkpoint."""
         self._packed[key] = known.offset * COUNTS + known.count
 
     def times(self, key: bytes) -> int:
@@ -117,7 +117,7 @@ class Uses:
         self.put(key, Known(known.count + 1, max(offset, known.offset)))
 
     def forget_below(self, offset: int, held: Collection[bytes]) -> int:
-        """Let go of what was last delivered below `offset` and is not held any more; how many went."""
+        """Forget counts last delivered below `offset` and not held any more; return their number."""
         gone = [key for key, packed in self._packed.items() if packed // COUNTS < offset and key not in held]
         for key in gone:
             del self._packed[key]
@@ -129,10 +129,10 @@ def _known(packed: int) -> Known:
 
 
 class Buffer:
-    """Groups that may still be trained. One consumer; not thread-safe.
+    """Groups that may still be trained. Single consumer; not thread-safe.
 
-    uses: of what was trained, over the kept horizon. max_uses: per lane. find_seal: keys of sealed blocks. max_tokens: of
-    a sequence, 0 for no limit.
+    uses: use counts over the kept horizon. max_uses: limit per lane. find_seal: keys of sealed blocks. max_tokens: limit of a
+    sequence, 0 for none.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Buffer:
         self._used_up: dict[Lane, int] = {}
 
     def add(self, offset: int, frame: bytes, block: Block, digest: bytes = b"") -> str:
-        """Take in one block; returns "" or the reason it was not kept. digest: of its record, for the journal."""
+        """Add a block; return "" or the reason of its refusal. digest: digest of its record, for the journal."""
         first = block.experiences[0]
         self._awaited.heard(first)
         if first.lost:
@@ -269,7 +269,7 @@ class Buffer:
         self._held.pop((gone.group, lane))
 
     def references(self) -> list[int]:
-        """Offsets of everything held, ascending: what a resume must read again."""
+        """Return the offsets of all held blocks, ascending, which a resume must read again."""
         return sorted({*self._frames, *self._validation})
 
     def validation(self) -> list[Block]:

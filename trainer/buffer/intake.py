@@ -71,7 +71,7 @@ class Intake:
         self._closed = {number for number in self._closed if number >= self.floor}
 
     def take_block(self, message: LogMessage, block: Block) -> str:
-        """Keep one block of `buffer`; returns "" or why not."""
+        """Keep a block of `buffer`; return "" or the reason of its refusal."""
         self.arrived_s = self.clock()
         return self.keep(message.offset, block_frame(message, block), block, record_digest(message))
 
@@ -129,7 +129,7 @@ async def take_in(log: Log, intake: Intake, metrics: Metrics, tell_dropped: Tell
 
 
 async def follow_progress(log: Log, intake: Intake) -> None:
-    """Read closures for ever; they only decide what is worth waiting for."""
+    """Read closures until cancelled; they only tell which missing groups to wait for."""
     async with aclosing(log.tail(topics.PROGRESS, {0: intake.progress_next})) as messages:
         async for message in messages:
             intake.progress_next = message.offset + 1

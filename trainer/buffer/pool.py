@@ -1,10 +1,10 @@
-"""The groups that wait: what is known of each, columns to decide by, and the draw in issue order. Pure.
+"""Waiting groups: candidates with their columns, and the draw in issue order. Pure.
 
-A draw looks at the numbers of every candidate and takes few of them, so the numbers lie in arrays that the buffer updates as
-blocks come and go; a `Candidate` is touched only where it is drawn, dropped or part of a join.
+A draw reads the numbers of every candidate and takes few candidates, so the numbers are in arrays that the buffer updates; a
+`Candidate` object is read only if it is drawn, dropped or part of a join.
 
-Guarantees: groups of the usual lane are drawn in issue order, and a group whose tokens are all more than `max_staleness`
-versions behind is never drawn (of the others, `trainer.batch.assemble` leaves such tokens out); each drop has a reason.
+Guarantees: groups of the usual lane are drawn in issue order. A group whose tokens are all more than `max_staleness` versions
+old is never drawn (`trainer.batch.assemble` masks single old tokens). Each drop has a reason.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,16 +17,15 @@ from schemas import Lane
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One group in the buffer, from its header alone.
+    """A group in the buffer, from its header.
 
-    group: its id. lane: that trains it. offset: of its block in `buffer`. num_experiences: sequences of the block. sequence:
-    issue order, -1 where it was not issued. revision: of the copy held. min_version, max_version: of the oldest and newest
-    sampled token, -1 without one. priority: how often it is drawn, relative to others. uses: how often it was trained.
-    has_ratio: every span's logprob is the policy's own. digest: of its record. is_pair: the two sides of a preference pair.
-    weight: multiplies its loss terms, where the draw was not fair. key_id: what it is sealed under, "" for an open block.
-    retrained: see Experience. num_tokens: sampled ones. tenant, subject: whose data, "" for data without one. has_signal: not
-    all of its advantages are 0. join: name of what it is drawn together with, "" for alone. is_taught: each of its
-    sampled tokens has a logprob of a teacher.
+    group: id. lane: lane that trains it. offset: offset of its block in `buffer`. num_experiences: sequences of the block.
+    sequence: issue order, -1 if it was not issued. revision: revision of the held copy. min_version, max_version: version of
+    the oldest and of the newest sampled token, -1 for none. priority: relative priority. uses: number of uses. has_ratio: True
+    if every span's logprobs are the policy's own. digest: digest of its record. is_pair: True for a preference pair. weight:
+    factor of its loss terms, if the draw was not even. key_id: key that seals it, "" for none. retrained: as in Experience.
+    num_tokens: sampled tokens. tenant, subject: owner and user of the data, "" for none. has_signal: True unless all its
+    advantages are 0. join: name of the join, "" for none. is_taught: True if a teacher judged every sampled token.
 
     Example: Candidate(group="add-3745.2", lane="usual", offset=981, sequence=412, min_version=11, num_experiences=16)
     """
@@ -69,7 +68,7 @@ class Draw(msgspec.Struct, frozen=True):
 
 
 def stale(candidates: Iterable[Candidate], version: int, max_staleness: int) -> list[tuple[Candidate, str]]:
-    """Those of which no token can be trained within the bound, with the reason; of a pair each must be."""
+    """Return the candidates without a token to train within the bound, with the reason; of a pair, both sides must have one."""
     newest = [
         (candidate, candidate.min_version if candidate.is_pair else candidate.max_version) for candidate in candidates
     ]
@@ -133,11 +132,10 @@ def worth_waiting_for(
     max_staleness: int,
     given_up: Mapping[int, float],
 ) -> int | None:
-    """The oldest missing group whose first tokens would pass the bound if this draw went by without it, or None.
+    """Return the oldest missing group whose first tokens would exceed the bound if this draw did not wait for it, or None.
 
-    Its versions are unknown until it comes, so those of its successors in issue order are taken: it started no later than
-    they did. Of one whose first tokens have passed it already, the rest is not waited for. given_up: groups waited for
-    long enough already.
+    Its versions are estimated by its successors in issue order, which started no earlier. Groups whose first tokens exceeded
+    the bound already are not waited for. given_up: groups for which the trainer waited long enough.
     """
     ordered = sorted(candidates, key=lambda candidate: candidate.sequence)
     for number in absent:
@@ -220,10 +218,10 @@ class Pool:
 
 
 class LaneRows:
-    """The candidates of one lane in order of arrival, by the offset of their block. Not thread-safe.
+    """The candidates of a lane in order of arrival, by the offset of their block. Not thread-safe.
 
-    Its memory is that of at most twice what is held, and of the names of their tenants and users. A pool stays as it was:
-    the first change after it is of a copy.
+    Memory: at most twice that of the held candidates, plus the names of their tenants and users. A returned pool does not
+    change: the first later change copies the rows.
     """
 
     def __init__(self) -> None:
@@ -249,7 +247,7 @@ class LaneRows:
         return (candidate for candidate in self._held if candidate is not None)
 
     def put(self, candidate: Candidate) -> None:
-        """Take in a candidate; it replaces one with the same offset."""
+        """Add a candidate; it replaces a candidate with the same offset."""
         self._own()
         row = self._row.get(candidate.offset)
         if row is None:
@@ -275,7 +273,7 @@ class LaneRows:
         return candidate
 
     def pool(self) -> Pool:
-        """The candidates as they are now."""
+        """Return the current candidates."""
         self._is_shared = True
         return Pool(np.flatnonzero(self._is_held), self._held, self._columns, self._codes)
 
@@ -294,7 +292,7 @@ class LaneRows:
 
 
 def make_pool(candidates: Iterable[Candidate]) -> Pool:
-    """These candidates in their order, whatever their offsets."""
+    """Return a pool of these candidates in the given order."""
     held = tuple(candidates)
     codes: dict[Party, int] = {}
     return Pool(np.arange(len(held)), held, _columns(held, codes), codes)
@@ -321,7 +319,7 @@ def _doubled(column: np.ndarray) -> np.ndarray:
 
 
 def lowest(rank_N: np.ndarray, num: int) -> np.ndarray:
-    """Places of the `num` lowest ranks, or of a few more, by rank; of equal ones the first place comes first. [≥ num]"""
+    """Return the places of the `num` lowest ranks, or a few more, by rank; ties by place. [≥ num]"""
     if num >= len(rank_N):
         return np.argsort(rank_N, kind="stable")
     near = np.flatnonzero(rank_N <= np.partition(rank_N, num - 1)[num - 1])
@@ -329,6 +327,6 @@ def lowest(rank_N: np.ndarray, num: int) -> np.ndarray:
 
 
 def enough(pool: Pool, num_experiences: int) -> int:
-    """A number of groups of which any so many are worth `num_experiences` and one group more, or all there are."""
+    """Return a number of groups that always has `num_experiences` plus a group, or the number of all groups."""
     size_N = pool.column("num_experiences")
     return min(len(pool), -(-(num_experiences + int(size_N.max())) // max(1, int(size_N.min()))))

@@ -1,12 +1,12 @@
-"""Checkpoints: everything a trainer needs to go on as if it had never stopped.
+"""Checkpoints: the complete state of a trainer.
 
     <folder>/state-*.bin, index.msgpack     the learner's state, see `trainer.state`
     <folder>/state.safetensors              the buffer's uses and references
     <folder>/manifest.json                  last
 
-Guarantees: the manifest is written last and names the hashes of all of it, so a torn checkpoint is never taken; the newest
-that verifies is used and a broken one is reported and passed over; no two trainers write to the same place. Nothing in it
-is code.
+Guarantees: the manifest is written last and has the hashes of all objects, so an incomplete checkpoint is never used. The
+newest checkpoint that verifies is used; a broken checkpoint is reported and skipped. Two trainers never write to the same
+place. A checkpoint contains no code.
 """
 
 import hashlib
@@ -80,8 +80,8 @@ def check_warm_up(position: Position) -> None:
 class Checkpoint(msgspec.Struct, frozen=True):
     """A verified checkpoint.
 
-    position: to go on from. learner: its tensors, here or read from the store when asked for (StoredState). uses: of what was
-    trained. references: offsets of undrawn buffer blocks.
+    position: position to continue from. learner: tensors of the learner, in memory or read from the store on use (StoredState).
+    uses: use counts. references: offsets of undrawn buffer blocks.
     """
 
     position: Position
@@ -148,7 +148,7 @@ def save(
     made_with: Mapping[str, str] = {},
     time_ms: int = 0,
 ) -> Manifest:
-    """Write one checkpoint, manifest last. Blocking. index: of a learner's state whose objects are in `folder` already."""
+    """Write a checkpoint, manifest last. Blocking. index: index of a learner's state whose objects are in `folder` already."""
     place = CheckpointPlace(checkpoint.position.step, token)
     if index is None:
         reach("checkpoint.before_state")
@@ -189,9 +189,8 @@ Take = Callable[[StoredState], Mapping[str, Tensor]]
 def load_newest(
     store: Store, run: str, *, before: CheckpointPlace | None = None, take: Take = dict
 ) -> Checkpoint | None:
-    """The newest checkpoint (older than `before`) that verifies, None without one. take: see `load`.
-
-    Raises StoreError where the store fails: only what is known to be broken is passed over.
+    """Return the newest checkpoint (older than `before`) that verifies, None for none. take: as in `load`. Raises StoreError if
+    the store fails; it skips only checkpoints that are broken for certain.
     """
     for place in sorted(places(store, run), reverse=True):
         if before is None or place < before:
@@ -203,9 +202,9 @@ def load_newest(
 
 
 def load(store: Store, run: str, place: CheckpointPlace, take: Take = dict) -> Checkpoint:
-    """One checkpoint, verified. Raises StoreError or ValueError saying what differs.
+    """Return a verified checkpoint. Raises StoreError, or ValueError with the difference.
 
-    take: verifies the learner's state and gives what it is read from; `dict` reads it whole, which verifies it.
+    take: function that verifies the learner's state and returns its tensors; `dict` reads and verifies all of it.
     """
     manifest = load_manifest(store, run, place)
     body = store.get(manifest.state)
@@ -239,7 +238,7 @@ def _load_uses(tensors: Mapping[str, Tensor]) -> Uses:
 
 
 def load_manifest(store: Store, run: str, place: CheckpointPlace) -> Manifest:
-    """Read the manifest of one checkpoint. Raises StoreError or ValueError."""
+    """Read the manifest of a checkpoint. Raises StoreError or ValueError."""
     key = _manifest_key(run, place)
     try:
         return msgspec.json.decode(store.get(key), type=Manifest)
@@ -275,12 +274,12 @@ def _folders(store: Store, run: str) -> dict[CheckpointPlace, list[str]]:
 
 
 def objects(store: Store, run: str, place: CheckpointPlace) -> list[str]:
-    """Keys of all that one checkpoint consists of."""
+    """Return the keys of all objects of a checkpoint."""
     return list(store.keys(f"{folder(run, place)}/"))
 
 
 def remove(store: Store, run: str, doomed: Iterable[CheckpointPlace]) -> None:
-    """Remove checkpoints, manifest first, so that one that is going is absent rather than broken."""
+    """Remove checkpoints, manifest first, so that a half-removed checkpoint is absent rather than broken."""
     for place in doomed:
         reach("checkpoint.before_prune")
         store.delete(_manifest_key(run, place))
@@ -290,8 +289,8 @@ def remove(store: Store, run: str, doomed: Iterable[CheckpointPlace]) -> None:
 
 
 def remove_unfinished(store: Store, run: str, newest: CheckpointPlace) -> int:
-    """Remove what trainers that died while they stored a checkpoint left behind; how many folders. newest: just finished,
-    by the trainer that removes: what an older one may still be storing can never count.
+    """Remove the leftovers of trainers that died while storing a checkpoint; return the number of folders. newest: last
+    checkpoint of this trainer; unfinished checkpoints before it can never count.
     """
     torn = [
         place
@@ -305,7 +304,7 @@ def remove_unfinished(store: Store, run: str, newest: CheckpointPlace) -> int:
 
 
 def folder(run: str, place: CheckpointPlace) -> str:
-    """Key prefix of all objects of one checkpoint."""
+    """Return the key prefix of a checkpoint's objects."""
     return f"checkpoints/{run}/{place.step + 1:012d}-{place.token}"
 
 

@@ -1,8 +1,8 @@
-"""The journal (`batches`): what each optimizer step trains on, written before the step; and the lease that guards it.
+"""The journal (`batches`): the batch of each optimizer step, written before the step, and the lease that protects it.
 
-Guarantees: a step runs only after its batch is confirmed; records of a token below an earlier fence count for nothing;
-the first record per (token, step) wins. So a trainer that was paused and overtaken changes nothing that counts, and it
-learns so from its first write: whatever lies between its own records is read before the write is taken for good.
+Guarantees: a step runs only after its batch is confirmed. Records with a token below an earlier fence do not count. The first
+record per (token, step) counts. So a trainer that was paused and overtaken changes nothing that counts, and learns of it at its
+first write: it reads all records between its own before it trusts the write.
 """
 
 from collections.abc import AsyncGenerator, Iterable
@@ -32,10 +32,8 @@ class Journal(msgspec.Struct, frozen=True):
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """The right to write the journal of a run.
-
-    run: its name. token: offset of the lease event in `policies`; a higher one takes the right away. owner: instance of the
-    trainer.
+    """The right to write the journal of a run. run: name of the run. token: offset of the lease event in `policies`; a higher
+    token takes the right away. owner: instance of the trainer.
     """
 
     run: str
@@ -53,9 +51,8 @@ async def take_lease(log: Log, *, policy: str, run: str, owner: str) -> Lease:
 
 
 async def read_records(log: Log, start: int, stop: int | None = None) -> AsyncGenerator[LogMessage, None]:
-    """The journal's records from offset `start` up to `stop`, by default what is its end when called.
-
-    Raises BadFrame naming the offset of a record that cannot be read or is missing, OffsetOutOfRange.
+    """Read the journal from offset `start` up to `stop`, by default up to its end at the call. Raises BadFrame with the offset
+    of a record that is unreadable or missing, OffsetOutOfRange.
     """
     if stop is None:
         stop = max((await log.bus.end_offsets(log.name(topics.BATCHES))).values())
@@ -87,8 +84,8 @@ async def read_journal(log: Log, lease: Lease, *, start: int = 0, token: int = -
 class Pending(msgspec.Struct, frozen=True):
     """A journaled batch that a state does not contain yet.
 
-    batch: as journaled. fate: trained; skipped (it changed nothing); quarantined (rolled back since); open: the last one,
-    whose result the journal does not hold yet.
+    batch: as journaled. fate: "trained"; "skipped" (not applied); "quarantined" (rolled back later); "open": the last batch,
+    whose result is not in the journal yet.
     """
 
     batch: Batch
@@ -96,9 +93,9 @@ class Pending(msgspec.Struct, frozen=True):
 
 
 def pending(entries: Iterable[Entry], after_step: int) -> list[Pending | Rollback]:
-    """The entries that bring a state at `after_step` to the journal's end, in order: pure, the same for every reader.
+    """Return the entries that bring a state at `after_step` to the journal's end, in order. Pure.
 
-    A rollback comes after its quarantined batches; as those are not executed, it leaves the weights as they are.
+    A rollback comes after its quarantined batches; these are not executed, so it leaves the weights unchanged.
     """
     batches: dict[int, Batch] = {}
     fates: dict[int, Fate] = {}
