@@ -100,7 +100,7 @@ def _processes(heard: Iterable[Heard]) -> list[Heard]:
 
 def _last_words(gone: Sequence[Heard], now_s: float) -> str:
     if not gone:
-        return "no process of this role has ever reported; see its log"
+        return "no report was received; see its log"
     last = max(gone, key=lambda process: process.last_s)
     age_s = max(0.0, now_s - last.last_s)
     if last.state == "failed":

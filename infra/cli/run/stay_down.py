@@ -17,7 +17,7 @@ STOPS = (signal.SIGTERM, signal.SIGINT)
 def stay_down(role: str, code: int) -> None:
     """Become the process that waits; does not return."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # kept over exec: a stop from here on waits until it is asked for
-    print(f"headrace: a restart cannot fix this: {role} waits for a fix and a new start", file=sys.stderr, flush=True)
+    print(f"headrace: a restart cannot fix this: {role} waits for a fix", file=sys.stderr, flush=True)
     os.execv(sys.executable, [sys.executable, "-I", "-S", __file__, str(code)])
 
 

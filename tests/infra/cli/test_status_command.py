@@ -354,7 +354,7 @@ CRASHES = [
          "no explore runs: explore/pod-1/11 stopped 30 s ago"),
         ((*ONE, heard("explore 12", ago_s=3590.0)), Expect(), f"1 of 2 explore run: explore/{VM}/12 last reported 3590 s ago"),
         ((*ONE, heard("explore 12", ago_s=3610.0)), Expect(), ""),  # over an hour ago
-        (ONE, Expect(explore=3), "1 of 3 explore run: no process of this role has ever reported; see its log"),
+        (ONE, Expect(explore=3), "1 of 3 explore run: no report was received; see its log"),
         (LOST, Expect(explore=1), ""),  # the file comes first
         (BEGUN, Expect(), ""),  # models load
         ((*BEGUN, heard("train 9", ago_s=1.0, began_s=2.0, state="failed", reason="no fit")), Expect(),
@@ -373,7 +373,7 @@ def test_a_gateway_is_expected_where_the_file_has_one_and_is_known_without_what_
     def said(*gateways: Heard) -> list[str]:
         return missing(expected_roles(Expect(), serves=True), (*ONE, *gateways), NOW_S, GONE_S)
 
-    assert said() == ["no serve runs: no process of this role has ever reported; see its log"]
+    assert said() == ["no serve runs: no report was received; see its log"]
     assert said(KILLED, heard("serve 6/9f00a1b2", began_s=40.0)) == []
     in_a_container = heard("serve 5/9f00a1b2", began_s=40.0)
     assert process_name(KILLED.instance) == process_name(in_a_container.instance) and said(KILLED, in_a_container) == []
