@@ -72,7 +72,7 @@ MAX_FUNCTION_LINES = 60
 # Lines of Python, blank ones and docstrings included, and files. Lower a number when a folder shrinks; raise one only with the
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
-    "schemas": 2_700, "infra": 17_280, "infra/cli": 7_775, "infra/cli/console": 2_515, "infra/cli/demo": 1_535,
+    "schemas": 2_700, "infra": 17_270, "infra/cli": 7_680, "infra/cli/console": 2_515, "infra/cli/demo": 1_565,
     "streams": 9_625,
     "actors": 18_135, "actors/master/gate": 995, "trainer": 12_520, "tests": 66_705, "tests/bench": 3_865,
 }  # fmt: skip

@@ -25,7 +25,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs" / "README.md"
 # Panel of the help → command → its function and its first sentence.
 COMMANDS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "Start": {
-        "demo": ("commands.start:demo", "Train a small model through the whole system, and show the result."),
+        "demo": ("demo.demo:demo", "Train a small model through the whole system, and show the result."),
         "init": ("commands.init:init", "Write a starting folder: a commented headrace.toml, plugins and a README."),
         "up": ("run.up:up", "Start the broker (unless one is configured) and one process per role; Ctrl-C stops them."),
         "check": ("check.check:check", "Check the settings, plugins, log and store, and show each stage's resolved chain."),

@@ -1,7 +1,6 @@
 """Size of a model: its parameters, and the floating-point operations of a token."""
 
 import math
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,18 @@ from infra.policies.policy import Adapter
 class ModelSize(msgspec.Struct, frozen=True):
     """Numbers of elements. trained: every parameter once, or the adapter's. published: every tensor, tied ones under each name.
 
-    layer: of the largest layer. kv: keys and values of one token in all layers. kept: what a forward keeps of one token for the
-    backward, one layer (rough). layers, tensors: counts.
+    kv: keys and values of one token in all layers. kept: what a forward keeps of one token for the
+    backward, one layer (rough). layers: count.
     """
 
     trained: int
     published: int
     largest: int
-    layer: int
     vocabulary: int
     hidden: int
     kv: int
     kept: int
     layers: int
-    tensors: int
     frozen: int = 0
 
     @property
@@ -52,24 +49,17 @@ def model_size(folder: str | Path, adapter: Adapter | None = None) -> ModelSize:
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
     head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
     parameters = dict(module.named_parameters())
-    per_layer: Counter[str] = Counter()
-    for name, value in parameters.items():
-        start, dot, rest = name.partition(".layers.")
-        if dot:
-            per_layer[f"{start}.{rest.partition('.')[0]}"] += value.numel()
     layers = int(text.num_hidden_layers)
     whole, announced = sum(value.numel() for value in parameters.values()), sum(map(math.prod, shapes.values()))
     return ModelSize(
         trained=whole if adapter is None else announced,
         published=announced,
         largest=max(value.numel() for value in parameters.values()),
-        layer=max(per_layer.values(), default=0),
         vocabulary=int(text.vocab_size),
         hidden=int(text.hidden_size),
         kv=2 * layers * kv_heads * head_dim,
         kept=_kept(text, heads * head_dim, kv_heads * head_dim),
         layers=layers,
-        tensors=len(shapes),
         frozen=0 if adapter is None else whole,
     )
 

@@ -182,4 +182,4 @@ if __name__ == "__main__":
     options = DemoOptions(
         directory=Path(folder), task="add", engine=engine, seed=int(seed), minutes=float(minutes), sets=WARM
     )
-    sys.exit(asyncio.run(run_demo(msgspec.structs.replace(options, quiet=True))))
+    sys.exit(asyncio.run(run_demo(msgspec.structs.replace(options, as_json=True))))

@@ -28,10 +28,10 @@ from infra.cli.demo.chat_model import CACHED_MODEL, cached_model, check_model
 from infra.cli.demo.record import RunRecord
 from infra.cli.demo.report import examples_table, finish_report, result_table
 from infra.cli.demo.settings import DemoOptions, demo_toml, task_of
-from infra.cli.demo.tasks import DemoTask
+from infra.cli.demo.tasks import TRAFFIC, DemoTask
 from infra.cli.demo.users import USERS_FILE
 from infra.cli.exit_codes import CONFIG_ERROR, INTERRUPTED, last_error
-from infra.cli.options import SettingsFile
+from infra.cli.options import SettingsFile, command
 from infra.cli.run.roles import early
 from infra.cli.run.up import Stopped, broker_child, child_environment, role_child, roles_to_start, wait_for_broker
 from infra.cli.settings import Settings, load_settings
@@ -46,15 +46,33 @@ from schemas.errors import ConfigError
 TELL_S = 5.0
 
 
+@command
+async def demo(options: DemoOptions) -> int:
+    """Train a small model through the whole system, and show the result.
+
+    The demo starts an embedded Kafka broker and one process per role, warms the model up on demonstrations, then trains it by
+    reinforcement. After Ctrl-C the same command continues from the folder. It ends with a table, report.json and a plot.
+
+    With --traffic the model learns only from simulated users after the warm-up: they send requests, rate late, correct and
+    withdraw, and the gate decides which version they get.
+
+    Example: [cyan]headrace demo --traffic --dir runs/traffic[/]
+    """
+    return await run_demo(options)
+
+
 async def run_demo(options: DemoOptions) -> int:
     """Run the demo; returns the exit code: 0 when it came to its end, 130 after Ctrl-C."""
     run = RunRecord(started_s=time.time())
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    console = Console(stderr=True, highlight=False, quiet=options.quiet, soft_wrap=True)
+    console = Console(stderr=True, highlight=False, quiet=options.as_json, soft_wrap=True)
     config = write_settings(options)
-    sets = (*options.sets, *((f"gateway.listen=127.0.0.1:{choose_address().port}",) if options.traffic else ()))
+    sets = (
+        *options.sets,
+        *((f"gateway.listen=127.0.0.1:{choose_address().port}",) if options.chosen is TRAFFIC else ()),
+    )
     settings = load_settings(config, sets)
     log_to_file(settings.folder / "logs" / "demo.log")
     console.print(f"headrace demo in {settings.folder}; logs in {settings.folder / 'logs'}")
@@ -69,11 +87,11 @@ async def run_demo(options: DemoOptions) -> int:
         async with Supervisor([broker]) as first, roles:
             console.print(run.line("starting the broker, building the model"))
             try:
-                await unless(stop.wait(), prepare(settings, first, task_of(options.task)), Stopped)
+                await unless(stop.wait(), prepare(settings, first, options.chosen), Stopped)
             except Stopped:
                 return INTERRUPTED
-            if options.traffic:
-                others.append(await asyncio.to_thread(users_child, settings, options.minutes))
+            if options.chosen is TRAFFIC:
+                others.append(await asyncio.to_thread(users_child, settings, options.minutes or TRAFFIC.minutes))
             await asyncio.to_thread(begin.touch)
             async with connected(settings) as log, Supervisor(others) as beside:
                 with contextlib.suppress(Stopped):
@@ -87,7 +105,7 @@ async def run_demo(options: DemoOptions) -> int:
                 children = [state for by_name in states for state in by_name.values()]
                 values = await finish_report(log, settings, run, options, children)
     print_result(console, settings, values)
-    if options.quiet:
+    if options.as_json:
         print(json.dumps(values))
     return INTERRUPTED if stop.is_set() else 0
 
@@ -130,8 +148,8 @@ def print_result(console: Console, settings: Settings, values: dict[str, Any]) -
     with contextlib.suppress(ValueError):  # shorter where it lies below the current folder
         config = config.relative_to(config.cwd())
     console.print("Worth trying next:")
-    for command in ("peek buffer -n 3", "peek batches -n 3", "up", "console"):
-        console.print(f"  headrace {command} -c {config}", style="bold")
+    for following in ("peek buffer -n 3", "peek batches -n 3", "up", "console"):
+        console.print(f"  headrace {following} -c {config}", style="bold")
     console.print("The last shows all of it in the browser: every answer, every version and why.")
 
 

@@ -13,7 +13,8 @@ from rich.text import Text
 
 from actors.master.evaluation import parse_eval_group
 from infra.cli.demo.record import RunRecord
-from infra.cli.demo.settings import DemoOptions, task_of
+from infra.cli.demo.settings import DemoOptions
+from infra.cli.demo.tasks import TRAFFIC
 from infra.cli.demo.users import USERS_FILE, Seen
 from infra.cli.settings import Settings
 from infra.ledger.account import audit
@@ -31,7 +32,7 @@ async def finish_report(
     log: Log, settings: Settings, run: RunRecord, options: DemoOptions, children: Sequence[ChildState]
 ) -> dict[str, Any]:
     """Write report.json and report.png; returns the figures. run: read to the end of the log."""
-    name, task = settings.run or settings.app, task_of(options.task)
+    name, task = settings.run or settings.app, options.chosen
     account = await audit(log, name)
     held = await held_out_answers(log, task.suite)
     journal = [message.value async for message in log.read_all(topics.BATCHES)]
@@ -42,10 +43,10 @@ async def finish_report(
         **(changes(run, held, task.suite) if task.vocabulary is None else {}),
         "wall_s": round(run.elapsed_s(), 1),
         "startup_s": await startup_s(log, run.started_s),
-        "task": options.task,
+        "task": task.name,
         "measure": task.measure,
         "suite": task.suite,
-        "engine": options.engine,
+        "engine": options.engine or task.engines[0],
         "reload_kv": settings.reload.kv,
         "seed": options.seed,
         "policy_versions": len(run.published),
@@ -66,7 +67,7 @@ async def finish_report(
         "restarts": {state.name: state.restarts for state in children if state.restarts},
         "accuracy": {suite: list(run.accuracy(suite).items()) for suite in run.results},
     }
-    if options.traffic:
+    if task is TRAFFIC:
         values |= await asyncio.to_thread(traffic_values, run, settings.folder / USERS_FILE, task.suite)
     (settings.folder / "report.json").write_text(json.dumps(values, indent=2) + "\n")
     await asyncio.to_thread(draw_plot, run, values, settings.folder / "report.png")

@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 from string import Template
+from typing import Annotated
 
 import msgspec
+import typer
 
 from infra.cli.demo.chat_model import CACHED_MODEL
 from infra.cli.demo.tasks import ADD, GUESS, INSTRUCTIONS, SHAPES, TRAFFIC, DemoTask
@@ -34,26 +36,39 @@ model = $model
 
 
 class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of `headrace demo`.
+    """Options of `headrace demo`."""
 
-    directory: of the run. task: by its name. model: folder of the chat model, None for the usual one. minutes: of issuing
-    tasks. seed: of a toy's model, the tasks and the draws. engine: vllm or torch. quiet: no picture on the terminal. sets:
-    `--set` arguments of every role.
-    """
-
-    directory: Path
-    task: str = INSTRUCTIONS.name
-    model: Path | None = None
-    minutes: float = 4.0
-    seed: int = 0
-    engine: str = "vllm"
-    quiet: bool = False
-    sets: tuple[str, ...] = ()
+    directory: Annotated[Path, typer.Option("--dir", help="Folder of the run; an existing run continues.")] = Path(
+        "runs/demo"
+    )
+    task: Annotated[
+        str,
+        typer.Option(help="Task: instructions, or a toy: add, guess (turns with an environment) or shapes (images)."),
+    ] = "instructions"
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER", help="Chat model for the task instructions.", show_default="SmolLM2-135M-Instruct"
+        ),
+    ] = ""
+    minutes: Annotated[
+        float,
+        typer.Option(help="Time after which no more tasks are issued.", show_default="10; add and shapes 4, traffic 9"),
+    ] = 0.0
+    seed: Annotated[int, typer.Option(help="Seed of the model, the tasks and the draws.")] = 0
+    engine: Annotated[
+        str, typer.Option(help="Engine: vllm or torch. Default: vllm; torch for shapes and with --traffic.")
+    ] = ""
+    traffic: Annotated[
+        bool, typer.Option("--traffic", help="Learn from simulated users' feedback on a gateway's answers.")
+    ] = False
+    sets: Annotated[list[str], typer.Option("--set", help="Override one setting, as a.b=c.", metavar="A.B=C")] = []
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the report.")] = False
 
     @property
-    def traffic(self) -> bool:
-        """Whether users of a gateway ask, and not explorers."""
-        return self.task == TRAFFIC.name
+    def chosen(self) -> DemoTask:
+        """The task. Raises ConfigError where there is none of that name."""
+        return TRAFFIC if self.traffic else task_of(self.task)
 
 
 def task_of(name: str) -> DemoTask:
@@ -65,18 +80,17 @@ def task_of(name: str) -> DemoTask:
 
 def demo_toml(options: DemoOptions) -> str:
     """The text of the settings file. Raises ConfigError for an unknown task or engine."""
-    task = task_of(options.task)
-    if options.engine not in task.engines:
+    task = options.chosen
+    engine, minutes = options.engine or task.engines[0], options.minutes or task.minutes
+    if engine not in task.engines:
         raise ConfigError(f"--engine: got {options.engine!r}, expected one of {', '.join(task.engines)}")
     toy = task.vocabulary is not None
     dtype = "float32" if toy else "auto"
     return Template(BEGIN + task.settings).substitute(
-        model=json.dumps("model" if toy else str(options.model or CACHED_MODEL)),
-        engine=ENGINES[options.engine].format(
-            dtype=dtype, max_model_len=task.max_model_len, max_sequences=256 if toy else 128
-        ),
+        model=json.dumps("model" if toy else str(Path(options.model).resolve() if options.model else CACHED_MODEL)),
+        engine=ENGINES[engine].format(dtype=dtype, max_model_len=task.max_model_len, max_sequences=256 if toy else 128),
         dtype=dtype,
         seed=options.seed,
-        minutes=f"{options.minutes:g}",
-        after_users=f"{60 * options.minutes + SETTLE_S:g}",
+        minutes=f"{minutes:g}",
+        after_users=f"{60 * minutes + SETTLE_S:g}",
     )

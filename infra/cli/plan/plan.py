@@ -1,7 +1,6 @@
 """`headrace plan`: what a model and rates need, before anything runs."""
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -10,30 +9,9 @@ from rich.table import Table
 
 from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.plan.model import model_table, plan_model, this_machine
-from infra.cli.plan.rates import DAY_S, SHIPPED, Rates, gb, plan_rates, rate_tables, read_costs
+from infra.cli.plan.rates import SHIPPED, RateFlags, gb, plan_rates, rate_tables, read_costs
 from infra.cli.terminal import Screen
-from infra.settings.config import duration_s
 from schemas.errors import ConfigError
-
-
-class RateFlags(msgspec.Struct, frozen=True):
-    """Incoming rates, and speeds of one engine and of the trainer."""
-
-    groups_per_s: Annotated[float, typer.Option(min=0, help="Groups that explorers sample per second.")] = 0.0
-    requests_per_s: Annotated[float, typer.Option(min=0, help="Requests that gateways answer per second.")] = 0.0
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, including earlier turns.")] = 1000
-    answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 500
-    rated: Annotated[float, typer.Option(min=0, max=1, help="Share of requests that get feedback.")] = 0.2
-    engine_tokens_per_s: Annotated[
-        float, typer.Option(min=0, help="Tokens that an engine samples per second, as tokens_per_s of an explorer.")
-    ] = 0.0
-    learner_tokens_per_s: Annotated[
-        float,
-        typer.Option(min=0, help="Sampled tokens that the trainer trains per second; see make bench NAME=learner."),
-    ] = 0.0
-    costs: Annotated[
-        Path | None, typer.Option(help="File with unit costs of your machines.", show_default="shipped costs")
-    ] = None
 
 
 class MachineFlags(msgspec.Struct, frozen=True):
@@ -75,17 +53,10 @@ def plan(chosen: SettingsFile, asked: RateFlags, machine: MachineFlags, as_json:
         shown.append(f"for GPUs of {gb(there.gpu)}, {hosts}; a step each {there.step_s:g} s")
         shown.append(model_table(settings, there, found))
     if has_rates:
-        rates = Rates(
-            groups=asked.groups_per_s, requests=asked.requests_per_s, size=settings.master.num_episodes,
-            prompt=asked.prompt, answer=asked.answer, rated=asked.rated, engine=asked.engine_tokens_per_s,
-            learner=asked.learner_tokens_per_s, partitions=settings.kafka.partitions, copies=settings.kafka.replication or 1,
-            keep_days=duration_s(settings.keep.replay) / DAY_S, process=settings.expect.process, serve=settings.expect.serve,
-            explore=settings.expect.explore,
-        )  # fmt: skip
         costs = read_costs(asked.costs or SHIPPED)
-        figures |= {"rates": (planned := plan_rates(rates, costs)), "costs": costs}
+        figures |= {"rates": (planned := plan_rates(asked, settings, costs)), "costs": costs}
         problems += [f"will not keep up: {part.problem}" for part in planned.parts if part.problem]
-        shown += rate_tables(planned, costs)
+        shown += rate_tables(asked, settings, planned, costs)
     if as_json:
         print(json.dumps(msgspec.to_builtins(figures | {"problems": problems})))
     else:

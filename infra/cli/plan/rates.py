@@ -7,10 +7,14 @@ model and card, so the user states them. Unit costs lie in `unit_costs.json`, wh
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import typer
 from rich.table import Table
 
+from infra.cli.settings import Settings
+from infra.settings.config import duration_s
 from schemas.errors import ConfigError
 from schemas.topics import by_name
 
@@ -36,28 +40,24 @@ class UnitCost(msgspec.Struct, frozen=True):
     source: str
 
 
-class Rates(msgspec.Struct, frozen=True):
-    """Incoming rates and the installation.
+class RateFlags(msgspec.Struct, frozen=True):
+    """Incoming rates, and speeds of one engine and of the trainer."""
 
-    groups: Usual groups a second. requests: Requests of people a second, each one answer. size: Answers of a group. prompt,
-    answer: Tokens. rated: Share of requests that get feedback. engine, learner: Tokens a second of one engine and of the
-    trainer, 0 for unknown. copies: Replicas of each record. process, serve, explore: Processes, 0 for as many as are needed.
-    """
-
-    groups: float
-    requests: float
-    size: int
-    prompt: int
-    answer: int
-    rated: float
-    engine: float = 0.0
-    learner: float = 0.0
-    partitions: int = 1
-    copies: int = 1
-    keep_days: float = 1.0
-    process: int = 0
-    serve: int = 0
-    explore: int = 0
+    groups_per_s: Annotated[float, typer.Option(min=0, help="Groups that explorers sample per second.")] = 0.0
+    requests_per_s: Annotated[float, typer.Option(min=0, help="Requests that gateways answer per second.")] = 0.0
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, including earlier turns.")] = 1000
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 500
+    rated: Annotated[float, typer.Option(min=0, max=1, help="Share of requests that get feedback.")] = 0.2
+    engine_tokens_per_s: Annotated[
+        float, typer.Option(min=0, help="Tokens that an engine samples per second, as tokens_per_s of an explorer.")
+    ] = 0.0
+    learner_tokens_per_s: Annotated[
+        float,
+        typer.Option(min=0, help="Sampled tokens that the trainer trains per second; see make bench NAME=learner."),
+    ] = 0.0
+    costs: Annotated[
+        Path | None, typer.Option(help="File with unit costs of your machines.", show_default="shipped costs")
+    ] = None
 
 
 class PartNeed(msgspec.Struct, frozen=True):
@@ -90,7 +90,6 @@ class RatesPlan(msgspec.Struct, frozen=True):
     The part that is full first, of what is known.
     """
 
-    rates: Rates
     topics: dict[str, TopicNeed]
     broker: TopicNeed
     parts: tuple[PartNeed, ...]
@@ -108,34 +107,45 @@ def read_costs(path: Path = SHIPPED) -> dict[str, UnitCost]:
     return costs
 
 
-def plan_rates(rates: Rates, costs: dict[str, UnitCost]) -> RatesPlan:
+def plan_rates(rates: RateFlags, settings: Settings, costs: dict[str, UnitCost]) -> RatesPlan:
     us = {name: cost.value for name, cost in costs.items()}
-    served_s = rates.requests * (us["request"] + rates.answer * us["event"]) / 1e6
-    sampled, served = rates.groups * rates.size * rates.answer, rates.requests * rates.answer
+    expect, copies = settings.expect, num_copies(settings)
+    served_s = rates.requests_per_s * (us["request"] + rates.answer * us["event"]) / 1e6
+    sampled = rates.groups_per_s * settings.master.num_episodes * rates.answer
+    served = rates.requests_per_s * rates.answer
     trained = sampled + served * rates.rated
-    most, engine, learner = rates.partitions, "--engine-tokens-per-s", "--learner-tokens-per-s"
-    workers = _part("stream workers", "expect.process", rates.process, _worker_s(rates, us) / BUSY, most)
-    gateways = _part("gateways", "expect.serve", rates.serve, served_s / BUSY)
-    explorers = _sampling("explorers", "expect.explore", rates.explore, sampled, rates.engine, engine, most)
+    most, engine, learner = settings.kafka.partitions, "--engine-tokens-per-s", "--learner-tokens-per-s"
+    workers = _part("stream workers", "expect.process", expect.process, _worker_s(rates, settings, us) / BUSY, most)
+    gateways = _part("gateways", "expect.serve", expect.serve, served_s / BUSY)
+    speed, trainer = rates.engine_tokens_per_s, rates.learner_tokens_per_s
+    explorers = _sampling("explorers", "expect.explore", expect.explore, sampled, speed, engine, most)
     partitions = max(1, workers.needs or 0, explorers.needs or 0)
     parts = (
         workers, gateways,
-        _sampling("engines of gateways", "expect.serve", rates.serve, served, rates.engine, engine), explorers,
-        _sampling("trainer", "trainer.ranks", 1, trained, rates.learner, learner),
+        _sampling("engines of gateways", "expect.serve", expect.serve, served, speed, engine), explorers,
+        _sampling("trainer", "trainer.ranks", 1, trained, trainer, learner),
         PartNeed(
             "partitions", "kafka.partitions", most, partitions,
             problem=f"partitions: {partitions} are needed, kafka.partitions = {most}" if partitions > most else "",
         ),
     )  # fmt: skip
     running = 2 + sum(part.has or part.needs or 0 for part in (workers, explorers, gateways))
-    topics = _topics(rates, us, running)
+    topics = _topics(rates, settings, us, running)
     whole = TopicNeed(*(sum(getattr(need, field) for need in topics.values()) for field in ("per_s", "day", "kept")))
-    broker = TopicNeed(whole.per_s, whole.day / rates.copies, whole.kept / rates.copies)
+    broker = TopicNeed(whole.per_s, whole.day / copies, whole.kept / copies)
     busiest = max((part for part in parts if part.share), key=lambda part: part.share or 0.0, default=None)
-    return RatesPlan(rates, topics, broker, parts, busiest)
+    return RatesPlan(topics, broker, parts, busiest)
 
 
-def _worker_s(rates: Rates, us: dict[str, float]) -> float:
+def num_copies(settings: Settings) -> int:
+    return settings.kafka.replication or 1
+
+
+def keep_days(settings: Settings) -> float:
+    return duration_s(settings.keep.replay) / DAY_S
+
+
+def _worker_s(rates: RateFlags, settings: Settings, us: dict[str, float]) -> float:
     """CPU seconds a second of verify and collect. Collect of lone answers was measured on a log in memory: a record of its own,
     which costs what of a lone answer one of 16 in a record does not have, comes on top.
     """
@@ -150,7 +160,7 @@ def _worker_s(rates: Rates, us: dict[str, float]) -> float:
     lone = us["verify_alone"] + more("verify", LONG_TOKENS)
     lone += us["answer_waits"] + more("collect", WAITING_TOKENS) + record
     lone += rates.rated * (us["feedback_joined"] + record)
-    return (rates.groups * rates.size * grouped + rates.requests * lone) / 1e6
+    return (rates.groups_per_s * settings.master.num_episodes * grouped + rates.requests_per_s * lone) / 1e6
 
 
 def _sampling(
@@ -172,11 +182,12 @@ def _part(part: str, setting: str, has: int, work: float, most: int = 0) -> Part
     return PartNeed(part, setting, has, needs, share, problem=problem if has and needs > has else "")
 
 
-def _topics(rates: Rates, costs: dict[str, float], running: int) -> dict[str, TopicNeed]:
+def _topics(rates: RateFlags, settings: Settings, costs: dict[str, float], running: int) -> dict[str, TopicNeed]:
     """Costs named bytes.KIND.TOPIC.PER are bytes of a record kind, once and per member, prompt and token."""
     counts = {
-        "group": (rates.groups, rates.size), "answer": (rates.requests, 1), "word": (rates.requests * rates.rated, 1),
-        "silence": (rates.requests * (1 - rates.rated), 1), "report": (running / REPORT_S, 1),
+        "group": (rates.groups_per_s, settings.master.num_episodes), "answer": (rates.requests_per_s, 1),
+        "word": (rates.requests_per_s * rates.rated, 1), "silence": (rates.requests_per_s * (1 - rates.rated), 1),
+        "report": (running / REPORT_S, 1),
     }  # fmt: skip
     found: dict[str, float] = {}
     for name, num_bytes in costs.items():
@@ -185,17 +196,20 @@ def _topics(rates: Rates, costs: dict[str, float], running: int) -> dict[str, To
             per_s, members = counts[kind]
             times = {"once": 1, "member": members, "prompt": rates.prompt, "token": members * rates.answer}[per]
             found[topic] = found.get(topic, 0.0) + per_s * times * num_bytes
-    days = {topic: DAY_TOPIC_DAYS if by_name(topic).retention == "day" else rates.keep_days for topic in found}
-    daily = {topic: per_s * DAY_S * rates.copies for topic, per_s in found.items() if per_s}
+    days = {topic: DAY_TOPIC_DAYS if by_name(topic).retention == "day" else keep_days(settings) for topic in found}
+    daily = {topic: per_s * DAY_S * num_copies(settings) for topic, per_s in found.items() if per_s}
     return {topic: TopicNeed(found[topic], day, day * days[topic]) for topic, day in daily.items()}
 
 
-def rate_tables(plan: RatesPlan, costs: dict[str, UnitCost]) -> Iterator[Table | str]:
-    rates, broker = plan.rates, plan.broker
-    asked = f"{rates.groups:g} groups of {rates.size}, {rates.requests:g} requests a second (computed)"
+def rate_tables(
+    rates: RateFlags, settings: Settings, plan: RatesPlan, costs: dict[str, UnitCost]
+) -> Iterator[Table | str]:
+    broker, num = plan.broker, num_copies(settings)
+    groups = f"{rates.groups_per_s:g} groups of {settings.master.num_episodes}"
+    asked = f"{groups}, {rates.requests_per_s:g} requests a second (computed)"
     topics = Table("topic", title=asked)
-    copies = f"{rates.copies} cop{'y' if rates.copies == 1 else 'ies'}"
-    for title in ("written", f"a day, {copies}", f"kept, {rates.keep_days:g} days"):
+    copies = f"{num} cop{'y' if num == 1 else 'ies'}"
+    for title in ("written", f"a day, {copies}", f"kept, {keep_days(settings):g} days"):
         topics.add_column(title, justify="right")
     for topic, need in plan.topics.items():
         topics.add_row(topic, f"{need.per_s / 1e3:,.1f} kB/s", gb(need.day), gb(need.kept))
@@ -209,8 +223,8 @@ def rate_tables(plan: RatesPlan, costs: dict[str, UnitCost]) -> Iterator[Table |
         style = "red" if part.problem else ""
         processes.add_row(part.part, needs, str(part.has or "open"), part.setting, busy, style=style)
     yield processes
-    writes = f"each of {rates.copies} writes {broker.per_s / 1e3:,.1f} kB/s and keeps {gb(broker.kept)}"
-    yield f"brokers: {rates.copies} at least, one a copy; {writes}"
+    writes = f"each of {num} writes {broker.per_s / 1e3:,.1f} kB/s and keeps {gb(broker.kept)}"
+    yield f"brokers: {num} at least, one a copy; {writes}"
     if plan.busiest is not None:
         among = ", of what is known" if any(part.unknown for part in plan.parts) else ""
         yield f"full first{among}: {plan.busiest.part}, at {1 / (plan.busiest.share or 1):.3g} times these rates"
