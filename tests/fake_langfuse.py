@@ -2,13 +2,13 @@
 
 import base64
 import json
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from tests.http_endpoint import Reply, http_endpoint
 
 PUBLIC, SECRET = "pk-lf-1", "sk-lf-2"
 GROUPS = {
@@ -78,27 +78,11 @@ def fake_langfuse() -> Iterator[FakeLangfuse]:
     """One that listens until the block ends."""
     fake = FakeLangfuse()
 
-    class LangfuseHandler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            parts = urlsplit(self.path)
-            query = {name: values[0] for name, values in parse_qs(parts.query).items()}
-            known = parts.path == "/api/public/v3/scores"
-            status, data = fake.answer(query, self.headers.get("Authorization", "")) if known else (404, b"{}")
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def answer(path: str, headers: Mapping[str, str], body: bytes) -> Reply:
+        parts = urlsplit(path)
+        query = {name: values[0] for name, values in parse_qs(parts.query).items()}
+        known = parts.path == "/api/public/v3/scores"
+        return fake.answer(query, headers.get("Authorization", "")) if known else (404, b"{}")
 
-        def log_message(self, *_: object) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), LangfuseHandler)
-    fake.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.005,), daemon=True)
-    thread.start()
-    try:
+    with http_endpoint(answer) as fake.url:
         yield fake
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

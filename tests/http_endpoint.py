@@ -15,7 +15,7 @@ def http_endpoint(answer: Callable[[str, Mapping[str, str], bytes], Reply | None
 
     class EndpointHandler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             reply = answer(self.path, dict(self.headers), body)
             if reply is None:
                 return
@@ -24,6 +24,8 @@ def http_endpoint(answer: Callable[[str, Mapping[str, str], bytes], Reply | None
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
+
+        do_GET = do_POST
 
         def log_message(self, *_: object) -> None:
             return

@@ -15,8 +15,6 @@ from rich.table import Table
 from tests.growth import DISK, Look, ProcessLife, longest, of_process, plot, slope, tables
 from tests.soak import APP, on_disk
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 def looks(values: list[float], *, from_s: float = 0.0, every_s: float = 5.0) -> list[Look]:
     return [Look(from_s + every_s * at, {"MB": value}) for at, value in enumerate(values)]

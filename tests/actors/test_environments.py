@@ -201,14 +201,6 @@ class Oven(gymnasium.Env[Any, Any]):
 gymnasium.register("headrace/Oven-v0", entry_point=Oven)
 
 
-def moved(text: str) -> int:
-    return NAMES.index(text.removeprefix("go "))
-
-
-def seen(observation: Any, info: Any) -> str:
-    return f"you stand on {observation}, options {info.get('options')}"
-
-
 def test_a_lake_is_crossed_by_the_names_of_its_moves() -> None:
     world = Gymnasium(**LAKE, actions=NAMES)  # type: ignore[arg-type]
     first = world.reset(issued(), seed=3)

@@ -171,9 +171,6 @@ def test_answers_to_one_task_do_not_narrow_the_interval_as_independent_ones_woul
 EXPLORERS, GROUPS = 64, 96
 
 
-REPORT_S = 10
-
-
 def placing(*partitions: tuple[int, ...]) -> Placing:
     made = Placing()
     for at, held in enumerate(partitions):

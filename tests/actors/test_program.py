@@ -421,9 +421,6 @@ CONFIG = replace(
 )
 
 
-FAILING = replace(CONFIG, options={"use": f"{AGENTS}:raises"})
-
-
 def played(folder: Path, config: object) -> tuple[TopicArrivals, Metrics]:
     """What an explorer publishes of one group of three episodes."""
 

@@ -1,7 +1,6 @@
 """The windowed driver: acks in order whatever finishes first, and nothing escapes."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import msgspec
 from hypothesis import given
@@ -21,8 +20,6 @@ from streams.stages.verify import Verifier
 from tests.actors.rig import until
 from tests.streams.collect.collecting import answer, block
 from tests.streams.deliveries import KeptDelivery, memory_log, stored, values
-
-Handle = Callable[[LogMessage], Awaitable[Handled]]
 
 
 class GatedStage:

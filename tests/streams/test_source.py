@@ -33,7 +33,6 @@ from streams.stages.verify import REDELIVERED
 from tests.actors.gateway.test_gateway_clock_and_disk import full_disk
 from tests.streams.deliveries import memory_log, values
 
-HERE = "tests.streams.test_source"
 REF = "hr-a1b2.0-3-0"
 
 

@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -29,7 +28,7 @@ from streams.collect.rules import collect_rules
 from streams.collect.state import State
 from streams.config import RewardConfig, ScoreConfig, StreamsConfig
 from streams.stages.chain_builder import build_collect, build_verify
-from streams.stages.stage import end_for, process_exit
+from streams.stages.stage import process_exit
 from streams.worker import HeldTopic, LogTime, report, watch
 from tests.actors.rig import CharTokenizer
 from tests.simulator.virtual_loop import VirtualLoop
@@ -224,28 +223,3 @@ def test_a_pair_reaches_the_buffer_whole_and_unjudged() -> None:
     (block,) = decision.blocks
     assert pair_fault(block.experiences) == ""
     assert [(member.reward, member.advantage, member.scores) for member in block.experiences] == [(None, None, ())] * 2
-
-
-class ProcessEnded(BaseException):
-    """Instead of the end of the process."""
-
-
-@contextmanager
-def kept_exit() -> Iterator[list[tuple[str, int]]]:
-    said: list[tuple[str, int]] = []
-
-    def end(message: str, code: int) -> NoReturn:
-        said.append((message, code))
-        raise ProcessEnded
-
-    token = process_exit.set(end)
-    try:
-        yield said
-    finally:
-        process_exit.reset(token)
-
-
-def last_words(error: BaseException) -> tuple[str, int]:
-    with kept_exit() as said, pytest.raises(ProcessEnded):
-        end_for(error, "verify: app.experiences/0 981")
-    return said[0]

@@ -45,11 +45,6 @@ def drop_usual(experience: Experience) -> Experience | Drop:
 
 
 @processor(version=1, inline=True)
-def fail(batch: tuple[Experience, ...]) -> tuple[Experience, ...]:
-    raise RuntimeError("no")
-
-
-@processor(version=1, inline=True)
 def of_a_group(group: tuple[Experience, ...]) -> tuple[Experience, ...]:
     return group
 

@@ -13,7 +13,7 @@ from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.policies.fold import PoliciesFold
 from infra.store.memory import MemoryStore
-from schemas import Block, Closure, MasterState, PolicyEvent, Progress, decode, encode, topics
+from schemas import Block, MasterState, PolicyEvent, Progress, decode, encode, topics
 from schemas.errors import BadFrame, FencedOut, OffsetOutOfRange
 from tests.trainer.trainer_samples import block, message, mixed
 from trainer.buffer.buffer import KEY_BYTES, Buffer, Known, Stored, Uses, make_candidate, read_blocks, use_key
@@ -316,10 +316,6 @@ def arrive(each: Intake, *sequences: int) -> None:
     for sequence in sequences:
         arrived = block(f"g{sequence}.0", sequence=sequence)
         assert each.take_block(message(arrived, sequence), arrived) == ""
-
-
-def closed(sequence: int, outcome: str = "dropped") -> Closure:
-    return Closure(group=f"g{sequence}.0", outcome=outcome, sequence=sequence)  # type: ignore[arg-type]
 
 
 def test_what_lies_below_a_draw_is_no_longer_waited_for_unless_it_is_still_absent() -> None:

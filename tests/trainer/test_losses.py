@@ -18,7 +18,7 @@ from trainer.buffer.pool import unfit
 from trainer.config import LOSSES, LaneConfig, TrainerConfig
 from trainer.learners.torch import TorchLearner
 from trainer.losses import losses
-from trainer.losses.loss import LossInputs, LossOutput, lane_loss, open_objective
+from trainer.losses.loss import LossInputs, lane_loss, open_objective
 from trainer.losses.losses import decoupled, dppo, grpo, sft, tis
 
 RANDOM = np.random.default_rng(0)
@@ -193,10 +193,6 @@ def test_objectives_say_what_they_need_of_the_learner():
 def test_a_mistaken_lane_is_a_config_error_that_says_where(lane, message):
     with pytest.raises(ConfigError, match=message):
         open_objective(lane)
-
-
-def unsaid(inputs: LossInputs, *, kl: float = 0.0) -> LossOutput:
-    return LossOutput(-inputs.logprob)
 
 
 def test_the_settings_name_every_loss_that_is_built_in() -> None:

@@ -241,7 +241,3 @@ def test_every_loss_takes_both_terms_and_without_them_a_step_keeps_its_bits(mode
     both = stepped(kl=0.4, entropy=0.1)
     assert both.values["usual/entropy_exact"] == pytest.approx(np.log(128), abs=0.1)
     assert both.values["usual/kl_reference"] > 0
-
-
-def fields(given: LossInputs) -> dict[str, object]:
-    return {name: getattr(given, name) for name in given.__struct_fields__}

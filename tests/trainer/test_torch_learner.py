@@ -342,18 +342,6 @@ def test_each_token_weighs_as_in_one_step_whichever_minibatch_and_rank_it_falls_
         assert weights == pytest.approx([CONFIGS[lane].weight / count] * len(weights))
 
 
-def mixed() -> list[TrainItem]:
-    """Sixteen answers of the usual lane, each a row of its own, and demonstrations that share one row."""
-    found = [
-        make_item([1, 3 + g, *range(20, 20 + g % 4 + 1)], [Span(2, g % 4 + 3, 0)], group=f"t-{g}.0", advantage=1.0 - g % 3,
-                  logprobs=np.full(g % 4 + 1, -np.log(128)), reward=0.5)
-        for g in range(16)
-    ]  # fmt: skip
-    shown = [make_item([1, 40, 41 + g], [Span(2, 3, -1, 1.0, False)], group="d.0", episode=g, lane="expert")
-             for g in range(8)]  # fmt: skip
-    return found + shown
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> str:
     return str(build_char_model(tmp_path_factory.mktemp("model") / "char", seed=3))

@@ -446,18 +446,3 @@ def console(toml: str = TOML, opened: Opened = in_memory) -> Iterator[Console]:
         finally:
             here.stop()
             thread.join(timeout=20)
-
-
-def sqlite_steps(database: sqlite3.Connection, question: Callable[[sqlite3.Connection], object]) -> int:
-    """Hundreds of steps of SQLite's machine that a question takes."""
-    hundreds = 0
-
-    def count() -> int:
-        nonlocal hundreds
-        hundreds += 1
-        return 0
-
-    database.set_progress_handler(count, 100)
-    question(database)
-    database.set_progress_handler(None, 100)
-    return hundreds

@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import strategies as st
 
 from infra.cli.console.flow import (
     MAX_ALARMS,
@@ -32,12 +31,7 @@ from schemas.fields import KEPT_FIGURES
 from tests.infra.cli.console_rig import fill, filled, folded, live, look, looking, page_text
 from tests.infra.cli.test_status_command import START_MS, progress, state_of
 
-NUMBERS = st.floats(allow_nan=False, allow_infinity=False, width=32)
 CHI2 = "alarms{alarm=live/chi2}"
-RATES = {
-    "requests{route=/v1/chat/completions,status=200}": 2.5, "requests{route=/v1/models,status=200}": 0.5,
-    "answers{end=whole}": 2.0, "recorded": 2.0, "step_seconds": 0.9, "shed{reason=full}": 0.0, "of_a_plugin": 1.0,
-}  # fmt: skip
 
 
 def role(

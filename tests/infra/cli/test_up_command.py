@@ -123,23 +123,6 @@ def test_a_second_up_in_the_same_folder_is_refused_with_the_process_that_runs_it
     )
 
 
-VLLM = """\
-11-27 03:00:00 INFO started role=explore pid=7 metrics_port=1 release=0.1.0
-(EngineCore pid=9) ERROR 11-27 03:00:09 [core.py:1510] EngineCore failed to start.
-(EngineCore pid=9) ERROR 11-27 03:00:09 [core.py:1510] Traceback (most recent call last):
-(EngineCore pid=9) ERROR 11-27 03:00:09 [core.py:1510]   File "kv_cache_utils.py", line 1030, in check
-(EngineCore pid=9) ERROR 11-27 03:00:09 [core.py:1510] ValueError: To serve at least one request with the model's max seq len \
-(4096), (0.5 GiB KV cache is needed, which is larger than the available KV cache memory (0.1 GiB).
-(EngineCore pid=9) Traceback (most recent call last):
-(EngineCore pid=9) ValueError: To serve at least one request with the model's max seq len (4096), (0.5 GiB KV cache is needed, \
-which is larger than the available KV cache memory (0.1 GiB).
-Traceback (most recent call last):
-  File "utils.py", line 1432, in wait
-    raise RuntimeError(
-RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
-"""
-
-
 async def test_up_prints_the_cause_of_a_role_that_cannot_start_once_and_an_alarm_where_it_goes_on(
     tmp_path: Path,
 ) -> None:

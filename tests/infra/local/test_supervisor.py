@@ -17,8 +17,6 @@ from infra.local.supervisor import Child, ChildEvent, Supervisor
 from schemas.errors import ConfigError
 from tests.actors.rig import until
 
-DEADLINE_S = 20.0
-
 
 def script(name: str, folder: Path, code: str, **fields: object) -> Child:
     return Child(name=name, argv=(sys.executable, "-S", "-c", code), log=folder / f"{name}.log", **fields)  # type: ignore[arg-type]

@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import strategies as st
 
 from streams.scores.k12 import k12
 from streams.scores.quantity import read_quantity
@@ -287,15 +286,6 @@ def test_matching_gives_way_where_a_greedy_one_would_not() -> None:
     reference = [(0.0, 0.0, 10.0, 10.0), (4.0, 0.0, 14.0, 10.0)]
     answer = [(2.0, 0.0, 12.0, 10.0), (0.0, 0.0, 10.0, 10.0)]
     assert num_matched(answer, reference, 0.5) == 2
-
-
-coordinates = st.integers(0, 20)
-boxes = st.lists(
-    st.tuples(coordinates, coordinates, st.integers(1, 9), st.integers(1, 9)).map(
-        lambda box: (float(box[0]), float(box[1]), float(box[0] + box[2]), float(box[1] + box[3]))
-    ),
-    max_size=6,
-)
 
 
 def test_too_many_boxes_are_no_answer() -> None:
