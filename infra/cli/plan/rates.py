@@ -109,7 +109,7 @@ def read_costs(path: Path = SHIPPED) -> dict[str, UnitCost]:
 
 def plan_rates(rates: RateFlags, settings: Settings, costs: dict[str, UnitCost]) -> RatesPlan:
     us = {name: cost.value for name, cost in costs.items()}
-    expect, copies = settings.expect, num_copies(settings)
+    expect, copies = settings.expect, settings.kafka.replication or 1
     served_s = rates.requests_per_s * (us["request"] + rates.answer * us["event"]) / 1e6
     sampled = rates.groups_per_s * settings.master.num_episodes * rates.answer
     served = rates.requests_per_s * rates.answer
@@ -135,10 +135,6 @@ def plan_rates(rates: RateFlags, settings: Settings, costs: dict[str, UnitCost])
     broker = TopicNeed(whole.per_s, whole.day / copies, whole.kept / copies)
     busiest = max((part for part in parts if part.share), key=lambda part: part.share or 0.0, default=None)
     return RatesPlan(topics, broker, parts, busiest)
-
-
-def num_copies(settings: Settings) -> int:
-    return settings.kafka.replication or 1
 
 
 def keep_days(settings: Settings) -> float:
@@ -197,14 +193,14 @@ def _topics(rates: RateFlags, settings: Settings, costs: dict[str, float], runni
             times = {"once": 1, "member": members, "prompt": rates.prompt, "token": members * rates.answer}[per]
             found[topic] = found.get(topic, 0.0) + per_s * times * num_bytes
     days = {topic: DAY_TOPIC_DAYS if by_name(topic).retention == "day" else keep_days(settings) for topic in found}
-    daily = {topic: per_s * DAY_S * num_copies(settings) for topic, per_s in found.items() if per_s}
+    daily = {topic: per_s * DAY_S * (settings.kafka.replication or 1) for topic, per_s in found.items() if per_s}
     return {topic: TopicNeed(found[topic], day, day * days[topic]) for topic, day in daily.items()}
 
 
 def rate_tables(
     rates: RateFlags, settings: Settings, plan: RatesPlan, costs: dict[str, UnitCost]
 ) -> Iterator[Table | str]:
-    broker, num = plan.broker, num_copies(settings)
+    broker, num = plan.broker, settings.kafka.replication or 1
     groups = f"{rates.groups_per_s:g} groups of {settings.master.num_episodes}"
     asked = f"{groups}, {rates.requests_per_s:g} requests a second (computed)"
     topics = Table("topic", title=asked)
