@@ -133,8 +133,8 @@ def described(struct: type) -> tuple[str, dict[str, str]]:
     """Descriptions of a table and of each of its keys.
 
     >>> from infra.settings.config import Keep
-    >>> described(Keep)[1]["replay"]
-    'how far back replay and audit reach; sets every retention and every pruning.'
+    >>> described(Keep)[1]["replay"][:32]
+    'Time that replay and audit reach'
     """
     shown, meanings = "", dict(COMMON)
     for item in reversed([item for item in struct.__mro__ if issubclass(item, Section) and item is not Section]):
