@@ -85,8 +85,7 @@ async def replay(
 
     The command appends nothing to the log and writes nothing to the store. It names missing and altered records.
     In one process on the same CPU model, with the same code, libraries and threads, the hashes are equal; otherwise only the
-    batches are, and the command lists the differences. It imports plugins only with --trust-plugins, after it printed their
-    names.
+    batches are, and the command lists the differences. It lists plugins and imports them only with --trust-plugins.
 
     Example: [cyan]headrace replay runs/demo --verify[/]
     """
