@@ -90,7 +90,7 @@ class LazyCommand(TyperCommand):
         """The command itself. Ends with a line where a library is missing."""
         module, _, name = self._where.partition(":")
         try:
-            function = getattr(importlib.import_module(f"infra.cli.{module}"), name)
+            function = getattr(importlib.import_module(f"{__package__}.{module}"), name)
         except ModuleNotFoundError as error:
             extra = "console" if self._path == "console" else "all"
             print(

@@ -12,6 +12,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from headrace import (
+    BATCHES,
+    BUFFER,
+    EXPERIENCES,
+    POLICIES,
+    TASKS,
+    VERIFIED,
     Block,
     Context,
     Experience,
@@ -45,7 +51,6 @@ from headrace import (
     publish,
     run_chain,
     score,
-    topics,
 )
 
 TRAINER = TrainerConfig(lanes={"usual": LaneConfig(loss="dppo")}, learning_rate=3e-3)
@@ -80,9 +85,9 @@ class Walk:
         model = str(build_char_model(folder / "model", seed=3))
         self.store = MemoryStore()
         self.log = Log(MemoryBus(), "walk", store=self.store)
-        self.tasks, self.experiences = Reader(self.log, topics.TASKS), Reader(self.log, topics.EXPERIENCES)
-        self.verified, self.buffer = Reader(self.log, topics.VERIFIED), Reader(self.log, topics.BUFFER)
-        self.policies = Reader(self.log, topics.POLICIES)
+        self.tasks, self.experiences = Reader(self.log, TASKS), Reader(self.log, EXPERIENCES)
+        self.verified, self.buffer = Reader(self.log, VERIFIED), Reader(self.log, BUFFER)
+        self.policies = Reader(self.log, POLICIES)
         self.engine, self.tokenizer = TorchEngine(model=model, seed=0), load_tokenizer(model)
         self.verify, self.collect = (make_step("digits", digits),), build_collect(StreamsConfig())
         self.memories = new_memories(self.collect)
@@ -99,7 +104,7 @@ class Walk:
                 num_episodes=EPISODES, max_tokens=MAX_TOKENS,
             )  # fmt: skip
             asked = (Message(role="user", content=f"{index}+{index}="),)
-            await self.log.publish(topics.TASKS, Task(id=f"sum-{index}", messages=asked, split="train", issued=issued))
+            await self.log.publish(TASKS, Task(id=f"sum-{index}", messages=asked, split="train", issued=issued))
 
     async def sample(self) -> None:
         """The explorer answers, and records each token with its log-probability and version (actors/rollout)."""
@@ -115,14 +120,14 @@ class Walk:
                     group=task.issued.group, attempt=0, episode=episode, group_size=EPISODES, task=task.id,
                     sequence=task.issued.sequence,
                 )  # fmt: skip
-            await self.log.publish(topics.EXPERIENCES, Block(tuple(found)))
+            await self.log.publish(EXPERIENCES, Block(tuple(found)))
 
     async def score(self) -> None:
         """A stream worker passes each answer through the chain of stage verify: here one score (streams/stages/verify.py)."""
         async for message in self.experiences.arrived():
             assert isinstance(message.value, Block)
             outcome = await run_chain(self.verify, message.value.experiences, Context(time_ms=message.timestamp_ms))
-            await self.log.publish(topics.VERIFIED, Block(outcome.kept))
+            await self.log.publish(VERIFIED, Block(outcome.kept))
 
     async def group(self) -> None:
         """A stream worker closes each whole group, with rewards and advantages (streams/collect)."""
@@ -130,7 +135,7 @@ class Walk:
             assert isinstance(message.value, Block)
             outcome = await run_chain(self.collect, message.value.experiences, Context(memories=self.memories))
             if outcome.kept:  # a group whose answers are all as good teaches nothing
-                await self.log.publish(topics.BUFFER, Block(outcome.kept))
+                await self.log.publish(BUFFER, Block(outcome.kept))
 
     async def train(self, step: int) -> float:
         """The trainer journals what it is about to train on, then makes the step (trainer/loop/step.py)."""
@@ -142,7 +147,7 @@ class Walk:
         version = self.engine.version
         stamp = Stamp(run="walk", token=0, step=step, version=version, phase="train", seed=step, config_hash="")
         batch, items = assemble(stamp, drawn)
-        await self.log.publish(topics.BATCHES, batch)  # durable first: a replay makes the same step from this record
+        await self.log.publish(BATCHES, batch)  # durable first: a replay makes the same step from this record
         packed = pack(items, max_tokens=TRAINER.max_tokens_per_microbatch, version=version, exact=True)
         stats = self.learner.step(packed, learning_rate=TRAINER.learning_rate, seed=batch.seed)
         mean = sum(item.experience.reward or 0.0 for item in items) / len(items)
@@ -155,7 +160,7 @@ class Walk:
         probe = self.learner.probe((tuple(self.tokenizer.encode("1+1=2")),))
         new = NewVersion(policy="main", token=0, version=step + 1, parent=step, step=step)
         event = publish(self.store, new, tensors, previous=self.published, probe=probe)
-        await self.log.publish(topics.POLICIES, event)
+        await self.log.publish(POLICIES, event)
         self.published = tensors
 
     async def load(self) -> None:

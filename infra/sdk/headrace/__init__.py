@@ -50,7 +50,9 @@ HOMES: dict[str, dict[str, str]] = {
         "MemoryStore": "infra.store.memory",
         "PolicyFetcher": "infra.policies.fetch",
         "StreamsConfig": "streams.config",
-        "Topic": "schemas.topics",
+        **dict.fromkeys(
+            ("BATCHES", "BUFFER", "EXPERIENCES", "POLICIES", "TASKS", "VERIFIED", "Topic"), "schemas.topics"
+        ),
         "TorchEngine": "actors.engines.torch",
         "build_collect": "streams.stages.chain_builder",
         "build_char_model": "infra.cli.demo.char_model",
@@ -58,7 +60,6 @@ HOMES: dict[str, dict[str, str]] = {
         "make_candidate": "trainer.buffer.buffer",
         "open_learner": "trainer.learners.learner",
         "pack": "trainer.batch.batch",
-        "topics": "schemas",
     },
     "options": {**dict.fromkeys(("Section", "Use"), "infra.settings.config"), "ConfigError": "schemas.errors"},
 }

@@ -45,7 +45,6 @@ from infra.store.memory import MemoryStore as MemoryStore
 from infra.store.store import Store as Store
 from infra.store.store import check_key as check_key
 from infra.store.store import check_prefix as check_prefix
-from schemas import topics as topics
 from schemas.errors import ConfigError as ConfigError
 from schemas.errors import NotInStore as NotInStore
 from schemas.errors import PolicyRefused as PolicyRefused
@@ -60,6 +59,12 @@ from schemas.records import Issued as Issued
 from schemas.records import Message as Message
 from schemas.records import PolicyEvent as PolicyEvent
 from schemas.records import Task as Task
+from schemas.topics import BATCHES as BATCHES
+from schemas.topics import BUFFER as BUFFER
+from schemas.topics import EXPERIENCES as EXPERIENCES
+from schemas.topics import POLICIES as POLICIES
+from schemas.topics import TASKS as TASKS
+from schemas.topics import VERIFIED as VERIFIED
 from schemas.topics import Topic as Topic
 from schemas.wire.block import Block as Block
 from streams.config import StreamsConfig as StreamsConfig
