@@ -17,9 +17,9 @@ from actors.engines.engine import Chunk, Completion, Engine, OnChunk, Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.gateway.access.keys import create_key
 from actors.gateway.config import GatewayConfig, GatewayLimits
-from actors.gateway.http.listen import forget_loaded, new_loop
 from actors.gateway.serve import run_gateway
 from infra.cli.demo.char_model import build_char_model
+from infra.local.http_server import forget_loaded, new_loop
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.model.model import load_tokenizer
