@@ -43,6 +43,7 @@ from actors.engines.vllm.adapters import Adapters, Attempts, check_adapted
 from actors.engines.vllm.requests import Requests, layer_name, layers_that_route, stream, whole
 from actors.engines.vllm.settings import (
     GRAMMARS,
+    ChildErrors,
     argument_names,
     cached_byte_code,
     check_release,
@@ -262,6 +263,13 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Start vLLM and let it answer once: the first step of each kind is slow."""
+        with errors_of_children() as errors:
+            try:
+                await self._start(errors)
+            except RuntimeError as error:
+                raise errors.explained(error, str(self._folder)) from error
+
+    async def _start(self, errors: ChildErrors) -> None:
         self._folder = await asyncio.to_thread(model_folder, self._model)
         self._vision = await asyncio.to_thread(load_vision, self._folder)
         if self._keeps and self._vision is not None:
@@ -270,7 +278,7 @@ class VllmEngine:
                 'are still being read with; expected "rebuild", or the torch engine'
             )
         await asyncio.to_thread(self._read_folder)
-        await asyncio.to_thread(self._build)
+        await asyncio.to_thread(self._build, errors)
         config = self._llm.model_config
         self._num_vocabulary = int(config.get_vocab_size())
         # Published under both names; vLLM would keep two copies.
@@ -381,7 +389,7 @@ class VllmEngine:
         self._held = folder_tensors(self._folder) if self._vision is None else model_tensors(load_model(self._folder))
         self._names = tuple(self._held)
 
-    def _build(self) -> None:
+    def _build(self, errors: ChildErrors) -> None:
         with cached_byte_code():
             from vllm import __version__
 
@@ -403,7 +411,7 @@ class VllmEngine:
             adapter=self._adapter,
         )
         arguments["structured_outputs_config"] = StructuredOutputsConfig(**GRAMMARS)
-        with environment(on_cpu=on_cpu), cached_byte_code(), errors_of_children() as errors:
+        with environment(on_cpu=on_cpu), cached_byte_code():
             config = AsyncEngineArgs(**arguments).create_engine_config()
             if self._adapter is not None:
                 _check_adapted(self._folder, config.model_config)
@@ -411,11 +419,8 @@ class VllmEngine:
                 _check_on_cpu(self._folder, config.model_config)
                 give_cache(config)
             errors.listen(config)
-            try:
-                # Not returned: the thread's future would keep it alive after `close`.
-                self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=bool(arguments["disable_log_stats"]))
-            except RuntimeError as error:
-                raise errors.explained(error, str(self._folder)) from error
+            # Not returned: the thread's future would keep it alive after `close`.
+            self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=bool(arguments["disable_log_stats"]))
 
     async def _load(self, policy: Policy) -> LoadReport:
         async with self._loading:
