@@ -91,7 +91,7 @@ def test_the_walk_of_the_readme_ends_with_a_served_version_that_learned_from_the
         told = walk.said(trace, running, until=r"learned in version (\d+)")
         assert re.search(r"answered +'.*' +\d+ tokens of v\d+", told) and "judged        program " in told
         learned = int(re.findall(r"learned in version (\d+)", told)[0])
-        serving = rf"explore/\S+ +│ serving +│ v(?:{learned}|[1-9]\d*) "
+        serving = rf"explore/\S+ +serving +v(?:{learned}|[1-9]\d*) "
         assert walk.said(status, running, until=serving)
     finally:
         running.send_signal(signal.SIGINT)
