@@ -26,6 +26,7 @@ from schemas import Message, Task
 TRAIN, DEV, HELD_OUT, VALIDATION = "train", "dev", "held-out", "validation"
 UNSEEN_SHARE = 0.4
 SIZES = (0.25, 0.45, 0.30)  # shares of prompts with one, two and three instructions
+TRAIN_SIZES = (0.1, 0.4, 0.5)  # answers to easy prompts soon earn the same score, and equal scores teach nothing
 
 KINDS = ("word", "max_words", "sentences", "lower_case", "no_commas", "ending", "start", "bullets", "quotes", "json")
 SHOWN = ("sentences", "lower_case", "ending", "bullets", "quotes", "json")
@@ -141,7 +142,7 @@ def draw(random: Random, id: str, split: str, *, unseen: bool) -> Task:
     """A task. unseen: its kinds include a pair of UNSEEN_PAIRS; else none."""
     fresh = split == HELD_OUT
     topic = random.choice((HELD_OUT_TOPICS if fresh else TOPICS).split())
-    kinds = _kinds(random, unseen)
+    kinds = _kinds(random, unseen, TRAIN_SIZES if split == TRAIN else SIZES)
     rules: list[tuple[str, object]] = [("word", topic)]
     sentences = [f"Write briefly about {topic}."]
     for kind in kinds:
@@ -157,10 +158,10 @@ def draw(random: Random, id: str, split: str, *, unseen: bool) -> Task:
     )
 
 
-def _kinds(random: Random, unseen: bool) -> Sequence[str]:
+def _kinds(random: Random, unseen: bool, sizes: Sequence[float]) -> Sequence[str]:
     """One to three kinds that go together, in any order."""
     while True:
-        size = random.choices((1, 2, 3), SIZES)[0]
+        size = random.choices((1, 2, 3), sizes)[0]
         kinds = random.sample(KINDS, size)
         pairs = {frozenset(pair) for pair in combinations(kinds, 2)}
         if not pairs & CONFLICTS and bool(pairs & UNSEEN_PAIRS) == unseen:
@@ -221,12 +222,18 @@ def demonstrations(*, seed: int = 0, num_train: int = 360, num_validation: int =
         )
 
 
-def _shown(kind: str, argument: Any, topic: str, random: Random) -> str:
-    """An answer in which whatever the instruction leaves open varies: how many sentences, and whether in lower case."""
+def _said(topic: str, random: Random, *, always_lower: bool = False) -> list[str]:
+    """Three sentences; three times in ten in lower case."""
     said = [sentence.format(topic) for sentence in random.sample(SAID, 3)]
     said = [f"{sentence[0].upper()}{sentence[1:]}" for sentence in said]
-    if kind == "lower_case" or random.random() < 0.3:
+    if always_lower or random.random() < 0.3:
         said = [sentence.lower() for sentence in said]
+    return said
+
+
+def _shown(kind: str, argument: Any, topic: str, random: Random) -> str:
+    """An answer in which whatever the instruction leaves open varies: how many sentences, and whether in lower case."""
+    said = _said(topic, random, always_lower=kind == "lower_case")
     some = " ".join(said[: random.randint(1, 3)])
     match kind:
         case "sentences":
@@ -241,6 +248,45 @@ def _shown(kind: str, argument: Any, topic: str, random: Random) -> str:
             return f'"{some}"'
         case _:
             return json.dumps({key: f"the {key} of {topic}" for key in argument})
+
+
+TASTE = ("sentences", 1)  # of readers, who do not say it
+FORMS = ("Tell me about {}.", "What is nice about {}?", "What should I know about {}?", "Why do people like {}?")
+
+
+def question(random: Random, *, fresh: bool = False) -> tuple[str, str, list[tuple[str, object]]]:
+    """A topic, a question about it without an instruction, and the rules of an answer that readers like: it names the topic and
+    meets TASTE. fresh: a topic of the held-out split.
+    """
+    topic = random.choice((HELD_OUT_TOPICS if fresh else TOPICS).split())
+    return topic, random.choice(FORMS).format(topic), [("word", topic), TASTE]
+
+
+def write_questions(folder: Path, *, seed: int = 0, num_dev: int = 64, num_held_out: int = 100) -> tuple[Path, Path]:
+    """Write questions of the splits dev and held-out as tasks.jsonl, and answers of one to three sentences as experts.jsonl."""
+    random = Random(f"questions/{seed}")
+    tasks: dict[str, Task] = {}
+    for split, count in ((DEV, num_dev), (HELD_OUT, num_held_out)):
+        end = len(tasks) + count
+        while len(tasks) < end:
+            _, asked, rules = question(random, fresh=split == HELD_OUT)
+            answer = msgspec.json.encode(rules).decode()
+            message = Message(role="user", content=asked)
+            task = Task(id=f"{split}-{len(tasks):03d}", messages=(message,), answer=answer, split=split)
+            tasks.setdefault(asked, task)
+    return write_rows(folder, tasks.values(), _answered(random))
+
+
+def _answered(random: Random, num_train: int = 360, num_validation: int = 36) -> Iterator[Demonstration]:
+    for number in range(num_train + num_validation):
+        topic, asked, rules = question(random)
+        yield Demonstration(
+            id=f"answered-{number:04d}",
+            messages=(Message(role="user", content=asked),),
+            response=" ".join(_said(topic, random)[: random.randint(1, 3)]),
+            answer=msgspec.json.encode(rules).decode(),
+            split=VALIDATION if number >= num_train else TRAIN,
+        )
 
 
 def write_instructions(folder: Path, *, seed: int = 0) -> tuple[Path, Path]:

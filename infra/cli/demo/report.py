@@ -11,7 +11,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from actors.master.evaluation import parse_eval_group
+from actors.master.evaluation import parse_eval_group, wilson
 from infra.cli.demo.record import RunRecord
 from infra.cli.demo.settings import DemoOptions
 from infra.cli.demo.tasks import TRAFFIC
@@ -184,8 +184,9 @@ def traffic_values(run: RunRecord, users: Path, suite: str) -> dict[str, object]
         "errors_seen": sorted({answer.error for answer in seen if answer.error})[:5],
         "answers": len(answered),
         "habits": dict(Counter(answer.habit for answer in answered).most_common()),
-        "users_right_first": share_right(answered[:ENDS]),
-        "users_right_last": share_right(answered[-ENDS:]),
+        "users_liked_first": share_liked(answered[:ENDS]),
+        "users_liked_last": share_liked(answered[-ENDS:]),
+        "users_liked_intervals": [interval(answered[:ENDS]), interval(answered[-ENDS:])],
         "stable": [[round(at_s, 1), version, accuracy.get(version)] for at_s, version in run.stable],
         "stable_first": next((accuracy[version] for _, version in run.stable if version in accuracy), None),
         "stable_last": next((accuracy[version] for _, version in run.stable[::-1] if version in accuracy), None),
@@ -194,16 +195,21 @@ def traffic_values(run: RunRecord, users: Path, suite: str) -> dict[str, object]
     }
 
 
-def share_right(seen: Sequence[Seen]) -> float | None:
-    """Share of right answers; None where there are no answers."""
-    return round(sum(answer.right for answer in seen) / len(seen), 4) if seen else None
+def share_liked(seen: Sequence[Seen]) -> float | None:
+    """Share of liked answers; None where there are no answers."""
+    return round(sum(answer.liked for answer in seen) / len(seen), 4) if seen else None
+
+
+def interval(seen: Sequence[Seen]) -> tuple[float, float]:
+    """The 95 % interval of the share of liked answers."""
+    return wilson(sum(answer.liked for answer in seen), max(1, len(seen)))
 
 
 def windows(seen: Sequence[Seen], started_s: float) -> list[tuple[float, float]]:
-    """Seconds since the start and the share of right answers, of consecutive windows of answers."""
+    """Seconds since the start and the share of liked answers, of consecutive windows of answers."""
     answered = [answer for answer in seen if answer.version >= 0]
     parts = [answered[start : start + WINDOW] for start in range(0, len(answered) - WINDOW + 1, WINDOW)]
-    return [(part[-1].at_s - started_s, sum(answer.right for answer in part) / WINDOW) for part in parts]
+    return [(part[-1].at_s - started_s, sum(answer.liked for answer in part) / WINDOW) for part in parts]
 
 
 def result_table(values: Values) -> Table:
@@ -256,8 +262,9 @@ def traffic_rows(values: Values) -> Iterator[tuple[str, str]]:
     """The rows of the traffic demo, which come first."""
     moves = f"{len(values['stable'])} versions let pass, {values['held']} held"
     yield "stable channel", f"{shares(values, 'stable_first', 'stable_last')} of the held-out tasks; {moves}"
-    right = shares(values, "users_right_first", "users_right_last")
-    yield "what users saw", f"{right} right, of {values['answers']:,} answers"
+    ends = zip(("users_liked_first", "users_liked_last"), values["users_liked_intervals"], strict=True)
+    liked = " → ".join(f"{percent(values[name])} ({low:.1%} to {high:.1%})" for name, (low, high) in ends)
+    yield "liked by users", f"{liked}, of {values['answers']:,} answers"
     yield "what they said", ", ".join(f"{count:,} {habit}" for habit, count in values["habits"].items())
     age = number(values["live_staleness_mean"], 0)
     yield "staleness", f"{age} versions on average, which the lane does not bound"
@@ -298,7 +305,7 @@ def draw_plot(run: RunRecord, values: Values, path: Path) -> None:
         if moves:
             right.step(*zip(*moves, strict=True), where="post", label=f"stable version, {values['suite']}, greedy")
         if seen := windows(read_seen(path.with_name(USERS_FILE)), run.started_s):
-            right.plot(*zip(*seen, strict=True), marker=".", linewidth=0.6, label=f"users' answers, right of {WINDOW}")
+            right.plot(*zip(*seen, strict=True), marker=".", linewidth=0.6, label=f"users' answers, liked of {WINDOW}")
         right.set(ylabel="accuracy", ylim=(0, 1), title="what customers got")
     else:
         begin_s = min([0.0, *(row["elapsed_s"] for row in rows)])  # below 0 for a run that was continued

@@ -47,18 +47,14 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = "instructions"
     model: Annotated[
         str,
-        typer.Option(
-            metavar="FOLDER", help="Chat model for the task instructions.", show_default="SmolLM2-135M-Instruct"
-        ),
+        typer.Option(metavar="FOLDER", help="Chat model to train.", show_default="SmolLM2-135M-Instruct"),
     ] = ""
     minutes: Annotated[
         float,
-        typer.Option(help="Time after which no more tasks are issued.", show_default="10; add and shapes 4, traffic 9"),
+        typer.Option(help="Time after which no more tasks are issued.", show_default="10; add and shapes 4"),
     ] = 0.0
     seed: Annotated[int, typer.Option(help="Seed of the model, the tasks and the draws.")] = 0
-    engine: Annotated[
-        str, typer.Option(help="Engine: vllm or torch. Default: vllm; torch for shapes and with --traffic.")
-    ] = ""
+    engine: Annotated[str, typer.Option(help="Engine: vllm or torch. Default: vllm; torch for shapes.")] = ""
     traffic: Annotated[
         bool, typer.Option("--traffic", help="Learn from simulated users' feedback on a gateway's answers.")
     ] = False

@@ -1,4 +1,5 @@
-"""Simulated users of the traffic demo: they ask sums over HTTP and say what they think of the answers.
+"""Simulated users of the traffic demo: they ask about a topic and say what they think of the answers. A reader likes an answer
+of one sentence that names the topic, and does not say so in the question.
 
     ask ─> answer ─> (think) ─> rate now or late, correct, withdraw, or say nothing
 
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from actors.tasksets.arithmetic import Pair, split_pairs
+from actors.tasksets.instructions import question
+from streams.scores.instructions import follows
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -30,47 +32,36 @@ Habit = Literal["silent", "rates", "rates late", "corrects", "withdraws"]
 HABITS: Mapping[Habit, float] = {"rates": 0.67, "silent": 0.10, "rates late": 0.15, "corrects": 0.05, "withdraws": 0.03}
 MISTAKEN = 0.03  # share of ratings that say the opposite of what is true
 LATE_S = (2.0, 8.0)
-THINK_S = 0.5  # between an answer and the same user's next question, on average
+THINK_S = 8.0  # between an answer and the same user's next question, on average
 START_S = 900.0
 
 
 class Seen(msgspec.Struct, frozen=True):
     """One line of the file: an answer as its user saw it.
 
-    at_s: seconds of the epoch. version: that the gateway names. right: the answer is. habit: of the user. error: of the
-    request about it that failed, "" for none; where the question failed, the other fields are empty.
+    at_s: seconds of the epoch. version: that the gateway names. liked: the user likes the answer. habit: of the user. error: of
+    the request about it that failed, "" for none; where the question failed, the other fields are empty.
 
-    Example: Seen(at_s=1763715600.0, version=12, right=True, habit="rates")
+    Example: Seen(at_s=1763715600.0, version=12, liked=True, habit="rates")
     """
 
     at_s: float
     version: int = -1
-    right: bool = False
+    liked: bool = False
     habit: Habit = "silent"
     error: str = ""
 
 
-def right_answer(pair: Pair) -> str:
-    """The sum as the task wants it written: three digits, backwards.
-
-    >>> right_answer((37, 45))
-    '280'
-    """
-    return f"{sum(pair):03d}"[::-1]
-
-
-def opinion(text: str, pair: Pair, random: Random) -> tuple[Habit, list[Mapping[str, object]]]:
-    """Draw the habit of the user of one answer, and what the user says of it, word after word."""
-    expected = right_answer(pair)
-    is_right = text == expected
+def opinion(is_liked: bool, edited: str, random: Random) -> tuple[Habit, list[Mapping[str, object]]]:
+    """Draw the habit of the user of an answer, and the messages about it in order. edited: the answer as the user wants it."""
     (habit,) = random.choices([*HABITS], [*HABITS.values()])
-    rating = float(is_right != (random.random() < MISTAKEN))
+    rating = float(is_liked != (random.random() < MISTAKEN))
     if habit == "silent":
         return habit, []
     if habit == "withdraws":
-        return habit, [{"value": float(not is_right)}, {"retract": True}]
-    if habit == "corrects" and not is_right:
-        return habit, [{"value": 0.0}, {"correction": expected}]
+        return habit, [{"value": float(not is_liked)}, {"retract": True}]
+    if habit == "corrects" and not is_liked:
+        return habit, [{"value": 0.0}, {"correction": edited}]
     return "rates late" if habit == "rates late" else "rates", [{"value": rating}]
 
 
@@ -79,7 +70,6 @@ Note = Callable[[Seen], None]
 
 async def ask(
     client: "AsyncOpenAI",
-    questions: Sequence[Pair],
     user: str,
     note: Note,
     is_over: Callable[[], bool],
@@ -92,20 +82,22 @@ async def ask(
     async with asyncio.TaskGroup() as saying:
         while not is_over():
             await asyncio.sleep(random.expovariate(1 / think_s))
-            pair = random.choice(questions)
+            _, prompt, rules = question(random)
             try:
                 answer = await client.chat.completions.create(
                     model="main",
-                    messages=[{"role": "user", "content": f"{pair[0]:02d}+{pair[1]:02d}="}],
+                    messages=[{"role": "user", "content": prompt}],
                     user=user,
                 )
             except Exception as error:  # whatever a user would see is noted
                 note(Seen(at_s=time.time(), error=shown(error)))
                 continue
             text = answer.choices[0].message.content or ""
-            habit, words = opinion(text, pair, random)
+            is_whole = answer.choices[0].finish_reason == "stop"
+            liked = is_whole and all(follows(text, kind, argument) for kind, argument in rules)
+            habit, words = opinion(liked, text.partition(".")[0] + ".", random)
             version = int((answer.system_fingerprint or "v-1").removeprefix("v"))
-            seen = Seen(at_s=time.time(), version=version, right=text == right_answer(pair), habit=habit)
+            seen = Seen(at_s=time.time(), version=version, liked=liked, habit=habit)
             saying.create_task(
                 say(client, {"answer_id": answer.id, "rater": user}, words, random.uniform(*late_s), seen, note)
             )
@@ -154,7 +146,7 @@ async def run_users(url: str, out: Path, minutes: float, seed: int) -> None:
     from openai import AsyncOpenAI
 
     await until_promoted(url)
-    questions, end_s = split_pairs(seed).train, time.monotonic() + 60 * minutes
+    end_s = time.monotonic() + 60 * minutes
     client = AsyncOpenAI(base_url=url, api_key=os.environ["HEADRACE_KEY"], max_retries=0)
     with out.open("ab", buffering=0) as file:
 
@@ -164,7 +156,7 @@ async def run_users(url: str, out: Path, minutes: float, seed: int) -> None:
         async with client, asyncio.TaskGroup() as users:
             for number in range(NUM_USERS):
                 user = f"user-{seed}-{number}"
-                users.create_task(ask(client, questions, user, note, lambda: time.monotonic() >= end_s))
+                users.create_task(ask(client, user, note, lambda: time.monotonic() >= end_s))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ from schemas import (
 from tests.schemas.record_samples import group_block
 
 START_S = 1_763_715_600.0
-TRAFFIC: dict[str, Any] = {"task": "traffic", "engine": "torch"}
+TRAFFIC: dict[str, Any] = {"traffic": True}
 
 
 def run_of(*events: tuple[float, Control | Block]) -> RunRecord:
@@ -209,7 +209,7 @@ def moved() -> RunRecord:
 
 def seen(folder: Path, count: int) -> Path:
     """Users' notes, the last of them first: wrong answers of version 1, right ones of version 32, one failure."""
-    notes = [Seen(at_s=START_S + n, version=32 if n > count // 2 else 1, right=n > count // 2) for n in range(count)]
+    notes = [Seen(at_s=START_S + n, version=32 if n > count // 2 else 1, liked=n > count // 2) for n in range(count)]
     notes.append(Seen(at_s=START_S + count, error="Timeout: no"))
     path = folder / USERS_FILE
     path.write_bytes(b"".join(msgspec.json.encode(note) + b"\n" for note in reversed(notes)))
@@ -221,9 +221,12 @@ def test_the_traffic_report_tells_the_stable_channel_by_its_moves_and_what_users
     assert found["stable"] == [[2.0, 1, 0.3], [6.0, 32, 0.8], [7.0, 1, 0.3], [8.0, 32, 0.8]]
     assert (found["stable_first"], found["stable_last"], found["held"]) == (0.3, 0.8, 1)
     assert (found["requests_failed"], found["errors_seen"], found["answers"]) == (1, ["Timeout: no"], 1200)
-    assert (found["users_right_first"], found["users_right_last"]) == (0.0, 1.0)
-    assert dict(traffic_rows(found))["what users saw"] == "0.0% → 100.0% right, of 1,200 answers"
-    assert traffic_values(run_of(), tmp_path / "none", "held-out")["users_right_last"] is None
+    assert (found["users_liked_first"], found["users_liked_last"]) == (0.0, 1.0)
+    assert (
+        dict(traffic_rows(found))["liked by users"]
+        == "0.0% (0.0% to 0.8%) → 100.0% (99.2% to 100.0%), of 1,200 answers"
+    )
+    assert traffic_values(run_of(), tmp_path / "none", "held-out")["users_liked_last"] is None
 
 
 def test_what_was_trained_is_as_old_as_it_was_on_average_over_the_run(tmp_path: Path) -> None:
@@ -253,7 +256,7 @@ def test_nothing_but_the_warm_up_is_given_and_explorers_answer_evals_alone(tmp_p
     assert {name: lane.weight for name, lane in lanes.items()} == {"live": 1.0, "expert": 0.0}
     assert found.master.split not in ("train", *(suite.suite for suite in found.master.evals))
     assert found.gateway is not None and found.gateway.channel == "stable" and found.reward.require == ("user",)
-    assert "exact" not in found.reward.blend, "nobody knows the right answer in production"
+    assert "instructions" not in found.reward.blend, "nobody knows in production which answer will be liked"
 
 
 def test_the_users_key_is_in_their_environment_and_in_no_argument(tmp_path: Path) -> None:

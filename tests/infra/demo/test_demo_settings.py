@@ -60,7 +60,7 @@ def test_no_demo_waits_between_versions_for_anything_but_answers(task: DemoTask,
 
 
 def test_an_engine_a_task_does_not_run_on_is_refused(tmp_path: Path) -> None:
-    assert TASKS["shapes"].engines == ("torch",) and TASKS["traffic"].engines[0] == "torch"
+    assert TASKS["shapes"].engines == ("torch",) and TASKS["traffic"].engines == ("vllm",)
     assert all(set(task.engines) <= set(ENGINES) for task in TASKS.values())
     with pytest.raises(ConfigError, match="'vllm', expected one of torch"):
         settings(tmp_path, task="shapes", engine="vllm")

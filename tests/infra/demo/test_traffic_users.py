@@ -12,39 +12,40 @@ import pytest
 
 from actors.engines.scripted import TENSOR
 from actors.gateway.access.keys import create_key
-from infra.cli.demo.users import HABITS, MISTAKEN, Seen, ask, opinion, right_answer, until_promoted
+from actors.tasksets.instructions import TOPICS
+from infra.cli.demo.users import HABITS, MISTAKEN, Seen, ask, opinion, until_promoted
 from infra.policies.policy import Policy
 from infra.policies.tensors import from_numpy
 from infra.store.memory import MemoryStore
 from schemas import Received
 from tests.actors.gateway.gateway_rig import VOCABULARY, engine, says, serving
 
-PAIR = (37, 45)
+ANSWER = f"About {' '.join(TOPICS.split()[::4])}."
 
 
 def test_users_keep_their_habits_and_seldom_err() -> None:
     random = Random(5)
-    for text in ("280", "111"):
-        said = [opinion(text, PAIR, random) for _ in range(20_000)]
+    for is_liked in (True, False):
+        said = [opinion(is_liked, "edited", random) for _ in range(20_000)]
         shares = {habit: count / len(said) for habit, count in Counter(habit for habit, _ in said).items()}
         expected = dict(HABITS)
-        if text == "280":  # nobody corrects what is right
+        if is_liked:  # nobody corrects what they like
             expected["rates"] += expected.pop("corrects")
         assert shares == pytest.approx(expected, abs=0.01)
         rated = [words[0]["value"] for habit, words in said if habit in ("rates", "rates late")]
-        wrong = sum(value != float(text == "280") for value in rated) / len(rated)
+        wrong = sum(value != float(is_liked) for value in rated) / len(rated)
         assert wrong == pytest.approx(MISTAKEN, abs=0.006)
-    assert {words[1]["correction"] for habit, words in said if habit == "corrects"} == {right_answer(PAIR)}
+    assert {words[1]["correction"] for habit, words in said if habit == "corrects"} == {"edited"}
 
 
 def test_what_is_withdrawn_was_said_by_mistake() -> None:
     random = Random(6)
-    said = [words for _, words in (opinion("280", PAIR, random) for _ in range(2_000)) if {"retract": True} in words]
+    said = [words for _, words in (opinion(True, "", random) for _ in range(2_000)) if {"retract": True} in words]
     assert said and all(words[0] == {"value": 0.0} for words in said)
 
 
 async def users_at(folder: Path, number: int, *, failed: bool = False) -> tuple[list[Seen], list[Received]]:
-    """Users at a gateway that answers 280, until they noted so many answers, or failures of a key that nobody knows; what they
+    """Users at a gateway that always gives ANSWER, until they noted so many answers, or failures of an unknown key; what they
     noted, and what the log has.
     """
     noted, store = list[Seen](), MemoryStore()
@@ -54,17 +55,18 @@ async def users_at(folder: Path, number: int, *, failed: bool = False) -> tuple[
         return sum(bool(seen.error) == failed for seen in noted) >= number
 
     times: dict[str, Any] = {"think_s": 0.001, "late_s": (0.0, 0.01)}
-    async with serving(folder, engine(says("280")), store=store) as served:
+    async with serving(folder, engine(says(ANSWER)), store=store) as served:
         client = served.client("hr-nobody-knows" if failed else key)
         async with client, asyncio.timeout(60), asyncio.TaskGroup() as users:
             for user in range(4):
-                users.create_task(ask(client, [PAIR], f"user-{user}", noted.append, is_over, **times))
+                users.create_task(ask(client, f"user-{user}", noted.append, is_over, **times))
         return noted, await served.received()
 
 
 def test_every_answer_is_noted_and_everything_said_reaches_the_log(tmp_path: Path) -> None:
     seen, received = asyncio.run(users_at(tmp_path, 100))
-    assert all(one.right and not one.error and one.version == 0 for one in seen)
+    assert all(not one.error and one.version == 0 for one in seen)
+    assert 0 < sum(one.liked for one in seen) < len(seen), "it names a quarter of the topics"
     said = Counter(msgspec.json.decode(one.body)["kind"] for one in received)
     habits = Counter(one.habit for one in seen)
     assert said["value"] == len(seen) - habits["silent"] and said["retraction"] == habits["withdraws"]
@@ -77,7 +79,7 @@ def test_a_request_that_fails_is_counted_and_not_tried_again(tmp_path: Path) -> 
 
 def test_users_wait_until_the_gateway_serves_what_was_trained(tmp_path: Path) -> None:
     async def run() -> tuple[bool, bool]:
-        made = engine(says("280"))
+        made = engine(says(ANSWER))
         async with serving(tmp_path, made) as served:
             waiting = asyncio.create_task(until_promoted(f"{served.url}/v1", every_s=0.01))
             async with served.http() as client:
