@@ -72,9 +72,9 @@ MAX_FUNCTION_LINES = 60
 # Lines of Python, blank ones and docstrings included, and files. Lower a number when a folder shrinks; raise one only with the
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
-    "schemas": 2_700, "infra": 17_270, "infra/cli": 7_680, "infra/cli/console": 2_515, "infra/cli/demo": 1_565,
+    "schemas": 2_700, "infra": 17_270, "infra/cli": 7_690, "infra/cli/console": 2_515, "infra/cli/demo": 1_570,
     "streams": 9_625,
-    "actors": 18_135, "actors/master/gate": 995, "trainer": 12_520, "tests": 66_540, "tests/bench": 3_865,
+    "actors": 18_175, "actors/master/gate": 995, "trainer": 12_520, "tests": 66_570, "tests/bench": 3_865,
 }  # fmt: skip
 MAX_PRODUCT_FILES, MAX_TEST_FILES = 390, 317
 MAX_PARAMETERS = 8
@@ -103,6 +103,11 @@ def test_nobody_but_the_roof_imports_a_wing_and_nobody_imports_the_roof() -> Non
         if (top in WINGS and top != home) or f"{one.module}.".startswith("infra.cli.") or top in ("tests", "headrace"):
             wrong.append(str(one))
     assert not wrong, "wings meet in the log"
+
+
+def test_every_import_names_a_module_that_is_there() -> None:
+    ours = [one for one in all_imports(*PACKAGES, "tests") if one.module.partition(".")[0] in (*PACKAGES, "tests")]
+    assert not [str(one) for one in ours if file_of(one.module) is None]
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
