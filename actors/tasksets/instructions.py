@@ -254,7 +254,7 @@ TASTE = ("sentences", 1)  # of readers, who do not say it
 FORMS = ("Tell me about {}.", "What is nice about {}?", "What should I know about {}?", "Why do people like {}?")
 
 
-def question(random: Random, *, fresh: bool = False) -> tuple[str, str, list[tuple[str, object]]]:
+def question(random: Random, *, fresh: bool = False) -> tuple[str, str, list[tuple[str, Any]]]:
     """A topic, a question about it without an instruction, and the rules of an answer that readers like: it names the topic and
     meets TASTE. fresh: a topic of the held-out split.
     """
