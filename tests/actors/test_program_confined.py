@@ -131,7 +131,7 @@ def test_a_confined_command_that_crashes_or_floods_fails_its_episode_alone(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use": "print:print", "sandbox": {}}, "sandbox without a command"),
+        ({"use": "print:print", "sandbox": {}}, "sandbox without command"),
         ({"command": ["x"], "sandbox": {"folders": ["/nowhere"]}}, "expected a folder"),
         ({"command": ["x"], "sandbox": {"limits": {"wall": 1}}}, "program.sandbox.limits"),
         ({"command": ["x"], "sandbox": {"network": True}}, "network"),

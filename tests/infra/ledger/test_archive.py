@@ -348,7 +348,7 @@ async def test_a_backup_that_is_begun_again_takes_over_the_parts_that_are_there(
     (buffer,) = backup.topics["buffer"]
     assert len(buffer.parts) == 2 and next(iter(place.keys("log/buffer/"))) == before[0]
     assert [one.offset for one in recorded(place, buffer)] == list(range(len(records) + 1))
-    with pytest.raises(ConfigError, match="name another place"):
+    with pytest.raises(ConfigError, match="choose another place"):
         require_unfinished(place)
 
 

@@ -275,7 +275,7 @@ FORGERIES: dict[str, tuple[Callable[[PolicyManifest], PolicyManifest], str]] = {
     "another version": (lambda manifest: msgspec.structs.replace(manifest, version=7), "is version 7 of main"),
     "another policy": (lambda manifest: msgspec.structs.replace(manifest, policy="x"), "is version 1 of x"),
     "no tensors": (lambda manifest: msgspec.structs.replace(manifest, tensors=()), "empty"),
-    "twice": (lambda m: msgspec.structs.replace(m, tensors=(*m.tensors, m.tensors[0])), "twice"),
+    "twice": (lambda m: msgspec.structs.replace(m, tensors=(*m.tensors, m.tensors[0])), "has duplicates"),
     "another hash": (other_hash, "layers.0.w has other values"),
     "no shards": (
         lambda m: msgspec.structs.replace(m, sources=(msgspec.structs.replace(m.sources[0], shards=()),)),
