@@ -117,7 +117,7 @@ def test_a_restored_app_has_every_record_at_its_offset_and_time_and_its_trainer_
         done = call(old, "backup", str(backup), "--keys", str(keys))
         assert done.exit_code == 0 and "whole" in done.output, done.output
         again = call(old, "backup", str(backup))
-        assert again.exit_code == 2 and "name another place" in again.output
+        assert again.exit_code == 2 and "choose another place" in again.output
     assert not list(DirectoryStore(backup).keys("gateway/"))
     with EmbeddedKafka(tmp_path / "kafka-2") as second:
         new = settings(tmp_path / "new", second.bootstrap)
