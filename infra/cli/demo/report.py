@@ -226,8 +226,8 @@ def result_rows(values: Values) -> Iterator[tuple[str, str]]:
     steps = ("accuracy_start", "accuracy_after_sft", "accuracy_final")
     yield values["measure"], f"{shares(values, *steps)}  (start, after the warm-up, final)"
     if "examples" in values:
-        pairs = list(values["unseen_pairs"].values()) or [None]
-        yield "pairs of kinds never trained", f"{percent(pairs[0])} → {percent(pairs[-1])}"
+        if pairs := list(values["unseen_pairs"].values()):
+            yield "pairs of kinds never trained", f"{percent(pairs[0])} → {percent(pairs[-1])}"
         yield "distinct held-out answers", " → ".join(map(str, values["distinct_answers"]))
         cost = f"{values['wall_s'] / 60:.1f} minutes, {values['tokens_sampled']:,} tokens sampled"
         yield "cost", f"{cost}, {sum(values['peak_rss_mb'].values()) / 1000:.1f} GB of memory"
