@@ -200,8 +200,8 @@ def test_loading_twice_adds_nothing(config: Path, tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in [*TASKS, TASKS[0]]))
     assert "3 tasks loaded, 1 repeated, 0 there already" in call(config, "load", "tasks", str(file)).stderr
     assert "0 tasks loaded, 1 repeated, 3 there already" in call(config, "load", "tasks", str(file)).stderr
-    shown = printed(config, "peek", "taskset.raw")
-    assert all(f"task {row['id']}" in shown and f"answer='{row['answer']}'" in shown for row in TASKS)
+    shown = [json.loads(line)["record"] for line in printed(config, "peek", "taskset.raw", "--json").splitlines()]
+    assert sorted((row["id"], row["answer"]) for row in shown) == sorted((row["id"], row["answer"]) for row in TASKS)
 
 
 def test_demonstrations_are_loaded_with_the_models_own_tokens(config: Path, tmp_path: Path) -> None:
