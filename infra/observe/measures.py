@@ -91,7 +91,7 @@ MEASURES = (
     _gauge("tasks", "master", "tasks of the taskset"),
     _gauge("evals_missed", "master", "eval tasks that no engine can answer any more"),
     _gauge("alarm_raised", "master", "1 while the alarm is raised", "alarm"),
-    _gauge("canary_missing_s", "master, serve", "time since a canary that should run last reported; 0 if none should"),
+    _gauge("canary_missing_s", "master, serve", "time without a canary that should run; 0 below 30 s"),
     # sampling
     _counter("groups", "explore", "groups that ended"),
     _counter("episodes", "explore", "episodes that ended"),
