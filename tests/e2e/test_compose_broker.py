@@ -317,7 +317,7 @@ def test_a_role_that_hangs_is_named_by_status_and_prometheus_and_mended_by_the_l
 
 
 def test_users_are_served_while_the_broker_is_gone_and_all_is_well_once_it_is_started(stranger: Stranger) -> None:
-    broken, mends = blocks("The broker is gone")
+    broken, mends = blocks("The broker is down")
     stranger.types(broken)
     code, said = stranger.asks("status")
     assert code == 1 and "is not reachable" in said
