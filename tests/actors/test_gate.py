@@ -347,6 +347,12 @@ def test_failures_turn_a_canary_away_without_a_rating_and_those_of_one_tenant_of
     assert [ended.event for ended in at(gate, 21 * BLOCK_MS)] == ends
 
 
+def test_an_engine_that_fails_once_turns_no_canary_away() -> None:
+    gate = tried()
+    served(gate, 30, blocks=1)
+    assert at(gate, 2 * BLOCK_MS) == []
+
+
 def test_withdrawn_complaints_end_no_trial() -> None:
     gate = tried()
     for closure in say(gate, 25):

@@ -14,12 +14,14 @@ from actors.config import CanaryConfig, GateSuite
 from actors.master.gate.replies import mean_chance, sign_chance
 from actors.master.gate.suites import total_drop
 from actors.master.gate.trial import (
+    BLOCK_SHARE,
     CLUMPED,
     Evidence,
     Strata,
     clumping,
     ending,
     not_worse_series,
+    power,
     worse_series,
 )
 from schemas import EvalResult
@@ -99,6 +101,26 @@ def result(right: list[int], samples: int = 1, version: int = 3, tasks: str = "9
         policy="main", version=version, suite="dev", num_tasks=len(right), num_correct=sum(right), num_samples=samples,
         right=tuple(right), tasks=tasks,
     )  # fmt: skip
+
+
+def test_one_block_gives_a_quarter_of_what_decides_and_one_of_two_tenants_half() -> None:
+    bad, good = [60.0, 60.0, 540.0, 0.0], [60.0, 6.0, 540.0, 54.0]
+    blocks = np.array([[bad] * 8, [good] * 8])
+    alone = worse_series(CONFIG, Strata(blocks[:1, :3], np.ones(1)))
+    assert alone == pytest.approx([BLOCK_SHARE * n for n in (1, 2, 3)])
+    both = Strata(blocks, np.array([0.5, 0.5]))
+    assert worse_series(CONFIG, both, 0.5).max() < 0.5 < 1.0 <= worse_series(CONFIG, both, 1.0).max()
+    assert worse_series(CONFIG, Strata(blocks, np.array([0.9, 0.1])), 0.5).max() >= 1.0, "nearly all of the people"
+
+
+def test_power_grows_with_traffic() -> None:
+    few, many = power(CONFIG, base=0.1, per_hour=20.0, share=0.1), power(CONFIG, base=0.1, per_hour=400.0, share=0.1)
+    assert few[0] < 0.5 < 0.95 <= many[0] and few[1] < 0.5 < 0.95 <= many[1]
+
+
+def test_one_bad_candidate_holds_none_of_the_good_ones_behind_it() -> None:
+    for seed in range(20):
+        assert candidates(7, 0.0, 500, 1, seed, first_bad=True) == [False] * 7
 
 
 @pytest.mark.parametrize(("tasks", "suites"), [(100, 1), (500, 1), (500, 3), (2000, 1)])

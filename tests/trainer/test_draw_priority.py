@@ -15,7 +15,7 @@ from infra.store.memory import MemoryStore
 from schemas import Batch
 from schemas.errors import ConfigError
 from tests.trainer.memory_run import CONFIG, filled_log, journal, train
-from trainer.buffer.draw import FAIR, ShareLimits, blended, draw_by_priority, find_room
+from trainer.buffer.draw import FAIR, NO_LIMITS, ShareLimits, blended, chances, draw_by_priority, find_room
 from trainer.buffer.pool import Candidate, make_pool
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.scripted import ScriptedLearner
@@ -44,6 +44,25 @@ def crowd(num: int, *, sizes: Sequence[int] = (1,), seed: int = 0) -> list[Candi
 
 def value(candidate: Candidate) -> float:
     return 0.1 + 0.5 * candidate.priority
+
+
+@pytest.mark.parametrize(
+    "limits", [NO_LIMITS, ShareLimits(tenant=0.5, subject=0.25), ShareLimits(tenant=0.34, subject=0.1)]
+)
+@pytest.mark.parametrize("wanted", [7, 16, 64])
+def test_the_mean_weight_of_a_step_is_1_under_any_share(wanted: int, limits: ShareLimits) -> None:
+    """The chances are exact; the mean of the weights is that of 300 draws."""
+    order = make_pool(sorted(crowd(2000), key=lambda each: (each.tenant, each.subject)))
+    chance_N, _ = chances(order, find_room(order, wanted, limits))
+    assert chance_N.sum() == pytest.approx(wanted) and 0 < chance_N.min() <= chance_N.max() <= 1
+    weights = [
+        experience.weight
+        for seed in range(300)
+        for experience in draw_by_priority(order, num_experiences=wanted, max_uses=1, seed=seed, limits=limits).taken
+    ]
+    error = np.std(weights) / len(weights) ** 0.5
+    assert abs(np.mean(weights) - 1) < 4 * error and error < 0.02
+    assert max(weights) < 2 / FAIR
 
 
 @pytest.mark.parametrize(("by_tokens", "sizes"), [(False, (1,)), (True, (1,)), (True, (1, 2, 3, 4)), (False, (8,))])

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from infra.local.http_server import (
     MAX_HEAD_BYTES,
+    MAX_PIPELINED,
     BoundedConnection,
     DisconnectGuard,
     HttpBounds,
@@ -183,6 +184,15 @@ async def test_pipelined_requests_are_few_and_their_connection_holds_no_more() -
         assert (await told(reader))[0] == 200
         assert await sent < 32 * 1024 * 1024
         assert served.refused["pipelined"] == 1 and served.num_begun <= 2
+
+
+async def test_a_few_pipelined_requests_are_each_answered_in_their_order() -> None:
+    async with running() as served, served.connection() as (reader, writer):
+        served.go.set()
+        posts = [f"POST / HTTP/1.1\r\ncontent-length: {n}\r\n\r\n".encode() + b"x" * n for n in range(MAX_PIPELINED)]
+        writer.write(SLOW + b"".join(posts))
+        assert [(await told(reader))[1]["bytes"] for _ in range(1 + MAX_PIPELINED)] == [0, *range(MAX_PIPELINED)]
+        assert not served.refused
 
 
 @pytest.mark.parametrize(

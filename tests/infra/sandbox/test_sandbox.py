@@ -429,3 +429,9 @@ def test_the_filter_is_a_whole_program() -> None:
     assert len(program) % 8 == 0
     assert program[-8] == 0x06
     assert len(set(DENIED.values())) == len(DENIED)
+
+
+def test_empty_files_count_as_memory() -> None:
+    sandbox = sandbox_or_skip(SandboxLimits(total_bytes=64 * MEBIBYTE, wall_s=60, cpu_s=60))
+    code = "import itertools\nfor number in itertools.count(): open(f'/tmp/{number}', 'w').close()"
+    assert python(sandbox, code).fault == "memory"
