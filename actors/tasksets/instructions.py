@@ -26,7 +26,6 @@ from schemas import Message, Task
 TRAIN, DEV, HELD_OUT, VALIDATION = "train", "dev", "held-out", "validation"
 UNSEEN_SHARE = 0.4
 SIZES = (0.25, 0.45, 0.30)  # shares of prompts with one, two and three instructions
-TRAIN_SIZES = (0.1, 0.4, 0.5)  # answers to easy prompts soon earn the same score, and equal scores teach nothing
 
 KINDS = ("word", "max_words", "sentences", "lower_case", "no_commas", "ending", "start", "bullets", "quotes", "json")
 SHOWN = ("sentences", "lower_case", "ending", "bullets", "quotes", "json")
@@ -142,7 +141,7 @@ def draw(random: Random, id: str, split: str, *, unseen: bool) -> Task:
     """A task. unseen: its kinds include a pair of UNSEEN_PAIRS; else none."""
     fresh = split == HELD_OUT
     topic = random.choice((HELD_OUT_TOPICS if fresh else TOPICS).split())
-    kinds = _kinds(random, unseen, TRAIN_SIZES if split == TRAIN else SIZES)
+    kinds = _kinds(random, unseen)
     rules: list[tuple[str, object]] = [("word", topic)]
     sentences = [f"Write briefly about {topic}."]
     for kind in kinds:
@@ -158,10 +157,10 @@ def draw(random: Random, id: str, split: str, *, unseen: bool) -> Task:
     )
 
 
-def _kinds(random: Random, unseen: bool, sizes: Sequence[float]) -> Sequence[str]:
+def _kinds(random: Random, unseen: bool) -> Sequence[str]:
     """One to three kinds that go together, in any order."""
     while True:
-        size = random.choices((1, 2, 3), sizes)[0]
+        size = random.choices((1, 2, 3), SIZES)[0]
         kinds = random.sample(KINDS, size)
         pairs = {frozenset(pair) for pair in combinations(kinds, 2)}
         if not pairs & CONFLICTS and bool(pairs & UNSEEN_PAIRS) == unseen:
