@@ -5,6 +5,7 @@ import functools
 import itertools
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from infra.policies.fold import PolicyFeed
 from infra.policies.tensors import Tensor
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
-from infra.store.store import Pieces
+from infra.store.store import Pieces, Store
 from schemas import Batch, Block, Drawn, Fence, PolicyEvent, Rollback, Saved, Skip, Span, ids, topics
 from schemas.errors import FencedOut, OffsetOutOfRange
 from schemas.journal import effective
@@ -83,17 +84,14 @@ async def test_what_is_longer_than_the_context_is_told_and_all_else_is_trained(t
     assert len([name for name in trained if name.startswith("usual-")]) == 4 * STEPS and "long.0.0-0-0" not in trained
 
 
-@pytest.mark.parametrize("every", [3, 8, 1, 2, 5])
-async def test_a_trainer_killed_at_any_send_ends_with_the_same_weights_and_batches(tmp_path: Path, every: int) -> None:
-    expected, records, versions = await unkilled(tmp_path / "whole")
-    store = DirectoryStore(tmp_path / "killed")
-    log = await filled_log(store)
-    bus = KillingBus()
-    bus.__dict__.update({**log.bus.__dict__, "sends": 0, "kill_at": -1})
-    log = Log(bus, "t", store=store)
-    for kill in range(200):
+async def check_killed(folder: Path, log: Log, store: Store, arm: Callable[[int], None], *, kills: int) -> None:
+    """Train until a start ends by itself; weights, batches and versions are those of a run without a kill. arm: sets when the
+    start of this number dies. kills: most starts.
+    """
+    expected, records, versions = await unkilled(folder / "whole")
+    for kill in range(kills):
         learner = ScriptedLearner()
-        bus.sends, bus.kill_at = 0, 3 + kill * every % 23 + kill // 4
+        arm(kill)
         if await ends(train(log, store, learner)):
             break
     else:
@@ -102,6 +100,20 @@ async def test_a_trainer_killed_at_any_send_ends_with_the_same_weights_and_batch
     assert learner.tensors() == expected
     assert journaled_items(await journal(log)) == journaled_items(records)
     assert sorted({event.version for event in await published(log)}) == versions
+
+
+@pytest.mark.parametrize("every", [3, 8, 1, 2, 5])
+async def test_a_trainer_killed_at_any_send_ends_with_the_same_weights_and_batches(tmp_path: Path, every: int) -> None:
+    store = DirectoryStore(tmp_path / "killed")
+    log = await filled_log(store)
+    bus = KillingBus()
+    bus.__dict__.update({**log.bus.__dict__, "sends": 0, "kill_at": -1})
+    log = Log(bus, "t", store=store)
+
+    def arm(kill: int) -> None:
+        bus.sends, bus.kill_at = 0, 3 + kill * every % 23 + kill // 4
+
+    await check_killed(tmp_path, log, store, arm, kills=200)
 
 
 async def test_an_overtaken_lease_cannot_read_the_journal_as_its_own(tmp_path: Path) -> None:
@@ -237,20 +249,13 @@ def usual_groups(records: list[object]) -> set[str]:
 
 @pytest.mark.parametrize("every", [2, 7, 1, 3, 4])
 async def test_a_trainer_killed_at_any_put_ends_with_the_same_weights_and_batches(tmp_path: Path, every: int) -> None:
-    expected, records, versions = await unkilled(tmp_path / "whole")
     store = KillingFolder(tmp_path / "killed")
     log = await filled_log(store)
-    for kill in range(300):
-        learner = ScriptedLearner()
+
+    def arm(kill: int) -> None:
         store.puts, store.kill_at = 0, 1 + kill * every % 11 + kill // 5
-        if await ends(train(log, store, learner)):
-            break
-    else:
-        raise AssertionError("the run never ended")
-    assert kill > 3, "nothing was killed"
-    assert learner.tensors() == expected
-    assert journaled_items(await journal(log)) == journaled_items(records)
-    assert sorted({event.version for event in await published(log)}) == versions
+
+    await check_killed(tmp_path, log, store, arm, kills=300)
     steps = [record.step for record in await journal(log) if isinstance(record, Batch)]
     assert len(steps) == len(set(steps)), "a step was journaled again instead of being executed again"
 

@@ -86,6 +86,19 @@ def live(number: int, asked: str, said: str, *, version: int = 3, **more: object
     )  # fmt: skip
 
 
+def too_short(answer: Experience) -> DropMarker:
+    """The record of an answer that a processor of verify dropped."""
+    return DropMarker(
+        id=answer.id,
+        group=answer.group,
+        episode=answer.episode,
+        group_size=1,
+        reason="too short",
+        stage="verify",
+        processor="mine@1",
+    )
+
+
 def suite_answer(version: int, task: int) -> Experience:
     """What a version answered to a task of the suite dev."""
     group, right = f"eval-dev-{version}.{task}", (task + version) % 3 > 0
@@ -161,16 +174,7 @@ async def answers(log: Log) -> None:
     other = live(23, "call me Theodor", "gladly", subject=subject_name("acme", "bob"))
     await log.publish(topics.EXPERIENCES, sealed(Block((other,)), log.keys, subject_name("acme", "bob")))
     await log.publish(topics.EXPERIENCES, Block((live(24, "made from question 0", "made", parent=made_of[0].id),)))
-    marker = DropMarker(
-        id=made_of[1].id,
-        group=made_of[1].group,
-        episode=0,
-        group_size=1,
-        reason="too short",
-        stage="verify",
-        processor="mine@1",
-    )
-    await log.publish(topics.VERIFIED, marker)
+    await log.publish(topics.VERIFIED, too_short(made_of[1]))
     for value in (0.0, 1.0):
         said = Feedback(ref=answer_id(made_of[0].id), id=f"f{value}", value=value, source="user", rater="r")
         await log.publish(topics.VERIFIED, said)

@@ -47,9 +47,9 @@ from infra.local.supervisor import Child, ChildEvent, Supervisor
 from infra.log.log import Log
 from infra.observe.metrics import LISTEN_VARIABLE
 from infra.store.store import Store
-from schemas import Block, DropMarker, topics
+from schemas import Block, topics
 from schemas.errors import ConfigError
-from tests.infra.cli.console_rig import BROKER_TOML, browser, console, form_token, live, page_text
+from tests.infra.cli.console_rig import BROKER_TOML, browser, console, form_token, live, page_text, too_short
 
 
 def settings_file(tmp_path: Path, kafka: str = "") -> Path:
@@ -435,16 +435,7 @@ async def recorded(settings: Settings, store: Store) -> AsyncIterator[Log]:
         for answer in (kept, short):
             await log.publish(topics.EXPERIENCES, Block((answer,)))
         await log.publish(topics.VERIFIED, Block((kept,)))
-        marker = DropMarker(
-            id=short.id,
-            group=short.group,
-            episode=0,
-            group_size=1,
-            reason="too short",
-            stage="verify",
-            processor="mine@1",
-        )
-        await log.publish(topics.VERIFIED, marker)
+        await log.publish(topics.VERIFIED, too_short(short))
         yield log
 
 
