@@ -1,4 +1,4 @@
-"""The demo's headrace.toml: the same settings a real run would have, for a model of 0.9 M parameters on two cores."""
+"""The demo's headrace.toml: the settings of a real run, sized for two cores."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,7 @@
 """The tasks of `headrace demo`: data, vocabulary, settings, and what counts as success.
 
 instructions   a chat model follows instructions that can be checked: each kind shown alone, then learned from the score
+traffic        users of a gateway teach the same model what they like, by ratings
 
 Toys, which the tests use, with a character model of at most 0.9 M parameters:
 
