@@ -72,10 +72,18 @@ MAX_FUNCTION_LINES = 60
 # Lines of Python, blank ones and docstrings included, and files. Lower a number when a folder shrinks; raise one only with the
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
-    "schemas": 2_700, "infra": 17_270, "infra/cli": 7_690, "infra/cli/console": 2_515, "infra/cli/demo": 1_570,
+    "schemas": 2_700,
+    "infra": 17_270,
+    "infra/cli": 7_690,
+    "infra/cli/console": 2_515,
+    "infra/cli/demo": 1_570,
     "streams": 9_625,
-    "actors": 18_175, "actors/master/gate": 995, "trainer": 12_520, "tests": 66_640, "tests/bench": 3_865,
-}  # fmt: skip
+    "actors": 18_175,
+    "actors/master/gate": 995,
+    "trainer": 12_520,
+    "tests": 66_640,
+    "tests/bench": 3_865,
+}
 MAX_PRODUCT_FILES, MAX_TEST_FILES = 390, 317
 MAX_PARAMETERS = 8
 TOP = {
