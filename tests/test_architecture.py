@@ -80,7 +80,7 @@ BUDGETS = {
     "streams": 9_625,
     "actors": 18_175,
     "actors/master/gate": 995,
-    "trainer": 12_520,
+    "trainer": 12_071,
     "tests": 66_640,
     "tests/bench": 3_865,
 }

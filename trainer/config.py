@@ -265,9 +265,6 @@ class TrainerConfig(Section, frozen=True):
     without a record the learner's routers choose. Engine and trainer round differently and choose different experts for
     some tokens, which distorts importance ratios; replay keeps such runs from collapsing (Ma et al. 2025,
     arXiv:2510.11370). A record costs a byte per token, layer and expert in the log."""
-    weights_on_card: bool = True
-    """Whether the learner compares a version with the previous one on the GPU, if its steps leave memory for three copies of
-    the published weights. false: it copies all weights to the host."""
     learner: Use = Use(use="trainer.learners.torch:TorchLearner")
     """Learner, which holds and trains the model."""
 

@@ -38,7 +38,6 @@ from infra.policies.share import (
     HashedTensors,
     Share,
     StoredShare,
-    VersionTensors,
     WantedObjects,
 )
 from infra.policies.tensors import ITEM_BYTES, Tensor
@@ -68,15 +67,15 @@ class NewVersion(msgspec.Struct, frozen=True, kw_only=True):
 def publish(
     store: Store,
     new: NewVersion,
-    tensors: Mapping[str, Tensor] | VersionTensors,
+    tensors: Mapping[str, Tensor],
     *,
-    previous: Mapping[str, Tensor] | VersionTensors | None,
+    previous: Mapping[str, Tensor] | None,
     probe: Probe | None,
     shard_bytes: int = SHARD_BYTES,
 ) -> PolicyEvent:
     """Store a version that one process has whole: see `publish_shares`.
 
-    previous: the tensors of its parent; None makes an anchor. VersionTensors are not hashed again.
+    previous: the tensors of its parent; None makes an anchor. HashedTensors are not hashed again.
     """
     share = Share(store, _hashed(tensors), None if previous is None else _hashed(previous), shard_bytes)
     return publish_shares(store, new, lambda: [share.encode()], lambda wanted: [share.put(wanted)], probe)
@@ -143,10 +142,8 @@ def publish_shares(
     return _event(manifest, sha256_hex(data))
 
 
-def _hashed(tensors: Mapping[str, Tensor] | VersionTensors) -> VersionTensors:
-    if isinstance(tensors, Mapping) and not isinstance(tensors, HashedTensors):
-        return HashedTensors(tensors)
-    return tensors
+def _hashed(tensors: Mapping[str, Tensor]) -> HashedTensors:
+    return tensors if isinstance(tensors, HashedTensors) else HashedTensors(tensors)
 
 
 def _sorted(parts: Iterable[Iterable[TensorEntry]]) -> tuple[TensorEntry, ...]:

@@ -6,8 +6,8 @@ leading process decides from their answers what is put, and all put.
 
 import functools
 import math
-from collections.abc import Collection, Hashable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,34 +22,9 @@ PUT_AT_ONCE = 4  # each over several connections
 LEAST_BYTES = 16 * 1024 * 1024  # of whole tensors: less is not worth an object of its own
 
 
-class VersionTensors(Protocol):
-    """Tensors of one process that no longer change: a version, and then the parent of the next one.
-
-    On the host these are HashedTensors, on a card `trainer.learners.card.tensors.CardTensors`.
-    """
-
-    @property
-    def entries(self) -> tuple[TensorEntry, ...]:
-        """Their entries of the manifest, by name."""
-
-    @property
-    def not_finite(self) -> str:
-        """Name of the first tensor that holds NaN or infinity, "" for none."""
-
-    def __getitem__(self, name: str) -> Tensor:
-        """A tensor in host memory. Raises KeyError for a tensor that `base` dropped."""
-
-    def same_as(self, name: str) -> Hashable:
-        """Equal for tied tensors."""
-
-    def encoded_since(self, old: "VersionTensors") -> dict[str, Encoded]:
-        """Hash the tensors, and encode those whose difference from `old` is smaller than the tensor."""
-
-    def base(self) -> "VersionTensors":
-        """Base for `encoded_since` of the next version: every entry, and the values of 16-bit tensors."""
-
-
 class HashedTensors(dict[str, Tensor]):
+    """Tensors of one process, hashed once: a version, and then the parent of the next one. They no longer change."""
+
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)
         self._known = tensors.not_finite if isinstance(tensors, CopiedTensors) else None
@@ -60,6 +35,7 @@ class HashedTensors(dict[str, Tensor]):
 
     @functools.cached_property
     def entries(self) -> tuple[TensorEntry, ...]:
+        """Their entries of the manifest, by name."""
         return tuple(
             TensorEntry(name, tensor.dtype, tensor.shape, self._looks[name].xxh3)
             for name, tensor in sorted(self.items())
@@ -67,17 +43,29 @@ class HashedTensors(dict[str, Tensor]):
 
     @functools.cached_property
     def not_finite(self) -> str:
+        """Name of the first tensor that holds NaN or infinity, "" for none."""
         if self._known is not None:
             return self._known
         return next((name for name, look in self._looks.items() if not look.finite), "")
 
-    def same_as(self, name: str) -> Hashable:
-        return id(self[name])
-
-    def encoded_since(self, old: VersionTensors) -> dict[str, Encoded]:
-        return encode_changed(self, old)
+    def encoded_since(self, old: "HashedTensors") -> dict[str, Encoded]:
+        """Encode the 16-bit tensors that changed and whose difference from `old` is smaller than the tensor."""
+        before = {entry.name: entry for entry in old.entries}
+        sizes = {
+            entry.name: math.prod(entry.shape)
+            for entry in self.entries
+            if has_delta(parent := before.get(entry.name), entry.dtype, entry.shape) and parent != entry
+        }
+        found = in_threads(
+            lambda name: encode_tensor(old[name], self[name]),
+            sizes,
+            size=sizes.__getitem__,
+            same=lambda name: (id(old[name]), id(self[name])),
+        )
+        return {name: part for name, part in zip(sizes, found, strict=True) if part.encoder != "raw"}
 
     def base(self) -> "HashedTensors":
+        """Base for `encoded_since` of the next version: every entry, and the values of 16-bit tensors."""
         kept = HashedTensors({name: tensor for name, tensor in self.items() if ITEM_BYTES[tensor.dtype] == 2})
         kept.__dict__["entries"] = self.entries
         return kept
@@ -86,25 +74,6 @@ class HashedTensors(dict[str, Tensor]):
 def has_delta(old: TensorEntry | None, dtype: str, shape: tuple[int, ...]) -> bool:
     """True if a tensor of this dtype and shape can be encoded against `old`. Wider values nearly all change in every step."""
     return old is not None and ITEM_BYTES[dtype] == 2 and (old.dtype, old.shape) == (dtype, shape)
-
-
-def encode_changed(new: VersionTensors, old: VersionTensors, tried: Collection[str] = ()) -> dict[str, Encoded]:
-    """Encode the 16-bit tensors that changed and were not tried yet, those whose difference is smaller than the tensor."""
-    before = {entry.name: entry for entry in old.entries}
-    sizes = {
-        entry.name: math.prod(entry.shape)
-        for entry in new.entries
-        if entry.name not in tried
-        and has_delta(parent := before.get(entry.name), entry.dtype, entry.shape)
-        and parent != entry
-    }
-    found = in_threads(
-        lambda name: encode_tensor(old[name], new[name]),
-        sizes,
-        size=sizes.__getitem__,
-        same=lambda name: (old.same_as(name), new.same_as(name)),
-    )
-    return {name: part for name, part in zip(sizes, found, strict=True) if part.encoder != "raw"}
 
 
 class EncodedShare(msgspec.Struct, frozen=True):
@@ -150,7 +119,7 @@ class Share:
     """One process's tensors of a version. previous: those of its parent, None for no delta. Calls block."""
 
     def __init__(
-        self, store: Store, tensors: VersionTensors, previous: VersionTensors | None, shard_bytes: int = SHARD_BYTES
+        self, store: Store, tensors: HashedTensors, previous: HashedTensors | None, shard_bytes: int = SHARD_BYTES
     ) -> None:
         self._store = store
         self._tensors = tensors

@@ -14,14 +14,12 @@ from infra.policies.fetch import PolicyFetcher
 from infra.policies.manifest import decode_manifest
 from infra.policies.policy import Policy
 from infra.policies.publish import NewVersion, publish
-from infra.policies.share import HashedTensors
-from infra.policies.tensors import Tensor, from_torch, to_numpy, to_torch
+from infra.policies.tensors import Tensor, from_torch, to_numpy
 from infra.store.memory import MemoryStore
 from tests.trainer.trainer_samples import long_microbatch, random_items, tiny_model
 from trainer.batch.batch import Microbatch, PackedBatch, count_lanes, count_sequences, pack
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.attention import Path as ReadingPath
-from trainer.learners.card.tensors import CardTensors
 from trainer.learners.forward import PackedModel
 from trainer.learners.head import LinearLogprobs
 from trainer.learners.torch import TorchLearner
@@ -143,28 +141,6 @@ def check_weights_travel(device: str, folder: Path, scale: CheckScale) -> None:
         assert [one.kind for one in decode_manifest(store.get(event.manifest)).sources][:1] == [
             ("anchor", "delta")[version]
         ]
-
-
-def check_versions_of_the_card(device: str, folder: Path, scale: CheckScale) -> None:
-    """What is published of copies on the card is to the byte what is published of copies on the host."""
-    learner = opened(device, model_of(folder, scale), "bfloat16")
-    assert learner.copy_on_card() is None, "no step has shown yet how much memory it takes"
-    stores, before = (MemoryStore(), MemoryStore()), [None, None]
-    for version in range(3):
-        assert learner.step(pack(random_items(version), max_tokens=1000), learning_rate=1e-6, seed=version).finite
-        on_card = learner.copy_on_card()
-        assert (on_card is None) == (device == "cpu")
-        if on_card is None:
-            on_card = CardTensors()
-            on_card.add({name: to_torch(one) for name, one in learner.tensors().items()})
-        new = NewVersion(policy="main", token=1, version=version, parent=version - 1, step=version)
-        taken = [HashedTensors(learner.tensors()), on_card]
-        for store, tensors, previous in zip(stores, taken, before, strict=True):
-            publish(store, new, tensors, previous=previous, probe=None)
-        before = taken
-    objects = [{key: store.get(key) for key in store.keys("policies/")} for store in stores]
-    assert objects[0] == objects[1]
-    assert any("/deltas/" in key for key in objects[1])
 
 
 def check_loaded(reader: PackedModel, policy: Policy) -> None:

@@ -14,7 +14,7 @@ from infra.observe.failpoint import reach
 from infra.policies.manifest import TensorEntry
 from infra.policies.policy import Probe
 from infra.policies.publish import NewVersion, publish_shares
-from infra.policies.share import EncodedShare, Share, StoredShare, VersionTensors, WantedObjects
+from infra.policies.share import EncodedShare, HashedTensors, Share, StoredShare, WantedObjects
 from infra.store.store import Store
 from schemas.errors import PolicyRefused, StoreError
 from schemas.records import PolicyEvent
@@ -135,7 +135,7 @@ class LastPublished(msgspec.Struct):
     """
 
     number: int = -1
-    tensors: VersionTensors | None = None
+    tensors: HashedTensors | None = None
 
 
 class TakenWeights:
@@ -147,7 +147,7 @@ class TakenWeights:
         self._serving: threading.Thread | None = None
         self._last = LastPublished()
 
-    def take(self, tensors: VersionTensors, store: Store | None) -> "Weights":
+    def take(self, tensors: HashedTensors, store: Store | None) -> "Weights":
         """The next weights, of which `tensors` are this rank's. Collective; rank 0 has released the ones before."""
         self.wait()
         number = 0 if self._newest is None else self._newest.number + 1
@@ -177,7 +177,7 @@ class Weights:
 
     def __init__(
         self,
-        tensors: VersionTensors,
+        tensors: HashedTensors,
         channel: Channel | None = None,
         *,
         number: int = 0,
@@ -266,7 +266,7 @@ class Weights:
         assert self._share is not None and request.wanted is not None, "they are encoded first"
         return self._share.put(request.wanted)
 
-    def _base(self, number: int) -> VersionTensors | None:
+    def _base(self, number: int) -> HashedTensors | None:
         if number < 0:
             return None
         if number != self._last.number:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from infra.policies.policy import Adapter, Probe
-from infra.policies.share import HashedTensors, VersionTensors
+from infra.policies.share import HashedTensors
 from infra.policies.tensors import Tensor
 from infra.settings.plugin import load
 from infra.store.store import Store
@@ -147,20 +147,9 @@ def take_snapshot(learner: Learner, store: Store, folder: str) -> Snapshot:
     return snapshot
 
 
-@runtime_checkable
-class OnCard(Protocol):
-    """A learner that can keep copies of the policy on the card it trains on."""
-
-    def copy_on_card(self) -> VersionTensors | None:
-        """A copy of `tensors` on the GPU; None where it trains on none, or has no room for it."""
-
-
 def take_weights(learner: Learner) -> Weights:
-    """The policy of any learner, in host memory or on its card."""
-    if isinstance(learner, Ranks):
-        return learner.weights()
-    on_card = learner.copy_on_card() if isinstance(learner, OnCard) else None
-    return Weights(HashedTensors(learner.tensors()) if on_card is None else on_card)
+    """A copy of any learner's policy in host memory."""
+    return learner.weights() if isinstance(learner, Ranks) else Weights(HashedTensors(learner.tensors()))
 
 
 def take_from(learner: Learner) -> Callable[[StoredState], Mapping[str, Tensor]]:

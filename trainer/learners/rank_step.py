@@ -10,13 +10,12 @@ import numpy as np
 import torch
 
 from infra.model.names import published
-from infra.policies.share import HashedTensors, VersionTensors
+from infra.policies.share import HashedTensors
 from infra.policies.tensors import CopiedTensors, Rooms
 from infra.roles.memory import give_back_freed
 from schemas.fields import Lane
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.config import TrainerConfig
-from trainer.learners.card.tensors import CardCopies, CardTensors
 from trainer.learners.channel import Channel
 from trainer.learners.copies import publishing_ranks
 from trainer.learners.engines import Opened, RankCritic
@@ -58,7 +57,6 @@ class RankStep:
         self._objectives = objectives
         self._shards = shards
         self._rooms = Rooms()
-        self._copies = CardCopies(self.model.device, wanted=config.weights_on_card)
 
     def step(self, order: Order, phase: Phase, given: Sequence[PackedBatch] | None) -> StepStats | None:
         """One optimizer step over all ranks, on the minibatches that rank 0 is given; its result, on rank 0."""
@@ -75,7 +73,6 @@ class RankStep:
             learning_rate=order.learning_rate,
             max_grad_norm=order.max_grad_norm,
         )
-        self._copies.stepped = True
         return None if self.channel.rank else stats
 
     def _rows(self, dealt: Sequence[Sequence[Rows]], index: int) -> Rows:
@@ -120,17 +117,11 @@ class RankStep:
 
     def tensors(self) -> CopiedTensors:
         """On rank 0 a copy of the policy."""
-        found = CopiedTensors()
-        self._copy_into(found, self._published(), ranks=1)
-        return found
+        return self._copied(1)
 
-    def weights(self) -> VersionTensors:
+    def weights(self) -> HashedTensors:
         """On each rank a copy of its part of the policy, by bytes as large as another's."""
-        values, world = self._published(), self.channel.world
-        size = sum(map(num_bytes, values.values())) // world
-        found = self._copies.begin(size) or CopiedTensors()
-        self._copy_into(found, values, ranks=world)
-        return HashedTensors(found) if isinstance(found, CopiedTensors) else found
+        return HashedTensors(self._copied(self.channel.world))
 
     def _published(self) -> dict[str, Any]:
         """The weights that are published, by the model's own names."""
@@ -142,14 +133,16 @@ class RankStep:
         }
 
     @torch.no_grad()
-    def _copy_into(self, found: CopiedTensors | CardTensors, values: Mapping[str, Any], *, ranks: int) -> None:
-        """Copy this rank's share. One weight at a time is whole on a rank that does not hold it."""
+    def _copied(self, ranks: int) -> CopiedTensors:
+        """A copy of this rank's share of `ranks`. One weight at a time is whole on a rank that does not hold it."""
+        found, values = CopiedTensors(), self._published()
         shares = publishing_ranks(map(num_bytes, values.values()), ranks)
         for (name, value), rank in zip(values.items(), shares, strict=True):
             with self._shards.gathered(value):
                 if rank == self.channel.rank:
                     found.add(published(self.model.module, {name: value.detach()}), self._rooms)
         self._rooms.clear()
+        return found
 
     @torch.no_grad()
     def probe(self, sequences: tuple[tuple[int, ...], ...]) -> tuple[tuple[float, ...], ...]:

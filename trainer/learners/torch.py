@@ -14,12 +14,10 @@ import numpy as np
 import torch
 
 from infra.model.model import model_tensors
-from infra.model.names import published
 from infra.policies.policy import Probe
 from infra.policies.tensors import Rooms, Tensor, from_torch, in_place, to_torch
 from trainer.batch.batch import PackedBatch
 from trainer.config import TrainerConfig
-from trainer.learners.card.tensors import CardCopies, CardTensors
 from trainer.learners.channel import Channel
 from trainer.learners.critic import open_critic
 from trainer.learners.forward import PackedModel, compared, open_adapter, open_reference, policy_settings
@@ -63,7 +61,6 @@ class TorchLearner:
                 into_master = functools.partial(_sum_into, self._masters[name])
                 value.register_post_accumulate_grad_hook(into_master)  # type: ignore[no-untyped-call]
         self._rooms = Rooms()
-        self._copies = CardCopies(self.model.device, wanted=config.weights_on_card)
         self._phase: Phase = "train"
         self._optimizer = self._fresh_optimizer()
 
@@ -88,20 +85,13 @@ class TorchLearner:
         objectives = phase_objectives(self._objectives, self._phase)
         parts = [whole_rows(part) for part in minibatches(objectives, batch, seed)]
         dealt = [[part] for part in parts]
-        stats = optimizer_step(
+        return optimizer_step(
             self, objectives, batch, parts, dealt, learning_rate=learning_rate, max_grad_norm=max_grad_norm
         )
-        self._copies.stepped = True
-        return stats
 
     def tensors(self) -> dict[str, Tensor]:
         """A copy of the policy in its published dtype, by the names of its folder; of an adapter by peft's."""
         return model_tensors(self.model.module, self._rooms)
-
-    def copy_on_card(self) -> CardTensors | None:
-        """A copy of `tensors` on the GPU; None where it trains on none, or has no room for it."""
-        module = self.model.module
-        return self._copies.take(published(module, module.state_dict()), self._rooms)
 
     def probe(self, sequences: tuple[tuple[int, ...], ...]) -> Probe:
         """Logprobs of `sequences` under `tensors()`."""
