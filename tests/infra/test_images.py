@@ -120,7 +120,7 @@ def png_of(body: Sequence[bytes], *, depth: int = 8, colour: int = 6, interlaced
     return b"\x89PNG\r\n\x1a\n" + header + b"".join(body) + chunk(b"IEND", b"")
 
 
-def scans(*, arithmetic: bool) -> bytes:
+def scans(*, arithmetic: bool, count: int = MAX_SCANS) -> bytes:
     """A progressive JPEG whose scans repeat; arithmetic decoding does work for each block, also where no data is left."""
     tables = b"".join(b"\xff\xc4" + struct.pack(">HB", 20, kind << 4) + b"\1" + bytes(16) for kind in (0, 1))
     frame = bytes([0xFF, 0xCA if arithmetic else 0xC2]) + struct.pack(">HBHHB", 17, 8, SIDE, SIDE, 3)
@@ -131,7 +131,7 @@ def scans(*, arithmetic: bool) -> bytes:
         head = struct.pack(">HB", 6 + len(names), len(components))
         return b"\xff\xda" + head + names + bytes([first, last, bits, 0])
 
-    more = [scan(0, 0, 0x10, (1, 2, 3)) if arithmetic else scan(1, 63, 0, (1 + at % 3,)) for at in range(MAX_SCANS - 1)]
+    more = [scan(0, 0, 0x10, (1, 2, 3)) if arithmetic else scan(1, 63, 0, (1 + at % 3,)) for at in range(count - 1)]
     begin = b"\xff\xd8\xff\xdb" + struct.pack(">HB", 67, 0) + b"\1" * 64 + frame + (b"" if arithmetic else tables)
     return begin + scan(0, 0, int(arithmetic), (1, 2, 3)) + b"".join(more) + b"\xff\xd9"
 

@@ -1,11 +1,12 @@
 """What one client does to another: while one does its worst, the answers of another come about as fast as before."""
 
 import asyncio
+import base64
 import json
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,26 +14,48 @@ from typing import Any
 import httpx
 import pytest
 
+from actors.engines.engine import Completion, OnChunk, Sampling
+from actors.engines.scripted import ScriptedEngine
 from actors.gateway.config import GatewayLimits
 from infra.local.http_server import new_loop
-from tests.actors.gateway.gateway_rig import engine, serving
+from infra.store.images import MAX_SCANS, Pixels
+from tests.actors.gateway.gateway_rig import VOCABULARY, serving
+from tests.actors.gateway.test_gateway_images import Eyes
+from tests.infra.test_images import scans
 
 SPAWN = multiprocessing.get_context("spawn")
 ASKED = 60
 FLOOR_S = 0.1  # what a busy machine may add to an answer by itself
 
 
+PROMPT = "Hi" * 2050  # long enough to be tokenized in a thread, as the prompts of others
+
+
 def says_x(prompt: tuple[int, ...]) -> list[int]:
     return [120] * 64
+
+
+class Glancing(ScriptedEngine):
+    """Takes images and looks at none."""
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        on_chunk: OnChunk | None = None,
+        images: Sequence[Pixels] = (),
+    ) -> Completion:
+        return await super().generate(prompt, sampling, on_chunk=on_chunk)
 
 
 def serve(pipe: Any) -> None:
     """A gateway in a process of its own, until it is killed."""
 
     async def main() -> None:
-        sampler = engine(says_x, token_s=0.001)
+        sampler = Glancing(num_vocabulary=VOCABULARY, max_model_len=8192, script=says_x, token_s=0.001)
         limits = GatewayLimits(prompt_tokens=100_000, body_s=5.0)
-        async with serving(Path(tempfile.mkdtemp()), sampler, limits=limits) as served:
+        async with serving(Path(tempfile.mkdtemp()), sampler, tokenizer=Eyes(), limits=limits) as served:
             keys = await served.new_key(rpm=600), await served.new_key()
             pipe.send((served.port, *keys))
             await asyncio.Event().wait()
@@ -96,9 +119,18 @@ async def schemas(port: int, key: str, number: int) -> None:
     await asks(port, key, {"messages": [{"role": "user", "content": "x"}], "response_format": form, "max_tokens": 4})
 
 
+async def pictures(port: int, key: str, number: int) -> None:
+    """The slowest picture that the gateway decodes, and every second time one that it refuses."""
+    picture = scans(arithmetic=True, count=4000 if number % 2 else MAX_SCANS)
+    url = f"data:image/jpeg;base64,{base64.b64encode(picture).decode()}"
+    await asks(
+        port, key, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
+    )
+
+
 ATTACKS: list[tuple[Callable[[int, str, int], Coroutine[Any, Any, None]], int]] = [
     (pipelined, 4), (bodies_without_key, 100), (bodies, 100), (silence, 500), (unread, 60), (choices, 32), (long_prompts, 64),
-    (schemas, 24),
+    (schemas, 24), (pictures, 32),
 ]  # fmt: skip
 
 
@@ -120,10 +152,10 @@ def attack(name: str, port: int, key: str) -> None:
 
 
 def p95_s(port: int, key: str) -> float:
-    """Of short answers, one after the other; each is given."""
+    """The 95th percentile of the time to a short answer; all are given, one after the other."""
     took = []
     with httpx.Client(timeout=60, trust_env=False, verify=False, headers={"authorization": f"Bearer {key}"}) as http:
-        body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+        body = {"model": "m", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4}
         for _ in range(ASKED):
             began_s = time.perf_counter()
             answer = http.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body)
