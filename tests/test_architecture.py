@@ -76,15 +76,15 @@ BUDGETS = {
     "infra": 17_270,
     "infra/cli": 7_690,
     "infra/cli/console": 2_515,
-    "infra/cli/demo": 1_570,
+    "infra/cli/demo": 1_596,
     "streams": 9_625,
     "actors": 18_175,
     "actors/master/gate": 995,
     "trainer": 12_071,
     "tests": 66_640,
-    "tests/bench": 3_865,
+    "tests/bench": 3_959,
 }
-MAX_PRODUCT_FILES, MAX_TEST_FILES = 390, 317
+MAX_PRODUCT_FILES, MAX_TEST_FILES = 390, 318
 MAX_PARAMETERS = 8
 TOP = {
     "schemas", "infra", "streams", "actors", "trainer", "tests", "pyproject.toml", "README.md", "Makefile", "LICENSE",

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import shlex
 import signal
 import sys
 import tempfile
@@ -78,7 +79,7 @@ async def run_demo(options: DemoOptions) -> int:
     console.print(f"headrace demo in {settings.folder}; logs in {settings.folder / 'logs'}")
     broker = broker_child(settings)
     assert broker is not None, "the demo brings its own broker"
-    others = load_children(settings, config)
+    others = load_children(settings, config) + service_children(settings, options.services)
     with tempfile.TemporaryDirectory(prefix="hr-") as place:
         begin = Path(place) / "begin"
         # The roles load their libraries while the broker starts and the model is built.
@@ -91,7 +92,7 @@ async def run_demo(options: DemoOptions) -> int:
             except Stopped:
                 return INTERRUPTED
             if options.chosen is TRAFFIC:
-                others.append(await asyncio.to_thread(users_child, settings, options.minutes or TRAFFIC.minutes))
+                others.append(await asyncio.to_thread(users_child, settings, options))
             await asyncio.to_thread(begin.touch)
             async with connected(settings) as log, Supervisor(others) as beside:
                 with contextlib.suppress(Stopped):
@@ -222,7 +223,20 @@ def load_children(settings: Settings, config: Path) -> list[Child]:
     ]  # fmt: skip
 
 
-def users_child(settings: Settings, minutes: float) -> Child:
+def service_children(settings: Settings, commands: Sequence[str]) -> list[Child]:
+    return [
+        Child(
+            name=f"service-{number}",
+            argv=tuple(shlex.split(command)),
+            log=settings.folder / "logs" / f"service-{number}.log",
+            env=child_environment(settings),
+            tier=3,
+        )
+        for number, command in enumerate(commands)
+    ]
+
+
+def users_child(settings: Settings, options: DemoOptions) -> Child:
     """The users as a child process, with a key made for them. It ends when they have gone. Raises StoreError."""
     assert settings.gateway is not None
     _, key = create_key(app_store(settings), tenant="demo", scopes=("serve", "feedback"), train="yes", rpm=0, tpm=0)
@@ -230,7 +244,7 @@ def users_child(settings: Settings, minutes: float) -> Child:
         name="users",
         argv=(
             sys.executable, "-m", "infra.cli.demo.users", f"http://{settings.gateway.listen}/v1",
-            str(settings.folder / USERS_FILE), str(minutes), str(settings.master.seed),
+            str(settings.folder / USERS_FILE), str(options.minutes or TRAFFIC.minutes), str(options.seed), str(options.edits),
         ),
         log=settings.folder / "logs" / "users.log",
         env={**child_environment(settings), "HEADRACE_KEY": key},

@@ -10,6 +10,7 @@ import typer
 
 from infra.cli.demo.chat_model import CACHED_MODEL
 from infra.cli.demo.tasks import ADD, GUESS, INSTRUCTIONS, SHAPES, TRAFFIC, DemoTask
+from infra.cli.demo.users import EDITS
 from schemas.errors import ConfigError
 
 TASKS = {task.name: task for task in (INSTRUCTIONS, ADD, GUESS, SHAPES, TRAFFIC)}
@@ -58,6 +59,12 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     traffic: Annotated[
         bool, typer.Option("--traffic", help="Learn from simulated users' feedback on a gateway's answers.")
     ] = False
+    edits: Annotated[
+        float, typer.Option(metavar="SHARE", help="Share of --traffic users who edit an answer that they do not like.")
+    ] = EDITS
+    services: Annotated[
+        list[str], typer.Option("--service", metavar="COMMAND", help="Command to run with the roles, such as a judge.")
+    ] = []
     sets: Annotated[list[str], typer.Option("--set", help="Override one setting, as a.b=c.", metavar="A.B=C")] = []
     as_json: Annotated[bool, typer.Option("--json", help="Print only the report.")] = False
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from actors.master.evaluation import eval_group
-from infra.cli.demo.demo import failed, print_result, users_child, write_settings
+from infra.cli.demo.demo import failed, print_result, service_children, users_child, write_settings
 from infra.cli.demo.record import RunRecord
 from infra.cli.demo.report import (
     WINDOW,
@@ -260,9 +260,12 @@ def test_nothing_but_the_warm_up_is_given_and_explorers_answer_evals_alone(tmp_p
 
 
 def test_the_users_key_is_in_their_environment_and_in_no_argument(tmp_path: Path) -> None:
-    config = write_settings(DemoOptions(directory=tmp_path, **TRAFFIC))
-    settings = load_settings(config, ("gateway.listen=127.0.0.1:9000",))
-    child = users_child(settings, 1.0)
+    options = DemoOptions(directory=tmp_path, **TRAFFIC, services=["judge --port 1 'a b'"])
+    settings = load_settings(write_settings(options), ("gateway.listen=127.0.0.1:9000",))
+    child = users_child(settings, options)
+    assert [service.argv for service in service_children(settings, options.services)] == [
+        ("judge", "--port", "1", "a b")
+    ]
     key = child.env["HEADRACE_KEY"]
     assert key.startswith("hr-") and not any(key in argument for argument in child.argv)
     assert "http://127.0.0.1:9000/v1" in child.argv
