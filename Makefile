@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 FAST   := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install agents bench bench-deps demo test test-all test-fast missing-tools test-gpu mutants check lint types docs lock extras-check clean
+.PHONY: help install agents bench bench-deps demo recipes test test-all test-fast missing-tools test-gpu mutants check lint types docs lock extras-check clean
 
 help:            ## what there is to type
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -60,6 +60,9 @@ bench: install   ## run a benchmark and print its figures (make bench NAME=codec
 
 demo: install    ## teach a chat model instructions through Kafka, Faust and vLLM (ten minutes; ARGS="--task add" for a toy)
 	@$(BIN)/headrace demo $(ARGS)
+
+recipes: agents  ## run every recipe of infra/docs/recipes and compare with its curve (an hour; ARGS="--only lora")
+	@$(BIN)/python -m tests.bench.recipes $(ARGS)
 
 # Unit tests first, then those with a broker, vLLM, a browser or ranks: these go file by file, so that the tests of a file share
 # what they started, and two files at once fill the two cores.

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.bench import recipes
 from tests.bench.__main__ import main, names
 from tests.bench.report import Row, read, table
 
@@ -44,6 +45,18 @@ def test_a_row_is_met_missed_or_says_why_it_is_not_measured() -> None:
     rows = [Row("a", 1.0, high=2.0), Row("b", 1.0, low=2.0), Row("c", why="no peer"), Row("d", 1.0)]
     assert [row.verdict for row in rows] == ["met", "missed", "not measured: no peer", ""]
     assert table("t", rows).row_count == 4
+
+
+def test_every_recipe_has_commands_and_measured_figures_within_its_bounds() -> None:
+    assert {*recipes.pages()} == {path.stem for path in recipes.PAGES.glob("*.md")} - {"README"}
+    for name, page in recipes.pages().items():
+        assert all(command[0] in ("headrace", "make") for command in recipes.commands(page))
+        assert f"--dir {recipes.RUNS}/{name}" in page and ".png)" in page
+        figures = recipes.EXPECTED.findall(page)
+        assert {"accuracy_final", "wall_s", "memory_gb"} <= {what for what, *_ in figures}
+        for what, side, bound, measured in figures:
+            over = float(measured) - float(bound)
+            assert over >= 0 if side == "least" else over <= 0, f"{name}: {what}"
 
 
 def test_an_unknown_name_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

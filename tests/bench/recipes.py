@@ -1,0 +1,84 @@
+"""`python -m tests.bench.recipes [--only NAME]`: run the recipes of infra/docs and compare their figures with the pages."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tests.bench.report import ROOT, Row, table
+
+PAGES = ROOT / "infra" / "docs" / "recipes"
+RUNS = "runs/recipes"
+LIMIT_S = 1200.0
+STOP_S = 120.0
+EXPECTED = re.compile(r"^\| `([\w-]+(?: \d+)?)` \| at (least|most) ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
+
+
+def pages() -> dict[str, str]:
+    """The recipes by name, in the order in which the README lists them: some continue from an earlier run."""
+    listed = re.findall(r"^\| \[.*\]\(([\w-]+)\.md\)", (PAGES / "README.md").read_text(), re.MULTILINE)
+    return {name: (PAGES / f"{name}.md").read_text() for name in listed}
+
+
+def commands(page: str) -> list[list[str]]:
+    """The command lines of a page's first sh block."""
+    block = re.findall(r"^```sh\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[0]
+    return [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
+
+
+def figure(report: Mapping[str, Any], name: str) -> float | None:
+    """A figure of report.json. memory_gb: sum of the peaks. "dev 10": accuracy on dev at version 10, or the last before."""
+    if name == "memory_gb":
+        return sum(report["peak_rss_mb"].values()) / 1000
+    suite, _, version = name.partition(" ")
+    if not version:
+        value: float | None = report[name]
+        return value
+    return {number <= int(version): share for number, share in report["accuracy"][suite]}.get(True)
+
+
+def carried_out(page: str, folder: Path) -> str:
+    """Run a page's commands, LIMIT_S in all; returns why they failed, "" if they did not."""
+    shutil.rmtree(folder, ignore_errors=True)
+    deadline = time.monotonic() + LIMIT_S
+    for command in commands(page):
+        process = subprocess.Popen([Path(sys.executable).with_name(command[0]), *command[1:]], cwd=ROOT)
+        try:
+            code = process.wait(deadline - time.monotonic())
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait(STOP_S)
+            return f"not done after {LIMIT_S:g} s"
+        if code:
+            return f"headrace {command[1]} exited with {code}"
+    return ""
+
+
+def compared(name: str, page: str) -> Iterator[Row]:
+    """Run a recipe; yields a row for each figure that its page expects."""
+    folder = ROOT / RUNS / name
+    failure = carried_out(page, folder)
+    report = {} if failure else json.loads((folder / "report.json").read_text())
+    for what, side, bound, _ in EXPECTED.findall(page):
+        bounds = {"low" if side == "least" else "high": float(bound)}
+        yield Row(f"{name}: {what}", None if failure else figure(report, what), why=failure, **bounds)
+
+
+def main(only: Annotated[str, typer.Option(help="Name of a single recipe. Default: all.")] = "") -> None:
+    """Run the recipes one after the other; exits with 1 if a figure is outside its page's bounds."""
+    rows = [row for name, page in pages().items() if only in ("", name) for row in compared(name, page)]
+    Console(width=120).print(table("recipes", rows))
+    raise typer.Exit(not rows or any(row.verdict != "met" for row in rows))
+
+
+if __name__ == "__main__":
+    typer.run(main)
