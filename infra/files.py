@@ -63,18 +63,6 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-@contextmanager
-def locked(file: Path, wait_s: float) -> Iterator[None]:
-    """Hold a lock file inside the block; the kernel takes it from a process that dies.
-
-    Raises OSError, and TimeoutError where another process held it for `wait_s`.
-    """
-    with open(file, "ab") as lock:
-        if not _taken(lock, wait_s):
-            raise TimeoutError(f"another process has held {file} for {wait_s:g} s")
-        yield
-
-
 POLL_S = 0.02
 WAIT_S = 15.0  # for what a process that has just died still holds
 

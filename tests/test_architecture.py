@@ -73,7 +73,7 @@ MAX_FUNCTION_LINES = 60
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
     "schemas": 2_700,
-    "infra": 17_270,
+    "infra": 17_048,
     "infra/cli": 7_690,
     "infra/cli/console": 2_515,
     "infra/cli/demo": 1_596,

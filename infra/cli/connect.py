@@ -2,9 +2,7 @@
 
 import asyncio
 import logging
-import os
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +13,6 @@ from infra.log.access import EMBEDDED_FOLDER
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.settings.config import duration_s
-from infra.store.host_cache import CachedStore, HostCache
 from infra.store.open import DividedStore, MeasuredStore, open_store
 from infra.store.store import Store
 from schemas.errors import ConfigError
@@ -68,31 +65,6 @@ def main_store(settings: Settings) -> Store:
 
 def measured_store(settings: Settings, metrics: Metrics) -> Store:
     return MeasuredStore(app_store(settings), metrics)
-
-
-def cached_store(settings: Settings, metrics: Metrics) -> Store:
-    """`measured_store` of a role with an engine: this machine fetches weights once."""
-    store = measured_store(settings, metrics)
-    folder = cache_folder(settings)
-    if folder is None:
-        return store
-    return CachedStore(store, HostCache(folder, max_bytes=int(settings.store.cache_gb * 1e9), metrics=metrics))
-
-
-def cache_folder(settings: Settings) -> Path | None:
-    """This machine's cache folder of the store; None for no cache."""
-    config = settings.store
-    if not config.cache_gb:
-        return None
-    if config.cache:
-        return settings.folder / Path(config.cache).expanduser()
-    if config.use or not config.url.startswith("s3://"):
-        return None
-    try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # a user without a home
-        return Path(tempfile.gettempdir()) / f"headrace-{os.getuid()}" / "weights"
-    return base / "headrace" / "weights"
 
 
 @asynccontextmanager

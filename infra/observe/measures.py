@@ -131,14 +131,8 @@ MEASURES = (
     _counter("store_seconds", "all", "durations of store requests, summed; parallel requests each count", "verb"),
     _counter("store_failed", "all", "failed store requests", "verb"),
     # what a host keeps of the store
-    _counter("host_cache_hits", ENGINES, "store objects read from the host's cache"),
-    _counter("host_cache_misses", ENGINES, "store objects missing in the host's cache"),
-    _counter("host_cache_damaged", ENGINES, "cached objects with wrong bytes; the role fetches them again"),
-    _counter("host_cache_skipped", ENGINES, "reads that bypassed the host's cache because it was unusable"),
     _counter("version_files_no_room", ENGINES, "versions that did not fit into a place in memory or on disk"),
     _counter("version_files_damaged", ENGINES, "versions in shared memory with wrong bytes; the engine rewrites them"),
-    _gauge("host_cache_bytes", ENGINES, "size of the host's cache"),
-    _gauge("host_cache_max_bytes", ENGINES, "size limit of the host's cache"),
     # streams
     _counter("experiences_in", "process", "experiences that a stage read", "stage"),
     _counter("experiences_out", "process", "experiences that a stage passed on", "stage"),

@@ -149,12 +149,6 @@ class StoreConfig(Section, frozen=True):
     """Your own store in place of `url`, as `module:name`. Default "": none."""
     options: Table = {}
     """Options of `use`."""
-    cache: str = ""
-    """Folder (relative to the TOML) for fetched weights, shared by the explorers and gateways of a machine. You may delete it
-    at any time. Default "": `headrace/weights` in the user's cache folder for S3, no cache for other stores."""
-    cache_gb: Gigabytes = 20.0
-    """Size of the cache in gigabytes; the least recently used objects are deleted first. 0: no cache. Choose more than the
-    weights of a version."""
 
     @property
     def shown(self) -> str:

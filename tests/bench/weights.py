@@ -15,7 +15,6 @@ import torch
 
 from infra.cli.demo.char_model import build_char_model
 from infra.model.model import load_model, load_tokenizer
-from infra.observe.metrics import Metrics
 from infra.policies.delta import decode_tensor, encode_tensor
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.manifest import hash_tensor
@@ -25,7 +24,6 @@ from infra.policies.tensors import Rooms, Tensor, bits, from_torch, from_torch_a
 from infra.policies.version_files import VersionFiles
 from infra.roles.memory import give_back_large_blocks
 from infra.store.directory import DirectoryStore
-from infra.store.host_cache import CachedStore, HostCache
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
 from schemas import PolicyEvent
@@ -117,14 +115,14 @@ def moved(tensors: Mapping[str, Tensor], generator: np.random.Generator) -> dict
 
 
 def host_rows(engines: int, gb: float) -> Iterator[Row]:
-    """What engines that share a cache read of a version."""
+    """Bytes of a version that engines of one host read from the store."""
     store, generator = CountingStore(), np.random.default_rng(0)
     tensors = made_up(gb, generator)
     event = published(store, 0, HashedTensors(tensors), None)
     with tempfile.TemporaryDirectory(dir=SHM) as folder:
-        for _ in range(engines):
-            cache = HostCache(Path(folder), max_bytes=2**40, metrics=Metrics("bench"), left_free=0.0)
-            PolicyFetcher(CachedStore(store, cache), "main").fetch(event)
+        fetchers = [PolicyFetcher(store, "main", VersionFiles([Path(folder)])) for _ in range(engines)]
+        for fetcher in fetchers:
+            fetcher.fetch(event)
     full = sum(each.num_bytes for each in tensors.values())
     yield Row(f"read from the store by {engines} engines of one host", store.read_bytes / full, "versions", high=1.05)
 

@@ -14,7 +14,6 @@ from infra.policies.fetch import PolicyFetcher
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import from_numpy
 from infra.store.directory import DirectoryStore
-from infra.store.host_cache import CachedStore, HostCache
 from infra.store.memory import MemoryStore
 from infra.store.open import MeasuredStore
 from infra.store.s3 import S3Store, fixed_keys
@@ -39,7 +38,7 @@ def moto_endpoint() -> Iterator[str]:
     server.stop()
 
 
-STORES = ["memory", "plugin", "directory", "measured", "cached", "moto", pytest.param("minio", marks=pytest.mark.slow)]
+STORES = ["memory", "plugin", "directory", "measured", "moto", pytest.param("minio", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(params=STORES)
@@ -56,9 +55,6 @@ def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
             return lambda prefix: DirectoryStore(tmp_path / "store" / prefix)
         case "measured":
             return lambda prefix: MeasuredStore(DirectoryStore(tmp_path / "store" / prefix), Metrics("contract"))
-        case "cached":
-            cache = HostCache(tmp_path / "cache", max_bytes=10_000_000, metrics=Metrics("contract"))
-            return lambda prefix: CachedStore(DirectoryStore(tmp_path / "store" / prefix), cache)
         case "moto":
             endpoint = request.getfixturevalue("moto_endpoint")
             server = MinioServer(endpoint, "test", "test-secret")

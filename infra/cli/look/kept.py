@@ -86,9 +86,6 @@ def _at_roles(settings: Settings, roles: Sequence[Mapping[str, Any]]) -> Iterabl
         if "uses_remembered" in gauges:
             bound = f"{settings.keep.replay} (keep.replay)"
             yield Kept(f"uses at {where}", bound, int(gauges["uses_remembered"]), "groups")
-        if "host_cache_max_bytes" in gauges:
-            bound = f"{gauges['host_cache_max_bytes'] / 1e9:g} GB (store.cache_gb)"
-            yield Kept(f"cache at {where}", bound, int(gauges["host_cache_bytes"]), "bytes")
 
 
 def _in_files(settings: Settings) -> Iterable[Kept]:

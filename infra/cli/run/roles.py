@@ -21,7 +21,6 @@ from actors.gateway.config import GatewayConfig, Webhook
 from infra.cli.connect import (
     app_store,
     broker_address,
-    cached_store,
     connected,
     kafka_folder,
     log_to_stderr,
@@ -214,7 +213,7 @@ def _load_libraries(role: str, settings: Settings) -> None:
 
 
 def make_role(name: str, settings: Settings, log: Log, metrics: Metrics, stop: asyncio.Event) -> Role:
-    store = (cached_store if name in WITH_ENGINE else measured_store)(settings, metrics)
+    store = measured_store(settings, metrics)
     return Role(floor=settings, log=log, store=store, metrics=metrics, stop=stop, instance=instance_name(name))
 
 

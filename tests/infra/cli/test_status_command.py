@@ -250,7 +250,7 @@ def test_a_trainer_without_a_step_says_what_it_waits_for_and_why(reports: tuple[
 
 SETTINGS = 'app = "t"\n[keep]\nreplay = "9d"\n[trainer]\nkeep_checkpoints = 5\n[gateway]\nspool_mb = 64\n'
 GAUGES = {
-    "spool_bytes": 2e6, "uses_remembered": 42.0, "host_cache_bytes": 3e9, "host_cache_max_bytes": 20e9,
+    "spool_bytes": 2e6, "uses_remembered": 42.0,
     "snapshot_bytes{partition=0}": 5e6,
 }  # fmt: skip
 
@@ -294,7 +294,6 @@ def test_what_is_kept_is_shown_with_its_size_and_its_bound_and_without_rows_wher
         ("topic batches", "9d (keep.replay), and back to the checkpoint before it", 5, "records"),
         ("spool of serve/vm/1", "64 MB (gateway.spool_mb)", 2_000_000, "bytes"),
         ("uses at serve/vm/1", "9d (keep.replay)", 42, "groups"),
-        ("cache at serve/vm/1", "20 GB (store.cache_gb)", 3_000_000_000, "bytes"),
         ("index curves", "the newest 50,000 versions", 7, "rows"),
         ("index answers", "9d (keep.replay)", 0, "rows"),
     ):
