@@ -10,7 +10,7 @@ BENCH  := infra/requirements/bench.lock
 LINUX  := --python-platform x86_64-manylinux_2_28
 EXTRAS := --extra streams --extra actors --extra trainer --extra dev
 # What a container runs: the roles, the console, and what plugins may ask for; no tests, and no embedded broker.
-IMAGE  := $(foreach extra,streams actors gateway trainer console environments mcp tasks traces,--extra $(extra))
+IMAGE  := $(foreach extra,streams actors gateway trainer console environments mcp tasks,--extra $(extra))
 
 # Every role is a process that imports torch: without bytecode files each would compile it anew, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
@@ -117,7 +117,7 @@ lock:            ## compile the locks anew from pyproject.toml and infra/require
 
 extras-check: install ## each extra of the wheel resolves alone, and every package of the CUDA lock is there by its hash
 	@$(BIN)/uv pip sync --dry-run --quiet --require-hashes --python-version 3.11 $(LINUX) --target $(VENV)/cuda-lock $(CUDA)
-	@for extra in streams actors trainer console environments mcp tasks traces cuda local dev; do \
+	@for extra in streams actors trainer console environments mcp tasks cuda local dev; do \
 	  $(BIN)/uv pip compile pyproject.toml --extra $$extra --python-version 3.11 --quiet --no-header > $(VENV)/extra-$$extra.txt \
 	    && echo "extra $$extra: $$(grep -c == $(VENV)/extra-$$extra.txt) packages" || exit 1; done
 	@! grep -qE '^(torch|vllm)==' $(VENV)/extra-streams.txt || { echo "the streams extra pulls torch or vLLM"; exit 1; }

@@ -46,7 +46,6 @@ DOORS = {
     "jsonschema": ("actors/rollout/tool.py",),
     "mcp": ("actors/rollout/tools/mcp.py", "actors/rollout/tools/mcp_stdio.py"),
     "websockets": ("actors/rollout/environments/openenv.py",),
-    "opentelemetry": ("actors/gateway/recording/traces.py",),
     "gymnasium": ("actors/rollout/environments/gymnasium.py",),
     "pyarrow": ("actors/tasksets/arrow.py",),
     "datasets": ("actors/tasksets/hub.py",),

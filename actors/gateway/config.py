@@ -94,25 +94,6 @@ class CanaryShare(Section, frozen=True):
         return self.listen or f"{parts.hostname}:{parts.port or 80}"
 
 
-class TracesConfig(Section, frozen=True):
-    """[gateway.traces]: export of an OpenTelemetry span per answer, by the semantic conventions for generative AI, without
-    prompt and answer texts. Headers (with keys) and certificates come from OpenTelemetry's environment variables, such as
-    OTEL_EXPORTER_OTLP_HEADERS.
-
-    Example: TracesConfig(endpoint="http://127.0.0.1:4318/v1/traces")
-    """
-
-    endpoint: str
-    """URL of a collector that accepts OTLP over HTTP."""
-    service: str = "headrace"
-    """Value of the attribute `service.name`."""
-    queue: Positive = 4096
-    """Maximum spans that wait; the gateway drops and counts further spans."""
-
-    def __post_init__(self) -> None:
-        checked_url(self.endpoint)
-
-
 class GatewayConfig(Section, frozen=True):
     """[gateway]: HTTP server with OpenAI's and Anthropic's APIs in front of an engine.
 
@@ -152,7 +133,6 @@ class GatewayConfig(Section, frozen=True):
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may send feedback. None by default."""
     canary: CanaryShare | None = None
-    traces: TracesConfig | None = None
     refusals: tuple[str, ...] = REFUSALS
     """Regular expressions of a refusal, searched at the beginning of an answer. The gate counts refusals."""
     keys_reload_s: Seconds = 2.0

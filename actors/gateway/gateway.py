@@ -32,7 +32,6 @@ from actors.gateway.errors import ApiError, bad, no_room, unavailable
 from actors.gateway.recording.outbox import Outbox, Outgoing
 from actors.gateway.recording.record import Recorder
 from actors.gateway.recording.tallies import Tallies
-from actors.gateway.recording.traces import open_spans
 from actors.rollout.continuation import SampledTurn
 from infra.newest import Newest
 from infra.observe.metrics import Metrics
@@ -91,7 +90,6 @@ class Gateway:
         self._trial = trial
         self._secret = secret
         self._subjects: Newest[str, str] = Newest(MAX_NAMES)  # by session
-        self.spans = open_spans(config.traces, metrics)
         self.served: Newest[str, int] = Newest(MAX_NAMES)  # choices of the newest requests, by group
         self._epoch, self._sequence = epoch, itertools.count()
         self.sessions = Sessions(config.sessions, config.sessions_mb * 1024 * 1024)
@@ -314,8 +312,6 @@ class Gateway:
         if in_flight.reason:
             metrics.counter("sessions_split", reason=in_flight.reason).inc()
         self._tally(in_flight, whole)
-        if self.spans is not None:
-            self.spans.tell(in_flight)
         if in_flight.session:
             self._remember(in_flight, whole)
         if not (self.may_record(in_flight.key.train) and in_flight.request.store):

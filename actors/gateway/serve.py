@@ -116,8 +116,6 @@ async def run_gateway(
         finally:
             if canary is not None:
                 await canary.close()
-            if gateway.spans is not None:
-                await asyncio.to_thread(gateway.spans.close)
             await engine.close()
     finally:
         sock.close()
@@ -175,8 +173,6 @@ class _Loops(msgspec.Struct, frozen=True):
         metrics.gauge("conversations").set(len(gateway.conversations))
         metrics.gauge("conversations_bytes").set(gateway.conversations.total_size)
         metrics.gauge("outbox_waiting").set(gateway.outbox.num_waiting)
-        if gateway.spans is not None:
-            metrics.gauge("spans_waiting").set(gateway.spans.num_waiting)
         metrics.gauge("policy_version").set(gateway.engine.version)
         for name, value in self.follower.times.gauges().items():
             metrics.gauge(name).set(value)

@@ -133,7 +133,6 @@ ALARMS = (
     _still("steps_skipped", "Steps change nothing"),
     _still("alarms", "A value of a step is unhealthy"),
     _still("requests_failed", "An engine fails on requests"),
-    _still("spans_dropped", "Spans are given up"),
     _still("feedback_polls_failed", "A feedback system does not answer"),
     _still("feedback_unread", "Feedback is posted and no source reads it"),
     Alarm(

@@ -256,8 +256,6 @@ MEASURES = (
     _counter("shed", "serve", "records that the gateway could not keep, by reason", "reason"),
     _counter("spooled", "serve", "records written to disk while the broker was unreachable"),
     _counter("spool_torn_bytes", "serve", "bytes cut from the end of a spool whose gateway was killed during a write"),
-    _counter("spans", "serve", "spans delivered to the tracing backend"),
-    _counter("spans_dropped", "serve", "spans dropped, by reason", "reason"),
     _counter("canary", "serve", "requests of sessions assigned to the canary, by outcome", "outcome"),
     _counter("policy_not_remembered", "serve", "failed writes of the served version for a start without the log"),
     _gauge("canary_there", "serve", "1 while a canary answers"),
@@ -270,7 +268,6 @@ MEASURES = (
     _gauge("outbox_waiting", "serve", "records that wait for the broker, in memory or on disk"),
     _gauge("spool_records", "serve", "records in the gateway's spool on disk"),
     _gauge("spool_bytes", "serve", "size of the gateway's spool on disk"),
-    _gauge("spans_waiting", "serve", "spans that wait for delivery"),
     _gauge("keys_held", "serve", "users' encryption keys that wait to be written to the store"),
 )
 

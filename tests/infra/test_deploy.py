@@ -252,7 +252,7 @@ FOLDER = ROOT / "infra" / "requirements"
 EXTRAS = {
     "all": ("streams", "actors", "gateway", "trainer"),
     "cuda": ("streams", "actors", "gateway", "trainer", "cuda"),
-    "image": ("streams", "actors", "gateway", "trainer", "console", "environments", "mcp", "tasks", "traces"),
+    "image": ("streams", "actors", "gateway", "trainer", "console", "environments", "mcp", "tasks"),
     "image-cuda": (
         "streams",
         "actors",
@@ -262,7 +262,6 @@ EXTRAS = {
         "environments",
         "mcp",
         "tasks",
-        "traces",
         "cuda",
     ),
 }

@@ -5,7 +5,6 @@ streamed; every token that was sampled is kept with its logprob and version, str
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
@@ -102,8 +101,7 @@ class InFlight(msgspec.Struct, kw_only=True):
     trial, -1 where none is or the request was not drawn for it. subject: the user whose key it is sealed under, "" for
     none. parser: reads calls and thoughts. images: of the prompt, ready for the engine. reason: why it does not go on
     from earlier turns. growing: one for each choice, None for one that is sampled whole. answers: of choices that
-    ended, by index. failed: by the engine. read: what choices say, once it was asked for. began_ns: by this machine's
-    clock.
+    ended, by index. failed: by the engine. read: what choices say, once it was asked for.
     """
 
     place: TakenSlots
@@ -126,7 +124,6 @@ class InFlight(msgspec.Struct, kw_only=True):
     answers: list[SampledAnswer] = []
     failed: bool = False
     read: dict[int, Parsed] = {}
-    began_ns: int = msgspec.field(default_factory=time.time_ns)
 
     @property
     def num_sampled(self) -> int:
