@@ -87,7 +87,7 @@ class From(Section, frozen=True):
         if self.webhook and not self.webhook.startswith("/"):
             raise ValueError(f'got webhook = "{self.webhook}", expected a path such as "/zendesk"')
         own = self.webhook == FEEDBACK_PATH
-        if self.webhook.startswith(("/v1/", "/healthz", "/metrics", "/openapi.json")) and not own:
+        if self.webhook.startswith(("/v1/", "/healthz", "/metrics")) and not own:
             raise ValueError(f'got webhook = "{self.webhook}", which is the gateway\'s own; expected another path')
         if self.webhook and bool(self.secret_env or self.secret_file) == own:
             raise ValueError(

@@ -23,9 +23,8 @@ from actors.gateway.apis.messages import read_messages
 from actors.gateway.apis.responses import after
 from actors.gateway.config import GatewayLimits
 from actors.gateway.errors import ApiError
-from actors.gateway.http.app import APIS, Handler, api_at, model_list
+from actors.gateway.http.app import APIS, COUNT_PATH, MODELS_PATH, ROUTES, Handler, api_at, model_list
 from actors.gateway.http.body import BodyBudget, json_response, presented, read_body, replied, unless_gone
-from actors.gateway.http.openapi import COUNT_PATH, MODELS_PATH, ROUTES
 from actors.gateway.http.stream import EventStream
 from actors.program.episode import ProgramEpisode
 from infra.local.http_server import HttpBounds, bound, make_server, serve_on
@@ -96,7 +95,7 @@ class ProgramSite:
         }
         return Starlette(
             routes=[
-                Route(path, self._guarded(path, handler), methods=[ROUTES[path].method])
+                Route(path, self._guarded(path, handler), methods=[ROUTES[path][0]])
                 for path, handler in handlers.items()
             ]
         )

@@ -8,7 +8,6 @@ is not what this writes.
 import ast
 import inspect
 import itertools
-import json
 import re
 import textwrap
 import types
@@ -48,7 +47,6 @@ def main() -> None:
 
 def pages() -> dict[str, str]:
     """The text of every generated page, by its path below infra/docs."""
-    from actors.gateway.http.openapi import document
     from infra.cli.settings import Settings
 
     written = {
@@ -61,7 +59,6 @@ def pages() -> dict[str, str]:
     }
     return {
         **{f"reference/{name}.md": head(name) + "".join(text) for name, text in written.items()},
-        "reference/openapi.json": json.dumps(document(), indent=1, ensure_ascii=False) + "\n",
         "../deploy/alerts.yml": rules(),
         **{f"../deploy/{path}": text for path, text in rights.deploy_files().items()},
     }

@@ -17,11 +17,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from actors.gateway.access.authenticator import MAX_LIFE_S, Authenticator
 from actors.gateway.access.concurrency import ReleasingStream, TakenSlots
-from actors.gateway.access.keys import ApiKey
+from actors.gateway.access.keys import ApiKey, Scope
 from actors.gateway.answering.conversation import Conversation
 from actors.gateway.answering.in_flight import InFlight
 from actors.gateway.answering.requests import (
@@ -48,7 +47,6 @@ from actors.gateway.http.body import (
     unless_gone,
 )
 from actors.gateway.http.canary import VERSION_HEADER, Canary
-from actors.gateway.http.openapi import COUNT_PATH, MODELS_PATH, OPENAPI_PATH, ROUTES, TOKEN_HEADER, document
 from actors.gateway.http.stream import EventStream
 from actors.gateway.recording.feedback_intake import (
     PATH,
@@ -69,6 +67,20 @@ APIS: Mapping[str, Api] = {
     "/v1/messages": MESSAGES,
     "/v1/responses": RESPONSES,
 }
+COUNT_PATH = "/v1/messages/count_tokens"
+MODELS_PATH = "/v1/models"
+# Method and scope of every route that all gateways have, by its path; no scope: without a key.
+ROUTES: Mapping[str, tuple[str, Scope | None]] = {
+    **dict.fromkeys(APIS, ("POST", "serve")),
+    COUNT_PATH: ("POST", "serve"),
+    MODELS_PATH: ("GET", "serve"),
+    f"{MODELS_PATH}/{{model:path}}": ("GET", "serve"),
+    PATH: ("POST", "feedback"),
+    f"{PATH}/tokens": ("POST", "feedback"),
+    "/healthz": ("GET", None),
+    "/metrics": ("GET", "admin"),
+}
+TOKEN_HEADER = "x-feedback-token"
 REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)  # seconds
 IGNORED_HEADER = "x-headrace-ignored"
 TRAINED_HEADER = "x-headrace-trained"
@@ -86,22 +98,6 @@ Handler = Callable[[Request], Awaitable[Response]]
 def api_at(path: str) -> Api:
     """The API whose error objects a route has."""
     return MESSAGES if path == COUNT_PATH else APIS.get(path, CHAT)
-
-
-class SiteApp(Starlette):
-    """The application. direct: handlers by method and path, called without routing and middleware, which take a good part of
-    a short answer's time. They raise nothing.
-    """
-
-    direct: Mapping[tuple[str, str], Handler] = {}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = self.direct.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
-        if found is None:
-            await super().__call__(scope, receive, send)
-            return
-        response = await found(Request(scope, receive, send))
-        await response(scope, receive, send)
 
 
 class Site:
@@ -137,27 +133,23 @@ class Site:
             **{path: partial(self._answer, api=api) for path, api in APIS.items()},
             COUNT_PATH: self._count,
             MODELS_PATH: self._list_models,
-            "/v1/models/{model:path}": self._show_model,
+            f"{MODELS_PATH}/{{model:path}}": self._show_model,
             PATH: self._feedback,
             f"{PATH}/tokens": self._issue_token,
             "/healthz": self._health,
             "/metrics": self._measure,
-            OPENAPI_PATH: self._describe,
         }
-        served = [(route.method, path, handlers[path]) for path, route in ROUTES.items()]
+        served = [(method, path, handlers[path]) for path, (method, _) in ROUTES.items()]
         served += [("POST", path, self._webhook) for path in self._webhooks]
         routes = [Route(path, self._guarded(path, handler), methods=[method]) for method, path, handler in served]
         origins = list(self._gateway.config.cors_origins)
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["POST"], allow_headers=["*"])
         missed = {404: _no_route, 405: _no_route}
-        app = SiteApp(routes=routes, middleware=[cors] if origins else [], exception_handlers=missed)
-        if not origins:
-            app.direct = {("POST", path): self._guarded(path, handlers[path]) for path in APIS}
-        return app
+        return Starlette(routes=routes, middleware=[cors] if origins else [], exception_handlers=missed)
 
     def _guarded(self, path: str, handler: Handler) -> Handler:
         """The handler behind the authenticator; errors become error objects and are counted."""
-        scope = ROUTES[path].scope if path in ROUTES else None
+        _, scope = ROUTES.get(path, ("POST", None))
 
         def refused(error: ApiError) -> None:
             self._metrics.counter("refused", route=path, reason=error.reason).inc()
@@ -393,9 +385,6 @@ class Site:
         state = self._state()
         health = {"status": state or "ok", "version": self._gateway.engine.version}
         return json_response(health | {"channel": self._gateway.config.channel}, status=503 if state else 200)
-
-    async def _describe(self, request: Request) -> Response:
-        return json_response(document(tuple(self._webhooks.values())))
 
     async def _measure(self, request: Request) -> Response:
         return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4")
