@@ -20,7 +20,6 @@ from infra.settings.config import (
     duration_s,
 )
 
-CurriculumKind = Literal["uniform", "success", "variance"]
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0, description="a number from 0 to 1")]
 Chance = Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")]
 Temperature = Annotated[float, msgspec.Meta(ge=0.0, description="a temperature, 0 or above")]
@@ -145,35 +144,6 @@ class CanaryConfig(Section, frozen=True):
     early when the test excludes a rise beyond the margin. "" for no watch."""
 
 
-class GateReplies(Section, frozen=True):
-    """[master.gate.replies]: comparison of the candidate's greedy answers to recorded production prompts (`headrace load
-    prompts`) with the stable version's answers. The suite must be in [[master.evals]]; its score does not count. The gate holds
-    a candidate whose answers exceed a limit significantly.
-
-    Example: GateReplies(suite="production", form="[0-9]{3}")
-    """
-
-    suite: Name = "production"
-    """Name of the suite."""
-    max_longer: Annotated[float, msgspec.Meta(ge=1, description="a number of 1 or more")] = 1.5
-    """Maximum ratio of the mean answer lengths, longer or shorter."""
-    max_failed: Share = 0.02
-    """Maximum rise of the share of answers that are cut off, refused or do not match `form`."""
-    max_distance: Share = 1.0
-    """Maximum mean distance from the stable version's answers. 0: same words in the same order; 1: no common words."""
-    refusals: tuple[str, ...] = REFUSALS
-    """Regular expressions of a refusal, searched at the beginning of an answer."""
-    form: str = ""
-    """Regular expression that a whole answer must match. "" for any answer."""
-    alpha: Chance = 0.01
-    """Maximum probability of holding a candidate that answers like the stable version. The test assumes independent prompts, so
-    near copies of a prompt count too much. With the default at least 12 more answers must fail."""
-
-    def __post_init__(self) -> None:
-        check_patterns("refusals", self.refusals)
-        check_patterns("form", (self.form,))
-
-
 class GateConfig(Section, frozen=True):
     """[master.gate]: conditions for the promotion of a version to the stable channel.
 
@@ -182,8 +152,6 @@ class GateConfig(Section, frozen=True):
 
     suites: dict[str, GateSuite] = msgspec.field(default_factory=dict)
     """Required eval results, by suite of [[master.evals]]. Without any, only `headrace promote` moves the stable channel."""
-    replies: GateReplies | None = None
-    """Comparison of answers to recorded prompts. None by default."""
     canary: CanaryConfig | None = None
     """Comparison on a share of sessions, before and after a promotion. None by default."""
     people: PeopleConfig = PeopleConfig()
@@ -196,9 +164,6 @@ class MasterConfig(Section, frozen=True):
     Example: MasterConfig(num_episodes=16, max_tokens=5, evals=(EvalSuite(suite="held-out"),))
     """
 
-    curriculum: CurriculumKind = "uniform"
-    """Distribution of issued tasks. "uniform": all tasks equally. "success": prefers tasks that fail more often. "variance":
-    prefers tasks that succeed half of the time."""
     seed: int = 0
     """Seed of the task draws and of the trainer's draws."""
     split: str = "train"
@@ -213,10 +178,6 @@ class MasterConfig(Section, frozen=True):
     """Sampling temperature of episodes."""
     first_version: NonNegative = 0
     """First policy version for which the master issues groups. Set 1 to wait for a warm-up."""
-    floor: Share = 0.05
-    """Minimum weight of a task under "success" and "variance", before its own priority."""
-    cap: Share = 1.0
-    """Maximum weight of a task under "success" and "variance", before its own priority."""
     evals: tuple[EvalSuite, ...] = ()
     """Evaluation suites."""
     gate: GateConfig = GateConfig()
@@ -234,8 +195,7 @@ class MasterConfig(Section, frozen=True):
 
     def __post_init__(self) -> None:
         known = sorted(suite.suite for suite in self.evals)
-        asked = {*self.gate.suites, *((self.gate.replies.suite,) if self.gate.replies else ())}
-        if unknown := sorted(asked - set(known)):
+        if unknown := sorted(self.gate.suites.keys() - set(known)):
             raise ValueError(
                 f"gate: got suite {unknown[0]}, expected one of evals: {', '.join(known) or 'there are none'}"
             )
@@ -243,8 +203,6 @@ class MasterConfig(Section, frozen=True):
             raise ValueError(
                 f"got enough = {self.enough}, expected at most num_episodes = {self.num_episodes}, or 0 for all"
             )
-        if not self.floor <= self.cap or not self.cap:
-            raise ValueError(f"got floor = {self.floor} and cap = {self.cap}, expected floor <= cap, and cap above 0")
 
 
 class ReloadConfig(Section, frozen=True):

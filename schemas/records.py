@@ -188,7 +188,7 @@ class Task(Struct, frozen=True, tag_field="kind", tag="task"):
     id: id, unique in its taskset, without a final ".". messages: prompt. answer: reference answer, None for none. meta: the
     user's own data, copied to the experience. issued: data of the master's issue, None in a taskset. workflow: name in
     [explore.workflows], None for the default. difficulty: 0 (easy) to 1, None if unknown. split: "train", or the name of an
-    eval suite. parent: id of the task that it varies, "" for none. priority: relative weight in the curriculum; 0 is never
+    eval suite. parent: id of the task that it varies, "" for none. priority: relative frequency of its issue; 0 is never
     drawn.
     """
 

@@ -157,7 +157,6 @@ def take_in(plan: Plan, metrics: Metrics, message: LogMessage) -> None:
     elif isinstance(record, Block):
         for experience in record.experiences:
             plan.evals.scored(experience)
-            plan.gate.reply(experience)
 
 
 async def _act(log: Log, plan: Plan, metrics: Metrics) -> None:

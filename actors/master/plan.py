@@ -19,7 +19,7 @@ from actors.master.admission import Admission, AdmissionLimits
 from actors.master.evaluation import EvalBook, eval_group, parse_eval_group
 from actors.master.gate.gate import Gate
 from actors.master.placing import Placing
-from actors.master.taskbook import TaskBook, task_digest
+from actors.master.taskbook import TaskBook, chosen, task_digest
 from infra.policies.fold import PolicyFeed
 from infra.roles.process import Absence
 from infra.settings.config import Pacing, duration_s
@@ -175,8 +175,6 @@ class Plan:
             return False
         self._begun_any = self._begun_any or closure.lane == "live"
         self.gate.closure(closure, timestamp_ms)
-        if closure.mean_reward is not None and closure.revision == 0:
-            self.book.rewarded(closure.group, closure.mean_reward)
         if closure.revision == 0:
             self.placing.ended(closure.group)
         return self.admission.closed(closure)
@@ -321,7 +319,7 @@ class Plan:
             room = min(room, self.config.stop.groups - self.admission.next_sequence)
         new: list[Task] = []
         for _ in range(room):
-            task = self.book.chosen(pool, self.config, self.admission.next_sequence + len(new))
+            task = chosen(pool, seed=self.config.seed, sequence=self.admission.next_sequence + len(new))
             if task is None:
                 break
             new.append(

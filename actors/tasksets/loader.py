@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import msgspec
 
-from actors.master.curriculum import smoothed
 from actors.master.evaluation import parse_eval_group
 from actors.tasksets.files import Broken, OnBroken, Row
 from actors.tasksets.taskset import Demonstration, Preference
@@ -34,6 +33,7 @@ Example = TypeVar("Example", Demonstration, Preference)
 
 ORIGIN = "load"
 _BATCH = 512
+SMOOTHING = 0.3  # weight of the newest group in a success rate
 
 
 class LoadResult(msgspec.Struct, frozen=True):
@@ -200,7 +200,7 @@ def different(rows: Iterable[Preference], on_broken: OnBroken) -> Iterator[Prefe
 
 
 async def recorded_rates(log: Log) -> dict[str, float]:
-    """Task id to success rate, as the master's curriculum has it, over all closures that the log still holds."""
+    """Task id to success rate, smoothed over all closures that the log still holds."""
     rates: dict[str, float] = {}
     async for message in log.read_all(PROGRESS):
         closure = message.value
@@ -208,7 +208,8 @@ async def recorded_rates(log: Log) -> dict[str, float]:
             continue
         if closure.mean_reward is not None and closure.revision == 0:
             task = task_of(closure.group)
-            rates[task] = smoothed(rates.get(task), closure.mean_reward)
+            reward = min(1.0, max(0.0, closure.mean_reward))
+            rates[task] = reward if task not in rates else rates[task] + SMOOTHING * (reward - rates[task])
     return rates
 
 

@@ -9,7 +9,6 @@ from actors.config import (
     CanaryConfig,
     EvalSuite,
     GateConfig,
-    GateReplies,
     GateSuite,
     MasterConfig,
     PeopleConfig,
@@ -43,12 +42,10 @@ from tests.schemas.record_samples import group_block
 
 SUITES = ("dev", "production")
 CONFIG = MasterConfig(
-    curriculum="variance",
     num_episodes=2,
     evals=tuple(EvalSuite(suite=suite, every=2, tasks=2) for suite in SUITES),
     gate=GateConfig(
         suites={"dev": GateSuite(max_drop=0.6, alpha=0.4)},
-        replies=GateReplies(),
         canary=CanaryConfig(max_duration="60s", watch="30s"),
         people=PeopleConfig(block="10s", rating_window="20s"),
     ),

@@ -1,19 +1,19 @@
-"""The plan of the master from records alone, its task book and its curriculum."""
+"""The plan of the master from records alone, and its task book."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from itertools import accumulate
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from actors.config import CurriculumKind, EvalSuite, MasterConfig, StopRule
+from actors.config import EvalSuite, MasterConfig, StopRule
 from actors.master.admission import Admission, AdmissionLimits, OutstandingGroup
-from actors.master.curriculum import choose, running_sum
 from actors.master.evaluation import parse_eval_group
 from actors.master.plan import NOTHING, Plan
-from actors.master.taskbook import TaskBook
+from actors.master.taskbook import TaskBook, chosen
 from actors.rollout.scheduler import require_issued
 from infra.settings.config import Pacing
 from schemas import Closure, Directive, Drawn, EvalResult, Issued, Message, PolicyEvent, Progress, Task
@@ -253,71 +253,28 @@ def test_a_task_that_is_replaced_brings_its_new_priority_and_split() -> None:
     assert [item.id for item in book.pool("train")[0]] == ["b"] and [item.id for item in book.in_split("dev")] == ["a"]
 
 
-FLOOR = 0.05
+def draws(priorities: Sequence[float], num: int, *, seed: int = 0) -> Counter[str]:
+    """How often each task is drawn for the first `num` groups, by its index as a name."""
+    tasks = [book_task(str(index)) for index in range(len(priorities))]
+    pool = tasks, list(accumulate(priorities))
+    found = [chosen(pool, seed=seed, sequence=sequence) for sequence in range(num)]
+    return Counter("nothing" if task is None else task.id for task in found)
 
 
-def picks(
-    kind: CurriculumKind,
-    num: int,
-    rates: list[float | None],
-    *,
-    seed: int = 0,
-    priorities: Sequence[float] = (),
-    floor: float = FLOOR,
-    cap: float = 1.0,
-) -> Counter[int | None]:
-    return Counter(
-        choose(
-            kind,
-            priorities=running_sum(priorities or [1.0] * len(rates)),
-            success=rates.__getitem__,
-            seed=seed,
-            sequence=sequence,
-            floor=floor,
-            cap=cap,
-        )
-        for sequence in range(num)
-    )
-
-
-def shares(counts: Counter[int | None]) -> list[float]:
-    return [counts[index] / counts.total() for index in range(max(index or 0 for index in counts) + 1)]
-
-
-def test_uniform_takes_every_task_once_a_pass() -> None:
-    assert picks("uniform", 6000, [None] * 6) == {index: 1000 for index in range(6)}
-    assert set(picks("uniform", 64, [None] * 64, seed=3).values()) == {1}
+def test_every_task_comes_once_a_pass_and_none_of_priority_0() -> None:
+    assert draws([1.0] * 6, 6000) == {str(index): 1000 for index in range(6)}
+    assert set(draws([1.0] * 64, 64, seed=3).values()) == {1}
+    counts = draws([1.0, 3.0, 0.0, 4.0], 8000)
+    assert [counts[name] / 8000 for name in "0123"] == pytest.approx([1 / 8, 3 / 8, 0.0, 4 / 8], abs=0.03)
+    assert draws([0.0, 0.0], 3) == {"nothing": 3}
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=30).filter(any), st.integers(0, 99))
 def test_a_pass_holds_tasks_by_priority_as_evenly_as_whole_numbers_can(priorities: list[int], seed: int) -> None:
     num = len(priorities)
-    counts = picks("uniform", num, [None] * num, seed=seed, priorities=[float(value) for value in priorities])
+    counts = draws([float(value) for value in priorities], num, seed=seed)
     for index, priority in enumerate(priorities):
-        assert abs(counts[index] - num * priority / sum(priorities)) < 2
-
-
-def test_success_chooses_in_proportion_to_failure() -> None:
-    counts = picks("success", 9000, [0.0, 0.5, 0.75, 1.0])
-    total = 1.0 + 0.5 + 0.25 + FLOOR
-    for index, expected in enumerate((1.0, 0.5, 0.25, FLOOR)):
-        assert abs(counts[index] / 9000 - expected / total) < 0.03
-
-
-def test_variance_chooses_in_proportion_to_p_times_1_less_p() -> None:
-    rates = [0.5, 0.9, 1.0, 0.0, None]
-    expected = [1.0, 0.36, FLOOR, FLOOR, 1.0]
-    found = shares(picks("variance", 9000, rates))
-    assert found == pytest.approx([item / sum(expected) for item in expected], abs=0.03)
-
-
-def test_priorities_multiply_whatever_the_curriculum_says() -> None:
-    rates: list[float | None] = [0.5, 0.5, None, 1.0]
-    priorities = [1.0, 3.0, 0.0, 4.0]
-    uniform = shares(picks("uniform", 8000, rates, priorities=priorities))
-    assert uniform == pytest.approx([1 / 8, 3 / 8, 0.0, 4 / 8], abs=0.03)
-    success = shares(picks("success", 8000, rates, priorities=priorities))  # 0.5, 1.5, 0, 4 · 0.05
-    assert success == pytest.approx([0.5 / 2.2, 1.5 / 2.2, 0.0, 0.2 / 2.2], abs=0.03)
+        assert abs(counts[str(index)] - num * priority / sum(priorities)) < 2
 
 
 def issued(sequence: int, *, attempt: int = 0, min_version: int = 0) -> Issued:

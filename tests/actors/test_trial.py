@@ -4,14 +4,12 @@ The rates of every world with more paths: `make bench NAME=gate`.
 """
 
 import math
-from random import Random
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from actors.config import CanaryConfig, GateSuite
-from actors.master.gate.replies import mean_chance, sign_chance
 from actors.master.gate.suites import total_drop
 from actors.master.gate.trial import (
     BLOCK_SHARE,
@@ -146,16 +144,3 @@ def test_a_run_that_declined_can_come_back() -> None:
     passed = [result([1] * 450 + [0] * 50)] * 8 + [result([1] * 425 + [0] * 75)] * 8
     assert total_drop(SUITE, passed, result([1] * 425 + [0] * 75)) == pytest.approx(0.05)
     assert total_drop(SUITE, passed, result([1] * 442 + [0] * 58)) == 0.0
-
-
-# ---- bounds
-
-
-@pytest.mark.parametrize("alpha", [0.01, 0.1])
-def test_the_bounds_on_signs_and_means_hold(alpha: float) -> None:
-    random = Random(2)
-    signs = [[random.choice((-1.0, 1.0)) * size for size in range(1, 30)] for _ in range(2000)]
-    assert sum(sign_chance(gaps) <= alpha for gaps in signs) <= alpha * 2000
-    means = [[float(random.random() < 0.3) for _ in range(40)] for _ in range(2000)]
-    assert sum(mean_chance(values, 0.3) <= alpha for values in means) <= alpha * 2000
-    assert mean_chance([0.1], 0.0) == 0.0

@@ -1,10 +1,10 @@
 """The gate before customers: which version becomes the stable one, and whether it stays that. Pure.
 
-A candidate is weighed once all suites of [master.gate] have a result for it (`actors.master.gate.suites`,
-`actors.master.gate.replies`). Newer candidates come first: one that is older than the newest decided is left out. With
-[master.gate.canary] what passes is tried by a share of sessions first, and after a promotion the version before keeps that
-share for a while; one test compares both sides of either (`actors.master.gate.trial`). Every decision is an event with its
-numbers, so a restart decides nothing twice; a version taken back, or tried once, is not weighed again.
+A candidate is weighed once all suites of [master.gate] have a result for it (`actors.master.gate.suites`). Newer candidates
+come first: one that is older than the newest decided is left out. With [master.gate.canary] what passes is tried by a share of
+sessions first, and after a promotion the version before keeps that share for a while; one test compares both sides of either
+(`actors.master.gate.trial`). Every decision is an event with its numbers, so a restart decides nothing twice; a version taken
+back, or tried once, is not weighed again.
 """
 
 from collections.abc import Mapping
@@ -13,12 +13,11 @@ from typing import Any, ClassVar
 from actors.config import CanaryConfig, GateConfig
 from actors.master.gate import alarms
 from actors.master.gate.counts import Counts
-from actors.master.gate.replies import Replies
 from actors.master.gate.suites import drop, total_drop
 from actors.master.gate.trial import MEASURES, Evidence, Strata, ending, evidence, power, strata
 from infra.policies.fold import MASTERS, Stable, fenced, is_overtaken, moved
 from infra.settings.config import duration_s
-from schemas import Closure, Directive, EvalResult, Experience, PolicyEvent, Progress
+from schemas import Closure, Directive, EvalResult, PolicyEvent, Progress
 from schemas.fields import Channel, Numbers, PolicyEventKind
 
 USUAL_SHARE = 0.1  # of sessions in a trial, where what it can find is said: the default of [gateway.canary]
@@ -29,10 +28,10 @@ class Gate:
     """Decides about candidates, trials and watches. State without clock or task."""
 
     KEPT: ClassVar[dict[str, Any]] = {
-        "_results": dict[int, dict[str, EvalResult]], "_held": set[int], "_decided": int, "_required": set[str],
+        "_results": dict[int, dict[str, EvalResult]], "_held": set[int], "_decided": int,
         "_since": int, "_refused": str, "_began_ms": int, "stable": Stable,
     }  # fmt: skip
-    PARTS: ClassVar[tuple[str, ...]] = ("counts", "_replies")
+    PARTS: ClassVar[tuple[str, ...]] = ("counts",)
 
     def __init__(self, config: GateConfig, *, policy: str, token: int = 0) -> None:
         self._config = config
@@ -41,9 +40,6 @@ class Gate:
         self._results: dict[int, dict[str, EvalResult]] = {}
         self._held: set[int] = set()
         self._decided = -1
-        self._replies = None if config.replies is None else Replies(config.replies)
-        self._compared = "" if config.replies is None else config.replies.suite
-        self._required = set(config.suites)
         self._since = -1  # the run is compared with itself from this version on
         self.counts = Counts(config.people)
         self._refused = ""  # why the version on trial cannot be served
@@ -54,8 +50,7 @@ class Gate:
     # ---- what the log says
 
     def result(self, result: EvalResult) -> None:
-        if result.policy == self._policy and result.suite in (*self._config.suites, self._compared):
-            self._required.add(result.suite)  # recorded prompts are waited for once there are some
+        if result.policy == self._policy and result.suite in self._config.suites:
             self._results.setdefault(result.version, {})[result.suite] = result
 
     def directive(self, directive: Directive, offset: int) -> None:
@@ -85,11 +80,6 @@ class Gate:
         if event.channel != "candidate" and event.event in ("promoted", "held"):
             self._decided = max(self._decided, event.version)
             self._forget()
-
-    def reply(self, experience: Experience) -> None:
-        version = experience.max_version
-        if self._replies is not None and (version >= self.stable.version or version == self.stable.before):
-            self._replies.take(experience)
 
     def closure(self, closure: Closure, at_ms: int | None = None) -> None:
         """Take what became of an answer, and what people said of it. at_ms: when it was logged."""
@@ -124,7 +114,7 @@ class Gate:
         ready = [
             version
             for version, found in self._results.items()
-            if version > self._decided and found.keys() >= self._required
+            if version > self._decided and found.keys() >= self._config.suites.keys()
         ]
         return [self._weighed(max(ready))] if ready else []
 
@@ -203,14 +193,7 @@ class Gate:
                 faults.append(f"{suite}: {share:.3f}, the stable version {self.stable.version} has {stable}")
             elif less := total_drop(bar, self._passed(suite, version), found[suite], num_tests):
                 faults.append(f"{suite}: the last {bar.window} versions are {less:.3f} below the best {bar.window}")
-        if self._replies is not None:
-            compared, against = self._replies.weigh(version, self.stable.version)
-            numbers |= compared
-            faults += against
-        passed = [f"{suite} {found[suite].accuracy:.3f}" for suite in self._config.suites]
-        if prompts := numbers.get(f"{self._compared}/prompts"):
-            passed.append(f"{prompts:.0f} recorded prompts compared")
-        reason = "; ".join(faults) or ", ".join(passed)
+        reason = "; ".join(faults) or ", ".join(f"{suite} {found[suite].accuracy:.3f}" for suite in self._config.suites)
         if faults:
             return self._event("held", version, reason, "gate", numbers)
         if self._config.canary is None or self.stable.version < 0:
@@ -249,8 +232,6 @@ class Gate:
         for version in old[:-REMEMBERED]:
             del self._results[version]
             self._held.discard(version)
-        if self._replies is not None:
-            self._replies.forget({version for version in self._replies.versions() if version < self._decided} - kept)
 
 
 def _in_words(measures: Mapping[str, Evidence], old: int) -> str:

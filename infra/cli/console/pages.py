@@ -174,7 +174,7 @@ async def version(console: Console, request: Request) -> Values:
         "number": number, "events": events, "made": made, "word": versions.word, "decision_numbers": versions.decision_numbers,
         "decided": [each for each in history.decisions if each.version == number], "evals": found, "stable": history.stable,
         "learned": learned.rows[:SHOWN], "rival": before[-1] if before else max(0, number - 1),
-        "has_gate": bool(gate.suites or gate.replies), "command": " ".join(console.command[:2]),
+        "has_gate": bool(gate.suites), "command": " ".join(console.command[:2]),
     }  # fmt: skip
 
 

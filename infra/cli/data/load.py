@@ -275,10 +275,10 @@ def tell(kind: str, done: "LoadResult", bar: Bar) -> int:
 async def prompts(
     chosen: SettingsFile,
     count: Annotated[int, typer.Argument(min=1, help="Maximum number of newest prompts.")] = 200,
-    suite: Annotated[str, typer.Option(help="Eval suite of the prompts, as in [master.gate.replies].")] = "production",
+    suite: Annotated[str, typer.Option(help="Eval suite of the prompts, as in [[master.evals]].")] = "production",
 ) -> int:
-    """Load recorded production prompts as an eval suite: the gate compares a candidate's answers to them with the stable
-    version's. The command skips prompts of named users, because they are encrypted.
+    """Load recorded production prompts as an eval suite. The console shows the answers of two versions to them side by side.
+    The command skips prompts of named users, because they are encrypted.
 
     Example: [cyan]headrace load prompts 200[/]
     """
