@@ -146,11 +146,6 @@ async def run_command(command: Sequence[str], access: ProgramInput, environment:
     finally:
         _end(process)
         await process.wait()
-    return printed(command, code, out, words)
-
-
-def printed(command: Sequence[str], code: int, out: bytes, words: bytes) -> Any:
-    """The last line of a command's output as JSON. words: its standard error. Raises EpisodeFailed."""
     if code:
         last = words[-LAST_WORDS:].decode(errors="replace").strip()
         raise EpisodeFailed("agent", f"{command[0]} ended with {code}: {last}")

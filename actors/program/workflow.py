@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, Literal, cast
 
 from actors.gateway.answering.parsing import AnswerParser, answer_parser
-from actors.program.confine import Confined, Confinement
 from actors.program.episode import ProgramEpisode
 from actors.program.launch import AgentLoop, ProgramInput, Result, ask_service, call, finite, parse_result, run_command
 from actors.program.site import MODEL, ProgramSite
@@ -38,7 +37,7 @@ class ProgramOptions(Section, frozen=True):
     use: Function, as `module:name`, sync or async, with any of the parameters task, base_url, key and model. options: Options
     of the function. command: Command per episode, with the task as JSON on standard input and the variables OPENAI_BASE_URL,
     OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and HEADRACE_MODEL. environment: Further environment variables of the
-    command. sandbox: Sandbox of the command. Default: none. url: URL of a service that receives task, base_url, api_key and
+    command. url: URL of a service that receives task, base_url, api_key and
     model. listen: Address, host:port, at which programs reach the policy. Anyone who reaches it with an episode's key can send
     requests; use another address than loopback only for a service on another machine. sampling: Source of temperature, top_p
     and seed: the "task", or the requests of the "program". at_once: Maximum concurrent requests of an episode; further requests
@@ -51,7 +50,6 @@ class ProgramOptions(Section, frozen=True):
     options: dict[str, Any] = {}
     command: tuple[str, ...] = ()
     environment: dict[str, str] = {}
-    sandbox: Confinement | None = None
     url: str = ""
     listen: str = "127.0.0.1:0"
     sampling: Literal["task", "program"] = "task"
@@ -62,8 +60,6 @@ class ProgramOptions(Section, frozen=True):
         given = [name for name in ("use", "command", "url") if getattr(self, name)]
         if len(given) != 1:
             raise ValueError(f"got {' and '.join(given) or 'none'} of use, command and url, expected one of them")
-        if self.sandbox is not None and not self.command:
-            raise ValueError("got sandbox without command; the sandbox confines only commands")
         if self.url:
             checked_url(self.url)
 
@@ -79,8 +75,6 @@ class Program:
         self._site = ProgramSite(self._options.listen)
         self._parser: AnswerParser | None = None
         self._preparing = asyncio.Lock()
-        sandbox = self._options.sandbox
-        self._confined = None if sandbox is None else Confined(sandbox)
         self._tls = shared_tls() if self._options.url.startswith("https:") else None
 
     async def __call__(self, task: Task, session: Session) -> tuple[Score, ...]:
@@ -123,9 +117,6 @@ class Program:
         return self._parser
 
     async def _run(self, access: ProgramInput) -> Any:
-        if self._confined is not None:
-            options = self._options
-            return await self._confined.run(options.command, access, options.environment, self._site.port)
         if self._options.command:
             return await run_command(self._options.command, access, self._options.environment)
         if self._options.url:

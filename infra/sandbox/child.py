@@ -28,7 +28,7 @@ Fault = Literal["", "wall time", "output limit", "memory"]
 
 
 class SandboxChild:
-    """Use as a context manager; not safe for concurrent use, `expire` apart. fault: why it was stopped, "" while it was not."""
+    """Use as a context manager; not safe for concurrent use. fault: why it was stopped, "" while it was not."""
 
     def __init__(
         self, command: list[str], descriptors: tuple[int, ...], status: tuple[int, int], limits: SandboxLimits
@@ -91,10 +91,6 @@ class SandboxChild:
         if self.fault:
             return None
         return self._exit_code()
-
-    def expire(self) -> None:
-        """Its time is over: the waiting thread stops it at its next look."""
-        self.deadline_s = 0.0
 
     def close(self) -> None:
         if self._outer < 0:

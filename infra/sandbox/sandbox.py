@@ -39,8 +39,7 @@ class SandboxResult(msgspec.Struct, frozen=True):
 class Sandbox:
     """Confines programs; safe to use from several threads, at most `concurrency` run at once (0: one per CPU).
 
-    readable: further host paths that the program may read (of /tmp too), Unix sockets among them. sockets: whether it may
-    have any: its network is its own, and reaches nothing but itself. as_root: by real users instead of a user namespace; by
+    readable: further host paths that the program may read (of /tmp too). as_root: by real users instead of a user namespace; by
     default as this process can. Raises SandboxUnavailable where this machine cannot confine.
     """
 
@@ -51,14 +50,13 @@ class Sandbox:
         readable: Sequence[str] = (),
         concurrency: int = 0,
         as_root: bool | None = None,
-        sockets: bool = False,
     ) -> None:
         self.limits = limits
         self.python = python_executable()
         self._readable = tuple(readable)
         self._bwrap = _required()
         self._as_root = is_machine_root() if as_root is None else as_root
-        self._filter = seccomp_filter(sockets=sockets)
+        self._filter = seccomp_filter()
         self._free = threading.BoundedSemaphore(concurrency or os.cpu_count() or 1)
         self._probe()
 

@@ -4,9 +4,6 @@ Guarantees: a call of another architecture kills the process (also the x32 one, 
 calls in DENIED fail with EPERM; a clone that asks for a namespace fails with EPERM; clone3, whose flags a filter cannot
 see, and calls of kernels newer than this list fail with ENOSYS, which makes the C library fall back to what is known.
 
-With sockets, those of IP and Unix are there: in a network of its own a program reaches itself, and the Unix sockets among its
-files. No other family is: some (vsock, the kernel's ciphers) belong to no network namespace.
-
 Limit: record locks (fcntl F_SETLK) stay, since SQLite takes them; of a file of the host that is readable inside, a program
 can hold one for reading until its end.
 """
@@ -58,10 +55,6 @@ DENIED = {
     "nfsservctl": 180, "create_module": 174, "get_kernel_syms": 177, "query_module": 178,
 }  # fmt: skip
 
-NETWORK = {"socket", "connect", "accept", "accept4", "bind", "listen", "setsockopt"}
-SOCKET, HIGHEST_FAMILY = 41, 10
-OTHER_FAMILIES = (0, 3, 4, 5, 6, 7, 8, 9)  # up to AF_INET6 all but AF_UNIX, AF_INET and AF_INET6 itself
-
 # Offsets in struct seccomp_data, and the opcodes used.
 _NR, _ARCH, _ARGUMENT_0, _ARGUMENT_1 = 0, 4, 16, 24
 _LOAD, _EQUAL, _ABOVE, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
@@ -70,9 +63,8 @@ _ALLOW, _KILL, _ERROR = 0x7FFF_0000, 0x8000_0000, 0x0005_0000
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 
 
-def seccomp_filter(*, sockets: bool = False) -> bytes:
+def seccomp_filter() -> bytes:
     """The program: an array of struct sock_filter, ready for `bwrap --seccomp`."""
-    denied = {number for name, number in DENIED.items() if not (sockets and name in NETWORK)}
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCH),
         (_EQUAL, 1, 0, ARCHITECTURE),
@@ -83,10 +75,8 @@ def seccomp_filter(*, sockets: bool = False) -> bytes:
     ]
     program += _when((_ABOVE, 0, 0, LAST_KNOWN), errno.ENOSYS)
     program += _when((_EQUAL, 0, 0, CLONE3), errno.ENOSYS)
-    for number in sorted(denied):
+    for number in sorted(DENIED.values()):
         program += _when((_EQUAL, 0, 0, number), errno.EPERM)
-    others: list[Instruction] = [(_EQUAL, 0, 0, family) for family in OTHER_FAMILIES]
-    program += _argument(SOCKET, _ARGUMENT_0, [(_ABOVE, 0, 0, HIGHEST_FAMILY), *others]) if sockets else []
     program += _argument(CLONE, _ARGUMENT_0, [(_ANY_BIT, 0, 0, NAMESPACES)])
     program += _argument(IOCTL, _ARGUMENT_1, [(_EQUAL, 0, 0, request) for request in TERMINAL_INJECTION])
     program += _argument(FCNTL, _ARGUMENT_1, [(_EQUAL, 0, 0, command) for command in HOLDS])
