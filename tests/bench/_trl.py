@@ -16,7 +16,7 @@ from typing import Any
 
 
 def run(asked: dict[str, Any]) -> None:
-    """Train until `at` of the tasks asked are right. asked: See `tests.bench.train.asked_of`."""
+    """Train until `at` of the given tasks are correct."""
     sys.path += asked["path"]  # after the peers' own packages
     import msgspec
     import torch

@@ -1,4 +1,4 @@
-"""The block codec beside msgspec with arrays as bytes in one zstd frame: round trip, size, and the edit of a header.
+"""The block codec compared with msgspec (arrays as bytes, in one zstd frame): round trip, size, and the edit of a header.
 
 A round trip goes from an engine's lists and text to bytes, and back to arrays and messages; both give back the same values.
 """
@@ -17,7 +17,7 @@ from tests.bench.report import Row, compared
 from tests.bench.texts import RawAnswer, samples
 
 SHAPES = ((1, 100, 200), (16, 6, 5), (16, 200, 500), (16, 1500, 500), (16, 500, 4000), (64, 2000, 2000))
-WHY = "three frames of zstd, so that a stage edits headers without touching the rest; a short block pays for them"
+WHY = "three zstd frames let a stage edit headers alone; they cost short blocks more"
 Opened = list[tuple[Any, Any, tuple[Message, ...]]]
 
 
@@ -31,7 +31,7 @@ class PackedAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 def run(rounds: int = 7, budget_s: float = 0.03, largest: int = 64) -> Iterator[Row]:
-    """rounds: Timed rounds of each. budget_s: CPU seconds of one. largest: Answers of a group at most."""
+    """rounds: timed rounds per side. budget_s: CPU seconds per round. largest: maximum answers per group."""
     decoder = msgspec.msgpack.Decoder(list[PackedAnswer])
     for shape in (shape for shape in SHAPES if shape[0] <= largest):
         group = samples(*shape)

@@ -1,7 +1,7 @@
-"""What a crash costs: seconds of trajectories lost or sampled again, and seconds until the loop learns from new tasks.
+"""Cost of a crash: seconds of trajectories lost or sampled again, and seconds until the loop learns from new tasks.
 
 The unit is that of verl's RFC #7579. `tests.e2e.crash_loop` kills each role once at each interval between checkpoints; the log
-tells the rest. A trajectory's seconds go from the record that issued its group to the one that holds it, by the broker's clock.
+gives the rest. A trajectory's seconds count from the record that issued its group to its own record, by the broker's clock.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ STEP = (r"^groups_per_step = \d+", "groups_per_step = 8")  # a quarter of the de
 
 
 def run(intervals: str = "1,5,20,80", pause_s: float = 10.0, seed: int = 0) -> Iterator[Row]:
-    """intervals: Steps between checkpoints. pause_s: From a recovery to the next kill. seed: Of model, tasks and draws."""
+    """intervals: steps between checkpoints. pause_s: recovery to next kill. seed: seed of model, tasks and draws."""
     kills = [each for role in KILLED if role for each in (Shot(role, pause_s, 0.0), Shot("", 0.0, 0.0))]
     shots = [Shot("", pause_s, 0.0), *kills, Shot("", pause_s, 0.0)]
     for every in intervals.split(","):

@@ -1,8 +1,8 @@
-"""The gate's decisions in simulated worlds: how often they are wrong, and how often they find what is worse.
+"""The gate's decisions in simulated traffic: rates of false rejections and of detected regressions.
 
-Each row draws people (or answers to evals) and lets the gate's own functions decide. A world is a chance of a bad word by hour
-and what breaks the test's assumptions; a version is equal, 1.3 times as bad, or has twice the odds of a bad word. At 10 % and
-above, 1.3 times as bad lies on the margin.
+Each row draws people (or answers to evals) and lets the gate's own functions decide. A world is the probability of a complaint
+by hour, with violations of the test's assumptions. The new version is equal, or has 1.3 times the rate or twice the odds of
+complaints. At 10 % and above, 1.3 times the rate is on the margin.
 """
 
 from collections.abc import Iterator
@@ -20,17 +20,17 @@ from tests.bench.report import Row
 
 HOURS = 168
 CONFIG = CanaryConfig()
-KINDS = {"equal": (1.0, 1.0), "1.3 times as bad": (1.3, 1.0), "twice the odds": (1.0, 2.0)}
+KINDS = {"equal": (1.0, 1.0), "1.3 times the rate": (1.3, 1.0), "twice the odds": (1.0, 2.0)}
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True):
-    """People and what they do.
+    """Simulated people and their ratings.
 
-    base: chance of a bad word with the old version. per_hour: people. share: part of them who meet the new version. cycle_h:
-    length of a cycle of ± 40 %, 0 for none. doubles: for six hours of a random day. night: all people come in six hours of
-    each day. copies: share of people who repeat the word before theirs, of anybody or (`within`) of the same version. tenants:
-    shares of the people. burst: people of the last tenant who all complain in one hour. dies: sessions of one hour that fail
-    on the new version's engine. jump: share and base from the middle on.
+    base: probability of a complaint with the old version. per_hour: people. share: part of the people with the new version.
+    cycle_h: length of a cycle of ± 40 %, 0 for none. doubles: the base doubles for six hours of a random day. night: all people
+    come in six hours of each day. copies: share of people who repeat the previous rating, of any version or (`within`) of
+    theirs. tenants: shares of the people. burst: people of the last tenant who all complain in one hour. dies: sessions of one
+    hour that fail on the new version's engine. jump: share and base from the middle on.
     """
 
     base: float = 0.1
@@ -49,16 +49,16 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
 
 WORLDS = {
     **{f"base {base:g}": World(base=base) for base in (0.005, 0.02, 0.1, 0.3)},
-    "base 0.02, 20 an hour": World(base=0.02, per_hour=20.0),
-    "1,000 an hour": World(per_hour=1000.0),
+    "base 0.02, 20 per hour": World(base=0.02, per_hour=20.0),
+    "1,000 per hour": World(per_hour=1000.0),
     "daily ± 40 %": World(cycle_h=24.0),
     "weekly ± 40 %": World(cycle_h=168.0),
     "doubles for six hours": World(doubles=True),
     "only at night": World(night=True),
-    "20 % copy anybody": World(copies=0.2),
-    "50 % copy anybody": World(copies=0.5),
-    "20 % copy within a version": World(copies=0.2, within=True),
-    "50 % copy within a version": World(copies=0.5, within=True),
+    "20 % copy any rater": World(copies=0.2),
+    "50 % copy any rater": World(copies=0.5),
+    "20 % copy a rater of their version": World(copies=0.2, within=True),
+    "50 % copy a rater of their version": World(copies=0.5, within=True),
     "burst of a tenant with 50 keys": World(tenants=(0.8, 0.2), burst=50),
     "tenants of 99 and 1 %": World(tenants=(0.99, 0.01)),
     "engine dies with 10 of 20": World(base=0.0, per_hour=200.0, dies=10),
@@ -71,12 +71,12 @@ WORLDS = {
 
 
 def run(paths: int = 300) -> Iterator[Row]:
-    """Simulate every world, each kind of version, and the evals. paths: of each."""
+    """Simulate every world, each kind of version, and the evals. paths: simulated weeks of each."""
     for (name, world), (kind, worse) in product(WORLDS.items(), KINDS.items()):
         found = people(world, worse, paths, np.random.default_rng(0))
         turned, passed = decided(found)
         bound = 0.01 if kind == "equal" and not world.within else None
-        yield Row(f"{name}, {kind}: turned away", _percent(turned), "%", high=bound and 100 * bound)
+        yield Row(f"{name}, {kind}: rejected", _percent(turned), "%", high=bound and 100 * bound)
         yield Row(
             f"{name}, {kind}: passed",
             _percent(passed),
@@ -86,7 +86,7 @@ def run(paths: int = 300) -> Iterator[Row]:
         if world.within and kind == "equal":
             yield Row(f"{name}: alarm", _percent([clumping(path) >= CLUMPED for path in each(found)]), "%")
     turned, _ = decided(people(WORLDS["watch, weekly ± 40 %"], (1.0, 1.0), 12 * paths, np.random.default_rng(1)))
-    yield Row("12 promotions, weekly ± 40 %: any taken back", _percent(turned.reshape(-1, 12).any(1)), "%", high=2.0)
+    yield Row("12 promotions, weekly ± 40 %: any rolled back", _percent(turned.reshape(-1, 12).any(1)), "%", high=2.0)
     yield from evals(paths)
 
 
@@ -95,7 +95,7 @@ def _percent(values: ArrayLike) -> float:
 
 
 def _beta(world: World, kind: str, paths: int) -> float | None:
-    """The most that may pass, up to two standard errors, where the version is beyond the margin."""
+    """Largest allowed percentage of passes of a version beyond the margin, with two standard errors."""
     ratio, odds = KINDS[kind]
     new = ratio * odds * world.base / (1.0 + (odds - 1.0) * world.base)
     is_beyond = new >= max(world.base + CONFIG.margin, world.base * (1.0 + CONFIG.relative_margin)) - 1e-9
@@ -104,7 +104,7 @@ def _beta(world: World, kind: str, paths: int) -> float | None:
 
 
 def decided(found: Strata) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which paths end as worse, and which as not worse."""
+    """Masks of the paths that end as worse, and as not worse."""
     first = []
     for series in (worse_series, not_worse_series):
         reached = series(CONFIG, found, 0.5) >= 1.0
@@ -118,7 +118,7 @@ def each(found: Strata) -> Iterator[Strata]:
 
 
 def people(world: World, worse: tuple[float, float], paths: int, random: np.random.Generator) -> Strata:
-    """Draw paths of a week, in blocks of an hour. worse: times as bad, and times the odds, with the new version."""
+    """Draw paths of a week, in blocks of an hour. worse: factors of the rate and of the odds with the new version."""
     hour = np.arange(HOURS)
     old = np.full((paths, HOURS), world.base)
     share = np.full(HOURS, world.share)
@@ -156,7 +156,7 @@ def _independent(
 def _copying(
     world: World, random: np.random.Generator, per_hour: Floats, share: Floats, new: Floats, old: Floats
 ) -> Floats:
-    """People speak one after the other; some repeat the word before theirs."""
+    """People rate in turn; some repeat the previous rating."""
     paths = np.arange(len(new))
     counts = np.zeros((*new.shape, 4))
     last = np.zeros((len(new), 2), bool)
@@ -184,7 +184,7 @@ def _thick(counts: Floats) -> Floats:
 
 
 def evals(paths: int) -> Iterator[Row]:
-    """Candidates in a row, answered once a task at a temperature, 0.8 right at first."""
+    """Candidates in a row with one sampled answer per task, at first 0.8 correct."""
     for tasks, suites in ((500, 1), (500, 3), (2000, 1)):
         held = [any(candidates(12, 0.0, tasks, suites, seed)) for seed in range(paths)]
         name = f"12 equal candidates, {suites} suite{'s' * (suites > 1)} of {tasks} tasks: any held"
@@ -195,14 +195,14 @@ def evals(paths: int) -> Iterator[Row]:
     found = [candidates(1, 0.1, 500, 1, seed)[0] for seed in range(paths)]
     yield Row("10 points worse, 500 tasks: held", _percent(found), "%", low=70.0)
     behind = [sum(candidates(7, 0.0, 500, 1, seed, first_bad=True)) for seed in range(paths // 10)]
-    yield Row("good candidates held behind a bad one, of 7", float(max(behind, default=0)), "", high=0.0)
+    yield Row("good candidates held after a bad candidate, of 7", float(max(behind, default=0)), "", high=0.0)
     for tasks in (500, 2000):
         lost = [0.003 * (60 - sum(candidates(60, 0.003, tasks, 1, seed))) for seed in range(max(1, paths // 30))]
-        yield Row(f"60 candidates of 0.3 points less each, {tasks} tasks: points lost", 100 * max(lost), "", high=7.0)
+        yield Row(f"60 candidates, each 0.3 points worse, {tasks} tasks: points lost", 100 * max(lost), "", high=7.0)
 
 
 def candidates(num: int, less: float, tasks: int, suites: int, seed: int, *, first_bad: bool = False) -> list[bool]:
-    """Which of so many candidates are held; each is worse by `less` than the one before. The eight before them passed."""
+    """True for each candidate that is held; each is worse than the previous by `less`. Eight versions before them passed."""
     random, suite = np.random.default_rng(seed), GateSuite()
     hard = random.beta(1.6, 0.4, (suites, tasks))
 

@@ -1,7 +1,7 @@
-"""What the gateway adds to an answer, answers and streamed events a second, beside bare uvicorn and vLLM's own server.
+"""Latency that the gateway adds, and its answers and streamed events per second, compared with bare uvicorn and vLLM's server.
 
-Each server is a process of its own; contestants take their rounds in turn. Processor time is of the server and all that it
-started, without its idle share.
+Each server runs in its own process; the rounds of the servers alternate. Processor time is that of the server and its child
+processes, without its idle share.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class Load(NamedTuple):
 
 
 def run(rounds: int = 5, answers: int = 640, streams: int = STREAMS, vllm: bool = False) -> Iterator[Row]:
-    """rounds: Timed rounds. answers: Of each. streams: Clients that stream at once. vllm: Measure vLLM's server too."""
+    """rounds: timed rounds. answers: answers per round. streams: concurrent streams. vllm: True to measure vLLM's server."""
     with tempfile.TemporaryDirectory(prefix="hr-") as name, ExitStack() as ending:
         folder = Path(name)
         paced, echo, bare = (opened(kind, folder, ending) for kind in ("paced", "echo", "bare"))

@@ -1,4 +1,4 @@
-"""Whether what a start, a draw or a question costs grows no worse than linearly with the log: exponents of CPU over size.
+"""Growth of the CPU time of starts, draws and queries with the size of the log, as exponents; the target is linear.
 
 Logs are in memory; a broker adds 20 to 25 µs to each record read.
 """
@@ -46,7 +46,7 @@ USES = 1_000_000
 
 
 def run(sizes: str = "10000,100000,1000000", only: str = "") -> Iterator[Row]:
-    """sizes: Groups, reports, answers or experiences, by commas. only: Names of what grows, by commas."""
+    """sizes: record counts, separated by commas. only: names of measured functions, separated by commas."""
     at = [int(size) for size in sizes.split(",")]
     for name in only.split(",") if only else WORKS:
         WORKS[name](min(at[0], 1000))  # warms up

@@ -1,7 +1,7 @@
-"""Verify and collect of `headrace process` on a real broker beside an aiokafka loop that does the same work by hand.
+"""Verify and collect of `headrace process` on a real broker, compared with an aiokafka loop that does the same work.
 
-Processor time is of the worker alone, from the first record sent until all that it made is read. The first round shows that
-both send the same answers with the same numbers, and is not timed. Unit costs of `headrace plan` are measured here.
+Processor time is that of the worker, from the first sent record until its last output is read. The untimed first round checks
+that both send the same answers with the same numbers. The rows are unit costs of `headrace plan`.
 """
 
 import asyncio
@@ -94,7 +94,7 @@ PLAIN = msgspec.msgpack.Decoder(PlainAnswer)
 
 
 def run(rounds: int = 5, groups: int = 64, pending: int = 100_000, joins: int = 20_000) -> Iterator[Row]:
-    """rounds: Timed rounds. groups: Of 16 answers in each round. pending: Answers that wait for feedback. joins: Of these."""
+    """rounds: timed rounds. groups: groups of 16 per round. pending: answers awaiting feedback. joins: rated answers."""
     with tempfile.TemporaryDirectory() as name, EmbeddedKafka(Path(name) / "kafka") as broker:
         for stage in ("verify", "collect"):
             yield from asyncio.run(stage_rows(broker.bootstrap, stage, Path(name) / stage, rounds, groups))

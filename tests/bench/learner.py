@@ -1,6 +1,6 @@
-"""The learner's step beside a plain one on transformers: the same model, batch, AdamW and tokens of a microbatch.
+"""The learner's step compared with a plain step on transformers: the same model, batch, AdamW and tokens of a microbatch.
 
-Both take turns, after losses and gradients of a first step agree.
+Both alternate, after a first step whose losses and gradients must agree.
 """
 
 import statistics

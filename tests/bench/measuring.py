@@ -63,7 +63,7 @@ def lacks(module: str) -> str:
 
 
 def turns(contestants: Mapping[str, Callable[[], object]], rounds: int, budget_s: float) -> dict[str, float]:
-    """CPU seconds of a call of each: the best of the rounds, which all take in turn so that other work falls on all."""
+    """CPU seconds per call of each function: the best of its rounds. Rounds alternate, so other work affects all functions."""
     best = dict.fromkeys(contestants, float("inf"))
     for _ in range(rounds):
         for name, contestant in contestants.items():

@@ -1,7 +1,7 @@
-"""What each loss loses on old samples: reinforcement on the demo's additions, every batch a fixed number of versions old.
+"""Accuracy that each loss loses on old samples: the demo's additions, every batch a fixed number of versions old.
 
-All runs of a seed begin with the same weights, after the same supervised warm-up. Held-out accuracy is greedy, the mean of the
-last five looks.
+All runs of a seed start from the same weights, after the same supervised warm-up. Held-out accuracy is greedy, the mean of the
+last five evaluations.
 """
 
 import asyncio

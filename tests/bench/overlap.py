@@ -1,9 +1,9 @@
-"""Sampling and learning at the same time: the whole loop beside its own synchronous mode, under log-normal answer lengths.
+"""Overlap of sampling and learning: the whole loop compared with its own synchronous mode, with log-normal answer lengths.
 
-Master, explorer, stages and trainer are the product's, on a log in memory in virtual time: hours in seconds, exactly the same
-each time. Engine and learner are fakes that take a given time, one as much as the other on average. Waves: answers of a step by
-the engine's places; with one wave the longest answers outlast several steps, and the bound on staleness makes both sides wait.
-The journal has to say that every step had all of its groups, and each answer came once.
+Master, explorer, stages and trainer are the product's, on a log in memory in virtual time: hours in seconds, deterministic.
+Engine and learner are fakes of given durations, equal on average. Waves are answers per step divided by concurrent requests of
+the engine; with one wave the longest answers outlast several steps, and the bound on staleness makes both sides wait. The
+journal must show that every step had all of its groups, and that each answer came once.
 """
 
 import asyncio
@@ -311,7 +311,7 @@ async def check_journal(log: Log, num_answers: int) -> None:
 
 
 def run(steps: int = 24, seeds: int = 2, groups: int = 8, mean: int = 48) -> Iterator[Row]:
-    """steps: Measured. seeds: Of answer lengths. groups: Of 8 answers, in a step. mean: Tokens of an answer."""
+    """steps: measured steps. seeds: seeds of answer lengths. groups: groups of 8 per step. mean: mean tokens per answer."""
     for sigma, waves in itertools.product((0.5, 1.0), (1, 4)):
         busy, faster = [], []
         for seed in range(seeds):

@@ -1,8 +1,8 @@
-"""Bytes of a group, an answer and a word of feedback in each topic, for `headrace plan`.
+"""Bytes of a group, an answer and a rating in each topic, for `headrace plan`.
 
-Texts are real prose and code, the chain is the built-in one with one score, and nothing is sealed. Counted are value, key and
-headers of each record, and what Kafka adds to one that lies in a batch alone: the most it can be. Sizes are fitted by least
-squares: bytes once, per member, per token of the prompt and per sampled token.
+Texts are real prose and code, the chain is the built-in chain with one score, and nothing is sealed. A record counts its value,
+key and headers, and Kafka's overhead of a batch with a single record, which is the largest. Sizes are fitted by least squares:
+bytes once, per member, per token of the prompt and per sampled token.
 """
 
 import asyncio
@@ -67,12 +67,12 @@ LONE = [(1, prompt, answer) for prompt in (100, 1000) for answer in (50, 500)]
 
 
 def run(small: bool = False) -> Iterator[Row]:
-    """small: Few shapes, to try it."""
+    """Fit every kind of record. small: few shapes, for a quick test."""
     grid, lone = (GRID[::3], LONE[:2]) if small else (GRID, LONE)
     groups = {shape: asyncio.run(group_bytes(*shape)) for shape in grid}
     yield from fitted("group", groups, ("once", "member", "prompt", "token"))
     singles = {shape: asyncio.run(lone_bytes(*shape[1:])) for shape in lone}
-    for at, kind in enumerate(("answer", "word", "silence")):
+    for at, kind in enumerate(("answer", "rating", "unrated")):
         yield from fitted(kind, {shape: found[at] for shape, found in singles.items()}, ("once", "prompt", "token"))
     yield from fitted("report", {(1, 1, 1): asyncio.run(report_bytes())}, ("once",))
 
@@ -114,7 +114,7 @@ async def report_bytes() -> Bytes:
 
 
 async def lone_bytes(prompt: int, answer: int) -> tuple[Bytes, Bytes, Bytes]:
-    """A lone answer that waits; a word of feedback with what becomes of its answer; what becomes of one without feedback."""
+    """Bytes of a waiting lone answer, of a rating with the outcome of its answer, and of the outcome without feedback."""
     groups = [request_group(session_name("bench", f"s{number}"), 1, number) for number in range(MADE)]
     lone = [samples(1, prompt, answer, seed=number)[0] for number in range(MADE)]
     waiting, rated = await _of_traffic(lone, groups, [answer_id(experience_id(name, 0, 0)) for name in groups])
@@ -125,7 +125,7 @@ async def lone_bytes(prompt: int, answer: int) -> tuple[Bytes, Bytes, Bytes]:
 async def _of_traffic(
     lone: Sequence[RawAnswer], groups: Sequence[str], rated: Sequence[str]
 ) -> tuple[Counter[str], Counter[str]]:
-    """Bytes while lone answers wait, and once these were rated and trained, or, of none, once their window has passed."""
+    """Bytes while lone answers wait, and after they were rated and trained or, without ratings, after their window."""
     log = await _log()
     for name, one in zip(groups, lone, strict=True):
         await log.publish(EXPERIENCES, Block((_experience(one, name, 0, 1),)))

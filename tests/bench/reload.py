@@ -1,4 +1,4 @@
-"""Hot reloads of a running engine: pauses, tokens a second, failed requests, in both modes of `reload.kv`.
+"""Hot reloads of a running engine: pauses, tokens per second, failed requests, in both modes of `reload.kv`.
 
 The demo's model; each version scales its matrices a little and carries a probe. Groups of 16 short requests and a few long
 ones run all the time.

@@ -1,4 +1,4 @@
-"""Rows of figures that benchmarks yield, their table, the file with the newest run of each, and the pages that show these."""
+"""Figures of benchmarks: their rows and table, the file with the newest run of each benchmark, and the pages that show them."""
 
 import os
 import platform
@@ -78,7 +78,7 @@ def compared(what: str, unit: str, ours: float, peer: float, low: float | None =
 
 
 def table(name: str, rows: Sequence[Row]) -> Table:
-    """The table that a person reads."""
+    """Table for the terminal."""
     shown = Table("figure", title=name)
     for title in ("headrace", "peer", "value"):
         shown.add_column(title, justify="right")
@@ -99,7 +99,7 @@ def read() -> dict[str, Run]:
 
 
 def keep(name: str, run: Run) -> None:
-    """Put a run into the file, and its unit costs into that of `headrace plan`."""
+    """Write a run to `MEASURED`, and its unit costs to the file of `headrace plan`."""
     _write(MEASURED, msgspec.json.encode(dict(sorted((read() | {name: run}).items()))))
     costs = msgspec.json.decode(UNIT_COSTS.read_bytes())
     source = f"make bench NAME={name}, {run.at} UTC"
@@ -110,7 +110,7 @@ def keep(name: str, run: Run) -> None:
 
 
 def pages() -> dict[Path, str]:
-    """A page of figures for each area: its text with the newest runs that it names."""
+    """Pages by path: the text of each area with the newest runs that it names."""
     runs, found = read(), {}
     for path in sorted(AREAS.glob("*.md")):
         text = re.sub(r"<!-- run ([\w-]+) -->", lambda name: markdown(runs[name[1]]), path.read_text(encoding="utf-8"))
@@ -120,7 +120,7 @@ def pages() -> dict[Path, str]:
 
 
 def markdown(run: Run) -> str:
-    """A run's command and its figures, by case where several figures share their cases."""
+    """A run's command and its figures, in a table by case if several figures share their cases."""
     cases: dict[str, dict[str, Row]] = {}
     for row in run.rows:
         case, _, name = row.what.rpartition(": ")
@@ -162,7 +162,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def described(command: str, began: float, rows: Sequence[Row], load: float) -> Run:
-    """A run that began at this time."""
+    """The run of `command` that began at `began`, in seconds since the epoch."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()
@@ -171,7 +171,7 @@ def described(command: str, began: float, rows: Sequence[Row], load: float) -> R
 
 
 def machine() -> str:
-    """This machine in a few words."""
+    """Cores, CPU model and memory of this machine."""
     names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cores = len(os.sched_getaffinity(0))

@@ -1,7 +1,6 @@
-"""Each role from the start of its process until it reports that it works, and the demo until its first experience.
+"""Seconds from the start of each role's process to its first report, and from the demo's start to its first experience.
 
-Cold: Python, torch and vLLM find nothing of what they compile or keep; warm: the same once more. A real broker, one role at a
-time.
+Cold starts have empty caches of Python, torch and vLLM; warm starts repeat them. Roles start alone, with a real broker.
 """
 
 import asyncio
@@ -33,7 +32,7 @@ T = TypeVar("T")
 
 
 def run(roles: str = "master,process,train,explore,serve", engine: str = "vllm", demo: bool = True) -> Iterator[Row]:
-    """roles: By commas. engine: Of the demo, vllm or torch. demo: Start the demo too."""
+    """roles: names, separated by commas. engine: the demo's engine, vllm or torch. demo: True to start the demo."""
     with tempfile.TemporaryDirectory(prefix="hr-") as name:
         folder = Path(name)
         config = folder / "roles" / "headrace.toml"

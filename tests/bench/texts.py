@@ -1,7 +1,7 @@
-"""What the benchmarks of the log carry: groups of answers cut from real prose and code, with logprobs shaped like a model's.
+"""Records for the benchmarks of the log: groups of answers cut from real prose and code, with logprobs like a model's.
 
-Prose are the docstrings of Python's own library, code its source. Token ids are of word pieces, frequent ones low, as a trained
-vocabulary has them.
+The prose is docstrings of Python's standard library, the code its source. Token ids number word pieces; frequent pieces have
+low ids, as in a trained vocabulary.
 """
 
 import functools
@@ -21,8 +21,8 @@ CODE_CHARS = 1_000_000
 
 
 class RawAnswer(msgspec.Struct, frozen=True):
-    """One answer as an engine hands it over. id: of the experience. prompt, response: token ids. logprobs: of the
-    response. messages: the conversation, in text.
+    """One answer as an engine returns it. id: id of the experience. prompt, response: token ids. logprobs: log-probabilities of
+    the response. messages: the conversation, in text.
     """
 
     id: str
@@ -53,7 +53,7 @@ def samples(num_episodes: int, num_prompt: int, num_response: int, seed: int = 0
 
 
 def _sampled_logprobs(count: int, random: np.random.Generator) -> list[float]:
-    """Logprobs as an engine has them: a float32 log-softmax, of which the sampled entry is taken.
+    """Logprobs of sampled tokens from a float32 log-softmax, as an engine computes them.
 
     The best token leads by max(0, N(8, 5)), which leaves a little over half of all tokens above p = 0.99.
     """

@@ -1,8 +1,8 @@
-"""Seconds until 0.9 of the demo's additions are right by reinforcement: headrace beside TRL's GRPOTrainer.
+"""Seconds until reinforcement solves 0.9 of the demo's additions: headrace compared with TRL's GRPOTrainer.
 
-Both begin from the weights of the demo's own warm-up and have the same groups, answers, rate, schedule, clipping and AdamW; one
-after the other. The clock begins when the weights are there to be sampled and ends when the development set is found to be
-right in 0.9 of its tasks, which both look at as often.
+Both start from the weights of the demo's warm-up with the same groups, answers, rate, schedule, clipping and AdamW, and run in
+turn. The clock starts when an engine can sample the weights and ends when 0.9 of the development set is correct; both evaluate
+it equally often.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class Arrival(NamedTuple):
 
 
 def run(seeds: int = 3, minutes: float = 10.0, engine: str = "vllm", at: float = 0.9) -> Iterator[Row]:
-    """seeds: Of tasks, weights and draws. minutes: Of a side at most. engine: vllm or torch. at: Share that ends it."""
+    """seeds: seeds of tasks, weights and draws. minutes: limit per side. engine: vllm or torch. at: share that ends a run."""
     missing = lacks("trl")
     for seed in range(seeds):
         with tempfile.TemporaryDirectory(prefix="hr-") as name:

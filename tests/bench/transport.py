@@ -1,7 +1,6 @@
-"""From an engine's lists to the trainer's arrays: blocks of 16 through the log, beside pickled answers in a Redis stream.
+"""Path from an engine's lists to the trainer's arrays: blocks of 16 in the log, compared with pickled answers in Redis.
 
-Processor time is of sender, reader and server together. The first round shows that both readers hold the arrays that were
-sent, and is not timed.
+Processor time is the sum of sender, reader and server. The untimed first round checks that both readers get the sent arrays.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ from tests.bench.report import ROOT, Row
 from tests.bench.texts import samples
 
 APP, BLOCK = "transport", 16
-CASE = "16 x (200 + 500), Redis stream, 100 a call"
+CASE = "16 x (200 + 500), Redis stream, 100 per call"
 WHY = "the peer keeps pickled arrays in memory; the log checks, compresses and writes to disk"
 
 
@@ -64,7 +63,7 @@ class Reading:
 
 
 def run(rounds: int = 5, answers: int = 1024) -> Iterator[Row]:
-    """rounds: Timed rounds of each. answers: Of each round."""
+    """rounds: timed rounds per side. answers: answers per round."""
     missing = lacks("redis") or ("" if shutil.which("redis-server") else "no redis-server on PATH")
     if missing:
         yield Row(CASE, why=missing)

@@ -9,14 +9,17 @@ from tests.contracts.weight_bugs import BUGS, exhibits
 
 
 def run(rooms: str = ",".join(BUGS), dtype: str = "float32") -> Iterator[Row]:
-    """rooms: Of the bugs to show. dtype: Of the models."""
+    """rooms: rooms of the bugs to show. dtype: dtype of the models."""
     for room in rooms.split(","):
         with tempfile.TemporaryDirectory() as folder:
             for shown in exhibits(room, Path(folder) / "model", dtype):
                 case = f"{shown.bug.name} ({shown.bug.source}), refused by the {shown.keeper}"
                 yield Row(f"{case}: refused after", shown.after_ms, "ms")
                 yield Row(f"{case}: requests lost", float(shown.lost), low=0.0, high=0.0)
-                for what, value, unit in (("apart", shown.apart, "nats"), ("outside the clip", shown.outside, "%")):
+                for what, value, unit in (
+                    ("difference", shown.apart, "nats"),
+                    ("outside the clip", shown.outside, "%"),
+                ):
                     if value is None:
                         yield Row(f"{case}: {what}", why="no request gets an answer")
                     else:

@@ -1,7 +1,7 @@
-"""The way of a version: CPU to publish and to fetch, the size of a delta, and what engines of one host read from the store.
+"""Cost of a version: CPU to publish and to fetch, size of a delta, and bytes that the engines of a host read from the store.
 
-Weights are made up in bfloat16; each version moves 1.4 % of the values by one ulp, as a step of reinforcement does. The store
-is a folder in memory, so that no disk and no network counts.
+Weights are random, in bfloat16; each version moves 1.4 % of the values by one ulp, like a step of reinforcement learning. The
+store is a folder in memory, without disk or network.
 """
 
 import tempfile
@@ -48,7 +48,7 @@ class CountingStore(MemoryStore):
 
 
 def run(gb: float = 0.5, versions: int = 20, engines: int = 8, steps: int = 200) -> Iterator[Row]:
-    """gb: GB of weights. versions: Last version. engines: Of one host. steps: Of training before the delta is measured."""
+    """gb: GB of weights. versions: last version. engines: engines of a host. steps: training steps before the delta."""
     torch.set_num_threads(1)
     give_back_large_blocks()
     with tempfile.TemporaryDirectory(dir=SHM) as store, tempfile.TemporaryDirectory(dir=SHM) as files:

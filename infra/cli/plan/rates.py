@@ -182,7 +182,7 @@ def _topics(rates: RateFlags, settings: Settings, costs: dict[str, float], runni
     """Costs named bytes.KIND.TOPIC.PER are bytes of a record kind, once and per member, prompt and token."""
     counts = {
         "group": (rates.groups_per_s, settings.master.num_episodes), "answer": (rates.requests_per_s, 1),
-        "word": (rates.requests_per_s * rates.rated, 1), "silence": (rates.requests_per_s * (1 - rates.rated), 1),
+        "rating": (rates.requests_per_s * rates.rated, 1), "unrated": (rates.requests_per_s * (1 - rates.rated), 1),
         "report": (running / REPORT_S, 1),
     }  # fmt: skip
     found: dict[str, float] = {}

@@ -36,8 +36,8 @@ VALUES = {
     "verify_short": 100, "verify_long": 100, "collect_short": 100, "collect_long": 100, "verify_alone": 250,
     "answer_waits": 100, "feedback_joined": 1000, "request": 1000, "event": 10, "bytes.group.tasks.once": 1000,
     "bytes.group.buffer.member": 100, "bytes.group.buffer.token": 3, "bytes.group.buffer.prompt": 20,
-    "bytes.answer.verified.once": 2000, "bytes.word.verified.once": 100, "bytes.word.buffer.once": 300,
-    "bytes.silence.progress.once": 40, "bytes.report.reports.once": 800,
+    "bytes.answer.verified.once": 2000, "bytes.rating.verified.once": 100, "bytes.rating.buffer.once": 300,
+    "bytes.unrated.progress.once": 40, "bytes.report.reports.once": 800,
 }  # fmt: skip
 COSTS = {name: UnitCost(value, "", "by hand") for name, value in VALUES.items()}
 ASKED = RateFlags(
