@@ -1,4 +1,4 @@
-"""Sign-in: who may look and who may act, by keys of the app and a signed session cookie.
+"""Sign-in: scopes of viewers, by keys of the app and a signed session cookie.
 
     a key (or the link that the command prints) ─> POST /enter ─> session cookie ─> the key book is asked at each request
 
@@ -33,7 +33,9 @@ _log = logging.getLogger(__name__)
 
 
 class Viewer(msgspec.Struct, frozen=True):
-    """A signed-in person. name: In the log, such as console:acme/abcdefghijklmnop. token: In every form of the session."""
+    """A signed-in person. name: name in the log, such as console:acme/abcdefghijklmnop. token: secret in every form of the
+    session.
+    """
 
     name: str
     scopes: tuple[Scope, ...]
@@ -45,11 +47,11 @@ class Viewer(msgspec.Struct, frozen=True):
 
 
 class Forbidden(Exception):
-    """The viewer may not do this, or the request does not come from a page of this console. The message says which."""
+    """The viewer may not do this, or the request does not come from a page of this console. The message names the cause."""
 
 
 class ConsoleAccess:
-    """Sign-in and sessions of one console. link: a secret that lets its holder look, "" for none. clock: seconds since 1970."""
+    """Sign-in and sessions of a console. link: a secret that gives read access, "" for none. clock: seconds since 1970."""
 
     def __init__(self, store: Store, link: str = "", clock: Callable[[], float] = time.time) -> None:
         self._store = store
@@ -61,7 +63,7 @@ class ConsoleAccess:
         self._ended: dict[str, None] = {}
 
     async def refresh(self) -> None:
-        """Read the keys again if RELOAD_S have passed. Until that succeeds the known keys hold."""
+        """Read the keys again if RELOAD_S have passed. Until that succeeds the known keys stay valid."""
         if self._turn.locked() and self._book.is_read:
             return
         async with self._turn:
@@ -98,7 +100,7 @@ class ConsoleAccess:
         return Viewer(f"console:{key.tenant}/{key.id}", key.scopes, token)
 
     def leave(self, session: MutableMapping[str, Any]) -> None:
-        """End a session: its cookie, and every copy of it, opens nothing more."""
+        """End a session: its cookie, and every copy of it, becomes invalid."""
         self._ended[session["token"]] = None
         if len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
@@ -110,7 +112,7 @@ def check_form(viewer: Viewer, scope: Scope, form: Mapping[str, str]) -> None:
     if not viewer.may(scope):
         raise Forbidden(f"this needs a key with the scope {scope}: headrace keys create --scope {scope}")
     if not hmac.compare_digest(form.get("token", "").encode("utf-8", "replace"), viewer.token.encode()):
-        raise Forbidden("the form is of another session: open the page again")
+        raise Forbidden("the form belongs to another session: reload the page")
 
 
 def check_origin(headers: Mapping[str, str], own: str) -> None:
@@ -122,4 +124,4 @@ def check_origin(headers: Mapping[str, str], own: str) -> None:
     pages = (own,) if own else (f"http://{host}", f"https://{host}")
     if headers.get("origin", "") not in pages or site != "same-origin":
         where = f": open it at {own}" if own else ""
-        raise Forbidden(f"this came from another page than the console's{where}")
+        raise Forbidden(f"the request does not come from a page of the console{where}")

@@ -41,14 +41,14 @@ Done = tuple[str, dict[str, Any]] | Response
 
 
 class Refusal(Exception):
-    """The action cannot be done. The message says why, for the page."""
+    """The action is impossible. The page shows the message."""
 
 
 def reason_in(form: Form) -> str:
     """The reason in a form, in its form for the log. Raises Refusal for an empty one."""
     why = " ".join(form.get("why", "").split())[:MAX_WHY]
     if not why:
-        raise Refusal("say why: it is kept with the decision")
+        raise Refusal("the reason is empty: enter a reason, the log keeps it with the decision")
     return why
 
 
@@ -82,7 +82,7 @@ async def order(console: Console, viewer: Viewer, action: str, form: Form) -> Do
 
 
 async def redeliver(console: Console, viewer: Viewer, action: str, form: Form) -> Done:
-    """Deliver again the dead letters that can be decoded, as `headrace reprocess dead-letters` does. Noted: who, why."""
+    """Redeliver decodable dead letters, as `headrace reprocess dead-letters` does. The log records viewer and reason."""
     from streams.reprocess.letters import redeliver as deliver
     from streams.reprocess.run import ReprocessOrder, plan
 
@@ -98,7 +98,7 @@ async def reprocess(console: Console, viewer: Viewer, action: str, form: Form) -
     if not console.command:
         raise Refusal("an archive has no settings of stages to run")
     if console.is_comparing:
-        raise Refusal("a comparison runs already; wait for it")
+        raise Refusal("another comparison is running: wait until it ends")
     console.is_comparing = True
     try:
         return "reprocess.html", {"report": await compared(console.command, form)}
@@ -107,7 +107,7 @@ async def reprocess(console: Console, viewer: Viewer, action: str, form: Form) -
 
 
 async def compared(command: Sequence[str], form: Form) -> dict[str, Any]:
-    """The report of `headrace reprocess STAGE --diff`. It runs as a process of its own, since rules may take much memory.
+    """The report of `headrace reprocess STAGE --diff`. It runs in its own process, since rules may take much memory.
     command: the arguments that name the run.
     """
     stage, begin = form.get("stage", ""), form.get("from", "").strip() or "beginning"
@@ -123,7 +123,9 @@ async def compared(command: Sequence[str], form: Form) -> dict[str, Any]:
         async with asyncio.timeout(REPROCESS_S):
             out, words = await process.communicate()
     except TimeoutError as error:
-        raise Refusal(f"it took longer than {REPROCESS_S:.0f} s; begin later, or use the command") from error
+        raise Refusal(
+            f"longer than {REPROCESS_S:.0f} s: start from a later position, or use headrace reprocess"
+        ) from error
     finally:
         if process.returncode is None:
             process.kill()
@@ -132,7 +134,7 @@ async def compared(command: Sequence[str], form: Form) -> dict[str, Any]:
         lines = words.decode(errors="replace").strip().splitlines()
         raise Refusal(lines[-1] if lines else f"it ended with {process.returncode}")
     if len(out) > MAX_REPORT:
-        raise Refusal("its report is too long for a page; use the command")
+        raise Refusal("the report is too long for a page: use headrace reprocess")
     try:
         report: dict[str, Any] = msgspec.json.decode(out)
     except msgspec.DecodeError as error:
@@ -141,7 +143,7 @@ async def compared(command: Sequence[str], form: Form) -> dict[str, Any]:
 
 
 async def open_answer(console: Console, viewer: Viewer, action: str, form: Form) -> Done:
-    """Show a sealed answer once, after the log has who opened it and why."""
+    """Show a sealed answer once, after the log has the viewer and the reason."""
     trace = await console.reading.answer(form.get("answer", ""))
     values = await answer_values(console, trace, opened=True)
     if values["view"]["shut"] == "forgotten":
@@ -151,7 +153,7 @@ async def open_answer(console: Console, viewer: Viewer, action: str, form: Form)
 
 
 async def open_letter(console: Console, viewer: Viewer, action: str, form: Form) -> Done:
-    """Show a sealed letter once, after the log has who opened it and why."""
+    """Show a sealed letter once, after the log has the viewer and the reason."""
     place = letter_place(form.get("letter", "").split("/"))
     time_ms, letter = await console.reading.letter(*place)
     try:
@@ -165,7 +167,7 @@ async def open_letter(console: Console, viewer: Viewer, action: str, form: Form)
 
 
 async def _note_opening(console: Console, viewer: Viewer, about: str, form: Form) -> None:
-    """Write to the log that this viewer opens this answer or letter. It is not shown before."""
+    """Record in the log that this viewer opens this answer or letter. The text is shown only afterwards."""
     record = Directive(order="open", owner=viewer.name, about=about, reason=reason_in(form))
     await console.reading.log.publish(topics.POLICIES, record)
 
@@ -174,7 +176,7 @@ def _back(path: str, done: str) -> Response:
     return RedirectResponse(f"{path}?{urlencode({'done': done})}", status_code=303)
 
 
-# Every action with the scope it takes; what is not here does not exist.
+# Every action with its scope.
 ACTIONS: Mapping[str, tuple[Scope, Callable[[Console, Viewer, str, Form], Awaitable[Done]]]] = {
     **{name: ("operate", move) for name in MOVES},
     **{name: ("operate", order) for name in ORDERS},

@@ -1,4 +1,4 @@
-"""The web application: its addresses, who may use each, and the headers of every response.
+"""The web application: its addresses, the scope of each, and the headers of every response.
 
 Guarantees: by these headers a browser runs only the console's own scripts, loads nothing from elsewhere, and shows no page in a
 frame. Every page and every action is behind `ConsoleAccess`. A GET changes nothing. Each value that a template shows went
@@ -55,11 +55,11 @@ NAV = (
 )  # fmt: skip
 WHY = {
     "missing": "Sign in with a key that has the scope look, operate or unseal.",
-    "wrong": "That key opens nothing here.",
+    "wrong": "The key is unknown to this console.",
     "revoked": "That key was revoked.",
     "expired": "That key has expired, or your session has ended.",
 }
-# What the page of an error says, by the first kind that fits.
+# Status of an error's page, by the first class that matches.
 FAULTS: tuple[tuple[type[Exception], int], ...] = (
     (Forbidden, 403), (NotInLog, 404), (NotReadYet, 503), (Refusal, 400), (HeadraceError, 503),
 )  # fmt: skip
@@ -68,8 +68,8 @@ _log = logging.getLogger(__name__)
 
 
 def make_app(console: Console, access: ConsoleAccess, *, hosts: tuple[str, ...], port: str, own: str) -> ASGIApp:
-    """The console over one run. hosts: names a request may be for. port: that it listens on, which its cookie is named after.
-    own: the origin of its pages behind TLS, "" without.
+    """The console over a run. hosts: allowed names in the Host header. port: port it listens on, part of the name of its
+    cookie. own: the origin of its pages behind TLS, "" without.
     """
     site = _Site(console, access, own)
     app = Starlette(
@@ -84,13 +84,13 @@ def make_app(console: Console, access: ConsoleAccess, *, hosts: tuple[str, ...],
             Middleware(TrustedHostMiddleware, allowed_hosts=[*hosts], www_redirect=False),
             Middleware(
                 SessionMiddleware, secret_key=secrets.token_hex(32), max_age=LIVES_S, same_site="strict", https_only=bool(own),
-                # Of `__Host-` browsers take no cookie that came without TLS or was set by another host of the domain.
+                # Browsers reject a cookie named `__Host-…` without TLS or from another host of the domain.
                 session_cookie=f"__Host-headrace_{port}" if own else f"headrace_{port}",
             ),
         ],
         exception_handlers={404: site.missing, 500: site.broken},
     )  # fmt: skip
-    # Around all of it: Starlette answers for a page that broke outside of an application's middleware.
+    # Outside of everything: Starlette answers for a failed page outside of an application's middleware.
     return SecurityHeaders(app)
 
 
@@ -128,7 +128,7 @@ class _Site:
         }  # fmt: skip
 
     def page(self, path: str) -> Callable[[Request], Awaitable[Response]]:
-        """The endpoint of a page, for viewers who may look."""
+        """The endpoint of a page, for viewers with a scope of the console."""
         template, read = PAGES[path]
 
         async def answer(request: Request) -> Response:
@@ -140,7 +140,7 @@ class _Site:
         """An action, for viewers whose key has its scope, from a form of their own session."""
         name = str(request.path_params["action"])
         if name not in ACTIONS:
-            return await self._error(request, None, 404, "There is no such action.")
+            return await self._error(request, None, 404, "Unknown action.")
         scope, do = ACTIONS[name]
 
         async def done(viewer: Viewer) -> tuple[str, dict[str, Any]] | Response:
@@ -176,12 +176,12 @@ class _Site:
         return await self._checked(request, ended)
 
     async def missing(self, request: Request, error: Exception) -> Response:
-        return await self._error(request, None, 404, "There is no such page.")
+        return await self._error(request, None, 404, "Unknown page.")
 
     async def broken(self, request: Request, error: Exception) -> Response:
         """The page of an unexpected error. The log has the details."""
         _log.error("page_broke path=%s", request.url.path, exc_info=error)
-        return await self._error(request, None, 500, "This page broke; the console's log says how.")
+        return await self._error(request, None, 500, "The page failed; the console's log has the error.")
 
     async def _checked(
         self,
@@ -189,7 +189,7 @@ class _Site:
         read: Callable[[Viewer], Awaitable[dict[str, Any] | tuple[str, dict[str, Any]] | Response]],
         template: str = "",
     ) -> Response:
-        """The rendered result of `read` where the viewer may look, else a page that says why not."""
+        """The rendered result of `read` if the viewer has access, else a page with the reason."""
         viewer = None
         try:
             if request.method == "POST":
@@ -197,7 +197,7 @@ class _Site:
             await self._access.refresh()
             viewer = self._access.viewer(request.session)
             if not viewer.may("look"):
-                return await self._show(request, None, "enter.html", 403, why="That key may not look.")
+                return await self._show(request, None, "enter.html", 403, why="The key has no scope of the console.")
             found = await read(viewer)
             if isinstance(found, Response):
                 return found
@@ -207,7 +207,7 @@ class _Site:
             return await self._show(request, None, "enter.html", 401, why=WHY[error.reason])
         except sqlite3.OperationalError as error:
             _log.warning("index_not_read path=%s error=%s", request.url.path, error)
-            return await self._error(request, viewer, 503, "The index is being built again: look again in a moment.")
+            return await self._error(request, viewer, 503, "The index is being rebuilt: reload the page in a moment.")
         except (Forbidden, Refusal, HeadraceError) as error:
             status = next(status for kind, status in FAULTS if isinstance(error, kind))
             if status == 503:
@@ -240,7 +240,7 @@ class _Site:
 
 
 async def read_form(request: Request) -> dict[str, str]:
-    """The fields of a form. Raises Forbidden where there are too many or the form is too long."""
+    """The fields of a form. Raises Forbidden for too many fields or a form that is too long."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -253,12 +253,12 @@ async def read_form(request: Request) -> dict[str, str]:
 
 
 def _safe(value: object) -> object:
-    """Foreign text with its control characters made visible; our own markup as it is."""
+    """Foreign text with its control characters made visible; markup of the templates is unchanged."""
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def iso(time_ms: float | None) -> str:
-    """A time in UTC as machines read it; "" for none."""
+    """A time in UTC in ISO 8601; "" for none."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_ms / 1000)) if time_ms else ""
 
 

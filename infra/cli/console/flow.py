@@ -1,4 +1,4 @@
-"""The Flow page in figures and words, from the state of `headrace status` alone.
+"""The Flow page in figures and words, from the state of `headrace status`.
 
 A figure that no role reports is "missing"; zero is shown only where a role said zero.
 """
@@ -23,7 +23,7 @@ _LABEL = re.compile(r"(^|,)(\w+)=")
 _NUMBER = re.compile(r"\d[\d.,]*")
 
 Rates = Mapping[str, float]
-"""A counter's whole name, such as `answers{end=whole}` → rate a second."""
+"""A counter's whole name, such as `answers{end=whole}` → rate per second."""
 
 
 def figures(state: State, stable: Stable, held: int = -1) -> dict[str, dict[str, Any]]:
@@ -132,7 +132,7 @@ def sentence(state: State, now_s: float) -> str:
         return "No role has reported yet."
     if not alive:
         age_s = min(report["age_s"] for report in state["roles"])
-        return f"Nothing runs: this is how it was {since(age_s)} ago."
+        return f"No role is running; these values are {since(age_s)} old."
     learning = state["learning"]
     if learning["state"] != "on":
         why = f": {learning['reason']}" if learning["reason"] else ""
@@ -149,7 +149,7 @@ def sentence(state: State, now_s: float) -> str:
         if behind[0] > BEHIND:
             why = f"processing is the bottleneck, {behind[0]:,} records of {behind[1]} wait"
         elif any(report["role"] == "serve" for report in alive) and not issues:
-            why = "rated answers come no faster"
+            why = "rated answers are the bottleneck"
         else:
             why = "the explorers are the bottleneck"
         return f"The trainer waited {min(trainer, 1.0):.0%} of the last minute: {why}."
@@ -157,11 +157,11 @@ def sentence(state: State, now_s: float) -> str:
         return f"The explorers waited {min(explorer, 1.0):.0%} of their time: the trainer is the bottleneck."
     if behind[0] > BEHIND:
         return f"{behind[0]:,} records of {behind[1]} wait: processing is the bottleneck."
-    return "No part waits long: they keep pace."
+    return "No role is a bottleneck."
 
 
 def since(seconds: float) -> str:
-    """A span in words. They change once a minute at most, since a screen reader reads each change aloud."""
+    """A time span in words. It changes at most once a minute, since a screen reader reads each change aloud."""
     for size, name in ((86_400, "day"), (3600, "hour"), (60, "minute")):
         if seconds >= size:
             count = int(seconds // size)
@@ -173,7 +173,7 @@ def alarms(state: State, seen: Mapping[str, float]) -> list[dict[str, Any]]:
     """Every alarm of `status`, in its order: `name` (title of its section of the help), `about`, `page` of the help,
     `since_ms` (0 where it is not known), `times` since then and `lately` in the last minute (0 for one that lasts).
 
-    seen: when each was first seen here, seconds by `without_numbers` its line.
+    seen: time of the first sighting in seconds, by the line `without_numbers`.
     """
     counted = {
         grown_line(report["instance"], name, more): (report, name, more)
@@ -206,7 +206,7 @@ def _counted(report: State, counter: str) -> str:
 
 
 def without_numbers(line: str) -> str:
-    """An alarm's line with # for its numbers, which change from one reading to the next."""
+    """An alarm's line with # for its numbers, which change between readings."""
     return _NUMBER.sub("#", line)
 
 
@@ -220,13 +220,13 @@ def value_words(value: str) -> str:
     lane, _, name = value.rpartition("/")
     if not lane:
         return name.replace("_", " ")
-    # The table has the values of one lane for all.
+    # The table has the values of a lane once for all lanes.
     meaning = next((measure.meaning for measure in MEASURES if measure.name == f"usual/{name}"), "")
     return f"{name} of lane {lane}" + (f" ({meaning})" if meaning else "")
 
 
 def by_labels(rates: Rates) -> dict[str, dict[str, float]]:
-    """Counter → labels ("" for none) → rate a second. Counters of seconds are left out: theirs is a share of time."""
+    """Counter → labels ("" for none) → rate per second, without counters of seconds, whose rate is a share of time."""
     found: dict[str, dict[str, float]] = {}
     for whole, rate in rates.items():
         name, labels = name_and_labels(whole)
@@ -265,7 +265,7 @@ def rates(role: str, per_s: Rates, at_most: int) -> tuple[list[dict[str, Any]], 
 
 
 def label_words(labels: str) -> str:
-    """Labels of a counter as people read them, as in "outcome kept, source gateway"."""
+    """Labels of a counter in words, such as "outcome kept, source gateway"."""
     return _LABEL.sub(lambda found: f"{', ' if found[1] else ''}{found[2].replace('_', ' ')} ", labels)
 
 

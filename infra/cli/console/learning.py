@@ -1,4 +1,4 @@
-"""The Learning page: charts of what was measured of each version, for this run and other runs, drawn by uPlot.
+"""The Learning page: charts of measurements by version, for this run and other runs, drawn by uPlot.
 
 A chart is plain data for the page's script and for the table below it: `title`, `x` (versions or minutes), `labels` of each x,
 `series` with a value or None for each x, and how to draw them.
@@ -11,9 +11,9 @@ from typing import Any
 
 from infra.cli.terminal import printable
 
-# What a chart is called, the end of the names it draws, and whether its axis begins at zero.
+# Title of a chart, suffixes of the names it draws, and True if its axis starts at zero.
 CURVES: tuple[tuple[str, tuple[str, ...], bool], ...] = (
-    ("Reward of what was trained", ("reward_mean",), False),
+    ("Reward of trained answers", ("reward_mean",), False),
     ("Loss", ("loss",), False),
     ("Staleness, versions", ("/staleness_mean",), True),
     ("Entropy", ("/entropy",), True),
@@ -117,7 +117,7 @@ def fates_chart(database: sqlite3.Connection, *, by_time: bool) -> Chart:
     origin, mark = (first, "") if by_time else (0, "v")
     ranges = [(x - origin, x - origin + width - 1) for x in xs]
     return {
-        "title": "What became of answers", "zero": True, "stacked": True, "by_time": by_time, "x": [x for x, _ in ranges],
+        "title": "Outcomes of answers", "zero": True, "stacked": True, "by_time": by_time, "x": [x for x, _ in ranges],
         "labels": [f"{mark}{low}" + (f" to {mark}{high}" if width > 1 else "") for low, high in ranges],
         "series": [
             {

@@ -32,16 +32,16 @@ def shown_letter(letter: DeadLetter) -> dict[str, Any]:
     """
     value, shown = letter.value, {"text": "", "why": "", "cut": 0, "num_sealed": 0}
     if not value:
-        return shown | {"why": "It holds nothing."}
+        return shown | {"why": "The letter is empty."}
     if _is_shut(letter):
-        return shown | {"why": "Sealed: it is about an answer of a named user.", "num_sealed": 1}
+        return shown | {"why": "Sealed: it concerns an answer of a named user.", "num_sealed": 1}
     try:
         held = msgspec.json.decode(value)
         num_sealed = sum(map(is_sealed, _texts(held)))
         text = json.dumps(_changed(held, lambda text: SHUT if is_sealed(text) else text), indent=2, ensure_ascii=False)
     except (msgspec.DecodeError, RecursionError):
         is_whole = len(value) < MAX_LETTER_BYTES
-        size = f"{len(value):,} bytes" if is_whole else f"the first {len(value):,} bytes of it were kept"
+        size = f"{len(value):,} bytes" if is_whole else f"only the first {len(value):,} bytes were kept"
         return shown | {"why": f"Not JSON: {size}."}
     return shown | {"text": text[:MAX_SHOWN], "cut": max(0, len(text) - MAX_SHOWN), "num_sealed": num_sealed}
 
@@ -58,23 +58,21 @@ def opened_letter(letter: DeadLetter, keys: Keys | None) -> DeadLetter:
     except (msgspec.DecodeError, RecursionError):
         sealed = []
     if keys is None or not sealed:
-        raise BadFrame("this letter holds nothing that is sealed: there is nothing to open")
+        raise BadFrame("this letter has no sealed text to open")
     answers = _named_in(held)
     opened = {text: _opened(text, answers, keys) for text in list(dict.fromkeys(sealed))[:MAX_OPENED]}
     found = set(opened.values())
     if found <= {GONE, OF_NOBODY}:
-        raise (
-            Sealed("all of it is forgotten") if GONE in found else BadFrame("nothing here names the answer it is about")
-        )
+        raise (Sealed("its users were forgotten") if GONE in found else BadFrame("the letter does not name its answer"))
     try:
         value = _changed(held, lambda text: opened.get(text, TOO_MANY) if is_sealed(text) else text)
         return msgspec.structs.replace(letter, value=msgspec.json.encode(value))
     except RecursionError as error:
-        raise BadFrame("it is nested too deep to be opened") from error
+        raise BadFrame("the letter is nested too deeply to be opened") from error
 
 
 def _opened(text: str, answers: list[str], keys: Keys) -> str:
-    """The text, or why it stays sealed. Each is bound to its answer and opens only with that."""
+    """The text, or the reason why it stays sealed. Each text is bound to its answer and opens only with it."""
     for answer in answers:
         try:
             return open_text(text, keys, answer)

@@ -1,4 +1,4 @@
-"""The pages to look at: each reads the values of its template. None changes anything."""
+"""The pages: each reads the values of its template and changes nothing."""
 
 import asyncio
 import time
@@ -35,21 +35,19 @@ HELP = (
     "runbook",
 )
 HOWTO = Path(__file__).resolve().parents[2] / "docs" / "howto"
-BEING_READ = "The log is being read. This page shows it once that is done."
-NOT_HEARD = "The log was not read yet. This page tries again."
-ARCHIVED = (
-    "This is an archive. It holds no reports of roles: see Versions for decisions and Learning for what was measured."
-)
-FLOW_S = 0.5  # wait for the log: then the first page says that it is being read, and asks again
-DRAWN_S = 10.0  # a chart is shown again for so long, since one of thousands of versions takes time to read
-COUNTED_S = 60.0  # numbers of rows are shown again for so long
-SHOWN = 20  # answers on the page of the version that learned from them
+BEING_READ = "The log is being read. This page shows the run afterwards."
+NOT_HEARD = "The log could not be read yet. This page retries."
+ARCHIVED = "This is an archive without reports of roles: see Versions for decisions and Learning for measurements."
+FLOW_S = 0.5  # wait for the log; afterwards the first page reports the reading, and retries
+DRAWN_S = 10.0  # reuse of a chart, since a chart of thousands of versions takes time to read
+COUNTED_S = 60.0  # reuse of the numbers of rows
+SHOWN = 20  # answers on the page of the version that was trained on them
 
 Values = dict[str, Any]
 
 
 class Console:
-    """A run as the pages see it. command: the arguments that name it for a command, none for an archive. beside: indexes
+    """A run for the pages. command: the arguments that name it for a command, none for an archive. beside: indexes
     of other runs. load_spell: loads a function from token ids to texts, None where there is no tokenizer; blocks.
     is_comparing: a reprocess runs.
     """
@@ -76,7 +74,7 @@ class Console:
 
 
 async def flow(console: Console, request: Request) -> Values:
-    """The state of the system; before the first reading has ended, that the log is being read."""
+    """The state of the system, or the progress of the first reading."""
     reading = console.reading
     try:
         state, history = await asyncio.gather(reading.status(FLOW_S), reading.history(FLOW_S))
@@ -132,7 +130,7 @@ async def answer(console: Console, request: Request) -> Values:
 
 
 async def answer_values(console: Console, trace: AnswerTrace, *, opened: bool = False, whole: bool = False) -> Values:
-    """The page of one answer. opened: its sealed texts are shown, for this look only."""
+    """The page of one answer. opened: True to show its sealed texts, for this view."""
     group, rows = group_of(trace.id), console.reading.rows
     return {
         "trace": trace, "view": shown(trace, await console.spell(), opened=opened, whole=whole), "opened": opened,
@@ -216,7 +214,7 @@ async def letter(console: Console, request: Request) -> Values:
 async def letter_values(
     console: Console, place: tuple[int, int], time_ms: int, found: DeadLetter, *, opened: bool = False
 ) -> Values:
-    """The page of one letter. opened: its sealed texts are shown, for this look only."""
+    """The page of one letter. opened: True to show its sealed texts, for this view."""
     rows = console.reading.rows
     return {
         "letter": found, "time_ms": time_ms, "mark": await rows(data.mark, *place), "view": shown_letter(found),
@@ -258,7 +256,7 @@ def _version(text: str) -> int:
     return int(digits)
 
 
-# Every address with its template and what reads the values.
+# Every address with its template and the function that reads its values.
 PAGES: Mapping[str, tuple[str, Callable[[Console, Request], Awaitable[Values | Response]]]] = {
     "/": ("flow.html", flow),
     "/flow": ("flow_live.html", flow),  # the part of the first page that is asked for again

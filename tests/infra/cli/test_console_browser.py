@@ -179,9 +179,9 @@ def test_from_the_first_page_links_lead_to_why_a_version_was_not_promoted_and_wh
     page.get_by_role("heading", name="Answers").wait_for()
     assert page.get_by_role("row").count() == 2
     page.get_by_role("table").get_by_role("link").first.click()
-    page.get_by_role("heading", name="Its way").wait_for()
+    page.get_by_role("heading", name="History").wait_for()
     text = page.inner_text("main")
-    assert "First learned in version 5" in text and "question 0 about refunds" in text
+    assert "First trained into version 5" in text and "question 0 about refunds" in text
 
 
 def test_forty_turns_of_anything_are_shown_whole_and_none_is_executed(
@@ -252,7 +252,7 @@ def test_the_picture_of_a_system_at_work_says_of_each_part_how_it_does(operator:
         "Trainer, v7: 0.29 steps/s, 75 answers/s, 64 groups wait",
     ):
         picture.get_by_role("link", name=name).wait_for()
-    for name in ("how groups ended, from Collect to Master", "hot reload, from Versions to Explorers"):
+    for name in ("group outcomes, from Collect to Master", "hot reload, from Versions to Explorers"):
         picture.get_by_role("img", name=name).wait_for()
     wide = "all => all.filter(box => box.scrollWidth > box.clientWidth).map(box => box.innerText)"
     assert operator.page.eval_on_selector_all(".columns > section", wide) == [], "no table is wider than its column"
@@ -270,9 +270,9 @@ def test_the_door_the_forms_and_an_opened_answer_can_be_used_by_anybody(
     page.get_by_role("link", name="Privacy").click()
     page.get_by_role("link", name=f"{SESSION}.1-22.0-0-0").click()
     assert SECRET not in page.content()
-    page.get_by_label("Why").fill("a complaint")
+    page.get_by_label("Reason").fill("a complaint")
     page.get_by_role("button", name="Open it once").click()
-    page.get_by_text("Opened for this look only").wait_for()
+    page.get_by_text("Opened for this view only").wait_for()
     assert SECRET in page.inner_text("main")
     found.sound_by_day_and_night("opened", tmp_path)
     found.context.close()
@@ -285,7 +285,7 @@ def test_an_operator_promotes_a_version_from_its_page_and_signs_out(operator: Wa
         operator.sound_by_day_and_night(f"operator{path.replace('/', '-')}", tmp_path)
     page.goto(f"{operator.url}/versions/6")
     form = page.locator("form[action='/actions/promote']")
-    form.get_by_label("Why").fill("looked at <b>fifty</b> answers")
+    form.get_by_label("Reason").fill("looked at <b>fifty</b> answers")
     form.get_by_role("button").click()
     page.wait_for_url("**/versions?done=**")
     text = page.inner_text("main")

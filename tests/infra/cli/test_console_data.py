@@ -93,8 +93,8 @@ async def test_what_a_letter_holds_is_shown_unless_it_is_sealed_or_not_json_and_
         assert "&lt;script&gt;" in pages[0].text and "<script>document" not in pages[0].text
         assert not {"\x1b", "\u202e"} & set(pages[0].text)
         assert "(sealed)" in pages[1].text and "&#34;stars&#34;: 3" in pages[1].text
-        assert "Sealed: it is about an answer of a named user." in page_text(pages[2])
-        assert "Not JSON: 4 bytes." in page_text(pages[3]) and "It holds nothing." in page_text(pages[4])
+        assert "Sealed: it concerns an answer of a named user." in page_text(pages[2])
+        assert "Not JSON: 4 bytes." in page_text(pages[3]) and "The letter is empty." in page_text(pages[4])
         assert "Not JSON: 60,000 bytes." in page_text(pages[5])
         assert not any(SECRET in page.text or "sealed:" in page.text for page in pages)
         for nowhere in ("0/999999", "7/0", "x/1", "0/-1", f"0/{'9' * 30}"):
@@ -141,9 +141,9 @@ def test_what_is_sealed_in_a_letter_is_opened_once_by_a_key_that_may_and_the_log
         assert SECRET not in client.get(path).text
         form = {"token": form_token(client, path), "letter": place}
         assert client.post("/actions/open-letter", data=form | {"why": " "}).status_code == 400
-        assert not [order for order in orders(here) if order.about == about], "nothing was opened without a reason"
+        assert not [order for order in orders(here) if order.about == about], "no openings without a reason"
         opened = client.post("/actions/open-letter", data=form | {"why": "a complaint"})
-        assert opened.status_code == 200 and SECRET in opened.text and "Opened for this look only" in opened.text
+        assert opened.status_code == 200 and SECRET in opened.text and "Opened for this view only" in opened.text
         assert (is_whole or "and more" in opened.text) and SECRET not in client.get(path).text
     record = here.newest(Directive)
     assert (record.order, record.about, record.reason) == ("open", about, "a complaint")
@@ -181,9 +181,9 @@ def test_of_several_texts_in_a_letter_each_opens_under_its_own_key_or_says_why_i
 
 def test_a_letter_of_which_nothing_opens_is_refused_with_why() -> None:
     keys = Keys(MemoryStore())
-    with pytest.raises(BadFrame, match="nothing that is sealed"):
+    with pytest.raises(BadFrame, match="no sealed text"):
         opened_letter(feedback_letter({"said": "hello"}), keys)
-    with pytest.raises(BadFrame, match="nothing here names the answer"):
+    with pytest.raises(BadFrame, match="does not name its answer"):
         opened_letter(feedback_letter({"said": seal_text(SECRET, keys, OF_ANN)}), keys)
     gone = feedback_letter(sealed_feedback(keys, OF_OTHER, SECRET))
     keys.destroy(OTHERS)
@@ -260,7 +260,7 @@ def test_a_search_finds_what_has_all_of_it_and_nothing_else(
 
 def test_what_looks_like_an_id_and_is_none_is_searched_for(tmp_path: Path) -> None:
     page, listed = look(tmp_path, "/answers?text=GPT-4.1-mini-2025", f"/answers?text={ANN}")
-    assert page.status_code == 200 and "Nothing fits." in page.text
+    assert page.status_code == 200 and "No matches." in page.text
     assert listed.status_code == 303 and listed.headers["location"].endswith(ANN)
 
 

@@ -62,14 +62,14 @@ def state(*roles: State, learning: State | None = None, **lags: int) -> State:
     ("seen", "told"),
     [
         (state(), "No role has reported yet."),
-        (state(role("train", silent=True)), "Nothing runs: this is how it was 1 minute ago."),
+        (state(role("train", silent=True)), "No role is running; these values are 1 minute old."),
         (
             state(role("train", per_s={"idle_seconds": 0.62}), role("explore"), role("master", issued_groups=5.0)),
             "The trainer waited 62% of the last minute: the explorers are the bottleneck.",
         ),
         (
             state(role("train", per_s={"idle_seconds": 0.7}), role("serve")),
-            "The trainer waited 70% of the last minute: rated answers come no faster.",
+            "The trainer waited 70% of the last minute: rated answers are the bottleneck.",
         ),
         (
             state(role("train", per_s={"idle_seconds": 0.7}), experiences=9000),
@@ -79,7 +79,7 @@ def state(*roles: State, learning: State | None = None, **lags: int) -> State:
             state(role("train"), role("explore", idle_share=0.8), role("master", issued_groups=5.0)),
             "The explorers waited 80% of their time: the trainer is the bottleneck.",
         ),
-        (state(role("train"), role("explore")), "No part waits long: they keep pace."),
+        (state(role("train"), role("explore")), "No role is a bottleneck."),
         (
             state(role("train"), learning={"state": "paused", "by": "ann", "reason": "odd", "since_s": 940.0}),
             "Learning is paused by ann since 1 minute: odd.",
@@ -156,8 +156,8 @@ async def test_the_flow_page_says_every_alarm_so_and_of_many_how_many_more_there
             "A value of a step is unhealthy : chi2 of lane live (estimate of χ²(π‖μ)), at train/1;"
             f" 3 times since {since} , 3 in the last minute what to do"
         ) in text
-        assert "A role does not run : no master runs: no report was received; see its log; seen here since" in text
-        assert "train/1: a plugin says a; seen here since" in text
+        assert "A role does not run : no master runs: no report was received; see its log; first seen" in text
+        assert "train/1: a plugin says a; first seen" in text
         num_alarms = len(said) + 4  # three roles that do not run
         assert f"{num_alarms} alarms" in text and f"and {num_alarms - MAX_ALARMS} more" in text
 
@@ -208,7 +208,7 @@ def test_each_measure_of_learning_is_drawn_for_each_lane_and_every_value_has_its
         assert names == {line["name"] for line in chart["series"]} and chart["zero"] is zero, title
         assert chart["labels"] == [f"v{version}" for version in range(4)] and len(chart["x"]) == 4
         assert all(line["values"] == [0.125, 0.25, 0.375, 0.5] for line in chart["series"])
-    areas = {line["name"]: line["values"] for line in charts["What became of answers"]["series"]}
+    areas = {line["name"]: line["values"] for line in charts["Outcomes of answers"]["series"]}
     by_version = {"too old": [0, 1, 1], "too short": [1, 0, 0]}
     assert areas == (by_version if over == "version" else {"too old": [2], "too short": [1]})
 
@@ -224,7 +224,7 @@ def test_every_chart_is_also_a_table_that_a_keyboard_opens(tmp_path: Path, over:
     (suite,) = [figure for figure in figures if "<figcaption>Suite dev" in figure]
     assert re.search("v5</th>(<td>[^<]*</td>)?<td>0.6667, 0.2 to 0.9</td>", suite)
     assert charts_in(page)["Suite dev"]["series"][0]["low"] == [0.2] * 8
-    assert "what became of answers as a table" in page_text(page).lower()
+    assert "outcomes of answers as a table" in page_text(page).lower()
 
 
 def test_runs_are_drawn_over_one_another_each_by_its_name(tmp_path: Path) -> None:

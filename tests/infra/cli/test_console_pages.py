@@ -127,7 +127,7 @@ async def test_while_the_broker_is_away_every_page_shows_what_was_known_or_says_
         for path in PAGES:
             page = await client.get(path)
             assert page.status_code == 200 or (page.status_code == 503 and "the broker is away" in page_text(page))
-            assert "The log cannot be read now. The pages show what was read before." in page_text(page), path
+            assert "The log cannot be read now. The pages show the last values." in page_text(page), path
         assert "question 0 about refunds" in page_text(await client.get("/answers?text=refunds"))
         bus.is_away = False
         await until(lambda: not reading.index.note("fault"))
@@ -141,13 +141,13 @@ async def test_a_page_does_not_take_what_is_unread_for_what_is_not_there(tmp_pat
         with closing(sqlite3.connect(tmp_path / "state" / FILE)) as database, database:
             database.execute("DELETE FROM answers")
             database.execute("DELETE FROM evals")
-        assert "None of them is in the kept log." in page_text(await client.get("/versions/5"))
+        assert "The retained log has none of them." in page_text(await client.get("/versions/5"))
         reading._held["index"] = (float("inf"), IndexState(left={"batches": 3}, is_whole=True))
         page = page_text(await client.get("/versions/5"))
         assert "Not read yet: the index is behind the log by 3 of batches." in page
-        assert "None of them is in the kept log." not in page and "answered no suite" not in page
+        assert "The retained log has none of them." not in page and "not evaluated" not in page
         found = page_text(await client.get("/answers?text=refunds"))
-        assert "Nothing fits what was read. Not read yet: the index is behind" in found
+        assert "No matches in the index so far. Not read yet: the index is behind" in found
         with pytest.raises(NotReadYet, match="Look again in a moment"):
             await reading.answer(live(99, "", "").id)
 
@@ -172,8 +172,8 @@ async def test_an_index_that_is_not_there_and_a_page_that_broke_say_so_under_the
     log = await filled()
     async with looking(tmp_path, log) as (client, _):
         for change, status, said in (
-            ("UPDATE answers SET time_ms = 'then'", 500, "This page broke"),
-            ("DROP TABLE answers", 503, "The index is being built again"),
+            ("UPDATE answers SET time_ms = 'then'", 500, "The page failed"),
+            ("DROP TABLE answers", 503, "The index is being rebuilt"),
         ):
             with closing(sqlite3.connect(tmp_path / "state" / FILE)) as database, database:
                 database.execute(change)
@@ -201,7 +201,7 @@ def test_who_was_forgotten_is_gone_from_every_page_and_no_key_opens_them(tmp_pat
     bob, ann, *others = look(
         tmp_path, f"/answers/{BOB}", f"/answers/{ANN}", *PAGES, "/answers?text=Theodor", more=forget
     )
-    assert "Forgotten Its user was forgotten: nobody can read it." in page_text(bob) and "Sealed" in page_text(ann)
+    assert "Forgotten Its user was forgotten, so nobody can read it." in page_text(bob) and "Sealed" in page_text(ann)
     assert not [page for page in (bob, *others) if "Theodor" in page_text(page).replace('value="Theodor"', "")]
 
 
@@ -242,9 +242,9 @@ async def test_an_archive_says_why_a_version_was_held_and_what_was_measured(tmp_
 def test_a_run_of_which_nothing_is_there_says_so_on_every_page(tmp_path: Path) -> None:
     log = Log(MemoryBus(), "t", store=MemoryStore())
     told = {
-        "/": "No role has reported yet.", "/learning": "Nothing was measured yet.", "/answers": "Nothing fits.",
-        "/versions": "No version was published yet.", "/data": "no task was judged", "/privacy": "nothing was opened",
-        "/versions/compare": "There is nothing to compare.",
+        "/": "No role has reported yet.", "/learning": "No measurements yet.", "/answers": "No matches.",
+        "/versions": "No version was published yet.", "/data": "no scored task", "/privacy": "no openings",
+        "/versions/compare": "No answers to compare.",
     }  # fmt: skip
     pages = look(tmp_path, *told, log=log, more=lambda empty: empty.create_topics(partitions=1, keep_ms=-1))
     for page, (path, words) in zip(pages, told.items(), strict=True):
@@ -302,12 +302,12 @@ def test_one_answers_page_has_its_whole_life(tmp_path: Path) -> None:
     text = page_text(page)
     assert "question 0 about refunds" in text and "answer 0" in text
     assert page.text.count('class="tok l') > 6 and ' odd"' in page.text, "tokens by chance, and by version"
-    assert "exact 1 the whole answer version 1" in text and "Went through validate@1 → exact@1." in text
-    said = text.partition("Feedback")[2].partition("Its way")[0]
+    assert "exact 1 the whole answer version 1" in text and "Processors: validate@1 → exact@1." in text
+    said = text.partition("Feedback")[2].partition("History")[0]
     assert re.findall(r"user (?:\w+ )?([01])", said) == ["0", "1"], "feedback as it came and as it was revised"
     assert "buffered 1 +0.5" in text and "trained, step 9 – +0.5 1 lane live, on version 4" in text
-    assert "First learned in version 5" in text
-    assert "The turns of the session around it." in text and "question 1 about refunds" in text
+    assert "First trained into version 5" in text
+    assert "Neighbouring turns of its session." in text and "question 1 about refunds" in text
     assert "Nothing else has happened" not in text
 
 
@@ -315,11 +315,11 @@ def test_an_answer_that_waits_and_one_to_a_suite_say_so(tmp_path: Path) -> None:
     waits, listed, evaluated = look(
         tmp_path, f"/answers/{live(4, '', '').id}", "/answers?suite=dev", f"/answers/{suite_answer(3, 2).id}"
     )
-    way = page_text(waits).partition("Its way")[2].partition("Its session")[0]
-    assert "It was answered. Nothing else has happened to it yet." in way
+    way = page_text(waits).partition("History")[2].partition("Its session")[0]
+    assert "No events after the answer yet." in way
     rows = page_text(listed).rpartition("became")[2]
     assert rows.count("evaluated") == 48 and "pending" not in rows
-    assert "Not learned from: it was asked to evaluate a version." in page_text(evaluated)
+    assert "Not trained: it is part of an evaluation." in page_text(evaluated)
 
 
 def test_what_was_written_of_an_answer_is_shown_where_it_is_of_nobody_and_else_stays_sealed(tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def test_a_version_that_nobody_decided_says_why_which_version_customers_get_and_
     with console(TOML + gate) as here, browser(here, "look") as client:
         text = page_text(client.get("/versions/6"))
         assert ("No gate is configured ( [master.gate] with suites of [[master.evals]] )" in text) is not has_gate
-        assert ("No decision was made about it." in text) is has_gate
+        assert ("There is no decision about it." in text) is has_gate
         assert "Customers get version 2 ." in text
         assert re.search(r"headrace promote 6 --config \S+headrace.toml", text)
         assert "Customers get this version." in page_text(client.get("/versions/2"))
@@ -377,7 +377,7 @@ def test_whole_answers_are_compared_and_what_is_not_shown_of_them_is_said(tmp_pa
     log = Log(MemoryBus(), "t", store=MemoryStore())
     text = page_text(look(tmp_path, "/versions/compare?a=1&b=4&suite=dev", log=log, more=more)[0])
     assert f"{MAX_TASKS + 2} answers differ, 1 are the same" in text
-    assert "2 more of these are not shown." in text and "2 more answers are not compared" in text
+    assert "2 more differences are not shown." in text and "2 more answers are not compared" in text
     assert "They differ only in the 1,001 characters that follow." in text
 
 
