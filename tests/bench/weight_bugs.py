@@ -16,10 +16,8 @@ def run(rooms: str = ",".join(BUGS), dtype: str = "float32") -> Iterator[Row]:
                 case = f"{shown.bug.name} ({shown.bug.source}), refused by the {shown.keeper}"
                 yield Row(f"{case}: refused after", shown.after_ms, "ms")
                 yield Row(f"{case}: requests lost", float(shown.lost), low=0.0, high=0.0)
-                for what, value, unit in (
-                    ("difference", shown.apart, "nats"),
-                    ("outside the clip", shown.outside, "%"),
-                ):
+                figures = ("difference", shown.apart, "nats"), ("outside the clip", shown.outside, "%")
+                for what, value, unit in figures:
                     if value is None:
                         yield Row(f"{case}: {what}", why="no request gets an answer")
                     else:
