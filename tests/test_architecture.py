@@ -30,7 +30,7 @@ DOORS = {
     "transformers": ("infra/model/", "trainer/learners/attention.py", "infra/cli/demo/"),
     "peft": ("infra/model/adapter.py",),
     "tokenizers": ("infra/model/spelling.py", "infra/model/controls.py", "infra/cli/demo/"),
-    "PIL": ("infra/store/images.py", "actors/tasksets/shapes.py"),
+    "PIL": ("infra/store/images.py",),
     "prometheus_client": ("infra/observe/metrics.py",),
     "starlette": (
         "actors/gateway/",

@@ -4,28 +4,34 @@ Weights are drawn wide, so that logits differ as those of trained models do: wit
 hide below rounding. The same family gives the same bytes.
 """
 
+import io
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
-from actors.tasksets.shapes import Drawing, draw
-from infra.cli.demo.char_model import (
-    IMAGE_TOKEN,
-    MIN_HEAD_DIM,
-    PARTS_TEMPLATE,
-    PATCH,
-    PICTURES,
-    SPECIAL_TOKENS,
-    VOCABULARY_SIZE,
-    Size,
-    Vocabulary,
-    build_char_model,
-    save_tokenizer,
-)
+from infra.cli.demo.char_model import SPECIAL_TOKENS, Size, Vocabulary, save_tokenizer, text_config
+from infra.model.model import no_progress_bars
+from infra.store.images import image_named
+from schemas import Image
 
 VOCABULARY = 128  # that of `infra.cli.demo.char_model`, whose tokenizer goes with it
 SPREAD = 0.2
 WINDOW = 8
+
+IMAGE_TOKEN = "<image>"
+PATCH = 8  # pixels a side that make one place of a picture
+# A message with images is a list of parts: each image becomes its token, the text follows.
+PARTS_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}" + IMAGE_TOKEN + "{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+PICTURES = Vocabulary(
+    words=(IMAGE_TOKEN, "count", "read", "box", *"0123456789[], "),
+    pattern=f"{IMAGE_TOKEN}|count|read|box|[\\s\\S]",
+    chat_template=PARTS_TEMPLATE,
+)
 
 FRAME = ("<img>", "</img>")
 SHRUNK = 2  # so many patches a side become one place
@@ -118,10 +124,8 @@ def build_tiny_model(folder: Path, family: str, **settings: Any) -> Path:
     import torch
     import transformers
 
-    from infra.model.model import no_progress_bars
-
     if family == "llava":
-        return build_char_model(folder, 7, PICTURES, Size(hidden=32, layers=2, image=16, head_dim=MIN_HEAD_DIM))
+        return build_tiny_llava(folder, 7, Size(hidden=32, layers=2))
     if family == "internvl":
         return build_tiny_internvl(folder, spread=SPREAD)
     model, config, further = FAMILIES[family]
@@ -146,8 +150,6 @@ def build_tiny_internvl(
     from transformers import InternVLConfig, InternVLForConditionalGeneration
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
-    from infra.model.model import no_progress_bars
-
     side = places * SHRUNK * PATCH
     config = InternVLConfig(
         vision_config={
@@ -159,22 +161,7 @@ def build_tiny_internvl(
             "patch_size": [PATCH, PATCH],
             "initializer_range": spread,
         },
-        text_config={
-            "model_type": "qwen3",
-            "vocab_size": VOCABULARY_SIZE,
-            "hidden_size": hidden,
-            "intermediate_size": 3 * hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "head_dim": MIN_HEAD_DIM,
-            "max_position_embeddings": 512,
-            "initializer_range": spread,
-            "tie_word_embeddings": False,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
+        text_config={"model_type": "qwen3", **text_config(Size(hidden, layers)), "initializer_range": spread},
         image_token_id=len(SPECIAL_TOKENS) + WORDS.index(IMAGE_TOKEN),
         image_seq_length=places**2,
         downsample_ratio=1 / SHRUNK,
@@ -196,17 +183,74 @@ def build_tiny_internvl(
     return folder
 
 
-SIZE = Size(hidden=16, layers=1, image=16, head_dim=MIN_HEAD_DIM)  # two by two places a picture
-NUM_PLACES = 4
+def build_tiny_llava(folder: Path, seed: int, size: Size, side: int = 16) -> Path:
+    """Write a LLaVA of a SigLIP tower before a Qwen3 to `folder`, and return that. side: of its pictures in pixels."""
+    import torch
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    save_tokenizer(folder, PICTURES)
+    eye = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": size.hidden,
+        "intermediate_size": 2 * size.hidden,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "image_size": side,
+        "patch_size": PATCH,
+        "vision_use_head": False,
+    }
+    config = LlavaConfig(
+        vision_config=eye,
+        text_config={"model_type": "qwen3", **text_config(size)},
+        image_token_index=len(SPECIAL_TOKENS) + PICTURES.words.index(IMAGE_TOKEN),
+        image_seq_length=(side // PATCH) ** 2,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]), no_progress_bars():
+        torch.manual_seed(seed)
+        LlavaForConditionalGeneration(config).save_pretrained(folder)
+    SiglipImageProcessorPil(size={"height": side, "width": side}).save_pretrained(folder)
+    return folder
+
+
+SIZE = Size(hidden=16, layers=1)
+NUM_PLACES = 4  # two by two places a picture
 
 
 def build_eye_model(folder: Path, seed: int = 0, family: str = "llava") -> Path:
     if family == "internvl":
         return build_tiny_internvl(folder, seed, hidden=SIZE.hidden, layers=SIZE.layers)
-    return build_char_model(folder, seed, PICTURES, SIZE)
+    return build_tiny_llava(folder, seed, SIZE)
+
+
+class Drawing(NamedTuple):
+    """A picture of one to three squares. answer: their number."""
+
+    picture: bytes
+    answer: str
+
+    @property
+    def image(self) -> Image:
+        return image_named(self.picture)
 
 
 def drawings(count: int, seed: int = 0) -> list[Drawing]:
-    random = Random(seed)
-    found = {one.picture: one for one in (draw("count", random, size=16) for _ in range(40 * count))}
-    return list(found.values())[:count]
+    """Different pictures of 16 × 16 pixels, of squares in the cells of a grid."""
+    from PIL import Image as Picture
+    from PIL.ImageDraw import Draw
+
+    random, found = Random(seed), dict[bytes, Drawing]()
+    while len(found) < count:
+        canvas, answer = Picture.new("RGB", (16, 16), "white"), random.randint(1, 3)
+        for cell in random.sample(range(4), answer):
+            left, top = 8 * (cell % 2) + random.randint(0, 2), 8 * (cell // 2) + random.randint(0, 2)
+            colour = random.choice(("red", "blue", "green", "purple", "black"))
+            Draw(canvas).rectangle((left, top, left + 4, top + 4), fill=colour)
+        held = io.BytesIO()
+        canvas.save(held, format="PNG")
+        found[held.getvalue()] = Drawing(held.getvalue(), str(answer))
+    return list(found.values())

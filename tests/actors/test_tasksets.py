@@ -27,13 +27,9 @@ from actors.tasksets.loader import (
     recorded_rates,
     with_images,
 )
-from actors.tasksets.shapes import (
-    write_shapes,
-)
 from actors.tasksets.taskset import Demonstration, Preference
 from infra.log.log import Log
 from infra.policies.tensors import MAX_RANK, load_tensors
-from infra.store.images import images_of
 from infra.store.memory import MemoryStore
 from infra.store.store import BLOBS
 from schemas import Closure, DeadLetter, Experience, Message, Span, Task, make_experience
@@ -46,6 +42,7 @@ from streams.scores.instructions import instructions as share
 from tests.actors.rig import EOS, CharTokenizer, TopicArrivals, memory_log
 from tests.actors.rig import task as plain_task
 from tests.streams.memory_worker import settled, working
+from tests.tiny_models import drawings
 
 
 def test_fields_are_renamed_and_a_prompt_is_one_user_message(tmp_path: Path) -> None:
@@ -166,20 +163,17 @@ def test_a_folder_saved_by_datasets_is_read_with_its_splits(tmp_path: Path) -> N
         list(tasks(path=str(tmp_path)))
 
 
-def written(folder: Path) -> tuple[Path, Path]:
-    return write_shapes(folder, num_train=12, num_held_out=4, num_dev=3, num_shown=10)
-
-
 def test_a_row_whose_image_is_gone_or_none_is_named_and_the_others_are_loaded(tmp_path: Path) -> None:
-    file, _ = written(tmp_path)
-    tasks = list(read_rows(file, Task))
-    gone, spoiled, again = (images_of(task.messages)[0] for task in tasks[:3])
-    (tmp_path / FOLDER / gone.sha256).unlink()
-    (tmp_path / FOLDER / spoiled.sha256).write_bytes(b"no picture")
+    pictures = drawings(4)
+    messages = [(Message(role="user", content="count", images=(drawing.image,)),) for drawing in pictures]
+    tasks = [plain_task(f"task-{number}", messages=asked) for number, asked in enumerate(messages)]
+    (tmp_path / FOLDER).mkdir()
+    _, spoiled, earlier, whole = pictures
+    (tmp_path / FOLDER / spoiled.image.sha256).write_bytes(b"no picture")
+    (tmp_path / FOLDER / whole.image.sha256).write_bytes(whole.picture)
     store, broken = MemoryStore(), list[Broken]()
-    store.put(BLOBS + again.sha256, (tmp_path / FOLDER / again.sha256).read_bytes())
-    (tmp_path / FOLDER / again.sha256).unlink()  # an earlier load brought it
-    loaded = list(with_images(tasks, file, store, broken.append))
+    store.put(BLOBS + earlier.image.sha256, earlier.picture)  # an earlier load brought it
+    loaded = list(with_images(tasks, tmp_path / "tasks.jsonl", store, broken.append))
     assert loaded == tasks[2:]
     assert [tasks[0].id in broken[0].where, "missing" in broken[0].reason] == [True, True]
     assert [tasks[1].id in broken[1].where, "altered" in broken[1].reason] == [True, True]

@@ -22,12 +22,8 @@ LIMIT_S = 400.0
 def run_demo(
     folder: Path, *arguments: str, meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None
 ) -> dict[str, Any]:
-    """Run the demo (of sums, unless the arguments name a task) to its end and return its report, which is all it prints;
-    `meanwhile` is called while it runs.
-    """
-    if "--task" not in arguments:
-        arguments = ("--task", "add", *arguments)
-    command = [sys.executable, "-m", "infra.cli.main", "demo", "--dir", str(folder), "--json", *arguments]
+    """Run the demo's toy to its end and return its report, which is all it prints; `meanwhile` is called while it runs."""
+    command = [sys.executable, "-m", "infra.cli.main", "demo", "--task", "add", "--dir", str(folder), "--json", *arguments]
     printed, said = (folder.parent / f"{folder.name}.{end}" for end in ("out", "err"))
     with printed.open("wb") as output, said.open("wb") as errors:
         process = subprocess.Popen(command, stdout=output, stderr=errors)
@@ -79,7 +75,6 @@ class OwnLedger:
         self.acknowledged: set[str] = set()
         self.trained: Counter[tuple[str, int, int]] = Counter()
         self.stale_tokens = 0
-        self.num_spans: dict[str, int] = {}
         with EmbeddedKafka(folder / "kafka") as broker:
             asyncio.run(self._read(broker.bootstrap))
 
@@ -94,7 +89,6 @@ class OwnLedger:
                     self.acknowledged |= {
                         experience.id for experience in message.value.experiences if not experience.suite
                     }
-                    self.num_spans |= {entry.id: len(entry.spans) for entry in message.value.experiences}
             async for message in log.read_all(topics.BATCHES):
                 if isinstance(message.value, Batch):
                     for item in message.value.items:

@@ -65,21 +65,6 @@ def headrace(*arguments: object) -> dict:
 
 
 @pytest.mark.full
-def test_episodes_of_several_turns_go_round_the_loop_and_are_accounted_for(tmp_path: Path) -> None:
-    """No promise of how well it plays: a few steps, every experience accounted for, every turn in one experience."""
-    report = run_demo(tmp_path / "run", "--task", "guess", "--engine", "torch", "--minutes", "0.3", "--seed", "2")
-    ledger = OwnLedger(tmp_path / "run")
-    assert report["audit_clean"] and report["pending"] == 0 and report["steps"] >= 3
-    assert report["experiences_published"] == len(ledger.acknowledged)
-    assert report["experiences_trained"] + sum(report["dropped"].values()) == len(ledger.acknowledged)
-    assert max(ledger.trained.values()) == 1 and ledger.stale_tokens == 0
-    assert report["mismatch_abs_max"] is None or report["mismatch_abs_max"] <= 1e-4
-    assert report["requests_failed"] == 0 and report["restarts"] == {}
-    assert report["accuracy_final"] is not None
-    assert max(ledger.num_spans.values()) >= 3, "no episode went through its three turns in one experience"
-
-
-@pytest.mark.full
 def test_every_role_and_the_broker_may_be_killed_at_any_moment(tmp_path: Path, unkilled: dict) -> None:
     """Ten shots at moments of chance, two at each role and at the broker; the whole loop is `tests/e2e/crash_loop.py`."""
     report = asyncio.run(crash_loop(tmp_path / "run", plan_shots(10, 7, (0.5, 4.0)), seed=7, minutes=5.0))

@@ -51,7 +51,6 @@ from actors.engines.vllm.settings import (
     environment,
     errors_of_children,
     give_cache,
-    load_libraries,
     routing_options,
 )
 from infra.model.adapter import adapter_shapes, find_adapter, write_adapter_folder
@@ -243,8 +242,6 @@ class VllmEngine:
         if known is not None:
             engine_arguments(model="", seed=0, options=options, on_cpu=False, known=known)
         return known is not None
-
-    load_libraries = staticmethod(load_libraries)
 
     @property
     def version(self) -> int:

@@ -292,13 +292,6 @@ def cached_byte_code() -> Iterator[None]:
         sys.dont_write_bytecode, sys.pycache_prefix = before
 
 
-def load_libraries() -> None:
-    """Import vLLM, which takes ten seconds of a core: for a process that has to wait for something else anyway."""
-    with cached_byte_code():
-        import vllm.engine.arg_utils
-        import vllm.v1.engine.async_llm  # noqa: F401
-
-
 def _sizes(vision: Vision) -> dict[str, object]:
     """Arguments of vLLM's image processor that a model folder need not name; InternVL gets one tile per picture."""
     if vision.family == "internvl":

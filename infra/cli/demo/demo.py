@@ -1,7 +1,6 @@
 """`headrace demo`: the whole system on one machine, one process per role, watched from here.
 
-    settings ─┬─> broker, model, tasks ─┬─> loads ─> read the log until the master is done ─> report
-              └─> roles, which wait ────┘
+    settings ─> broker, model, tasks ─> roles, loads ─> read the log until the master is done ─> report
 
 This process starts the roles, reads the log and prints a line every five seconds. Nothing it does changes what is learned.
 Ctrl-C stops the roles in order; started again with the same folder, the run continues.
@@ -14,7 +13,6 @@ import logging
 import shlex
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,12 +26,10 @@ from infra.cli.demo.char_model import build_char_model
 from infra.cli.demo.chat_model import CACHED_MODEL, cached_model, check_model
 from infra.cli.demo.record import RunRecord
 from infra.cli.demo.report import examples_table, finish_report, result_table
-from infra.cli.demo.settings import DemoOptions, demo_toml, task_of
-from infra.cli.demo.tasks import TRAFFIC, DemoTask
+from infra.cli.demo.settings import TRAFFIC, DemoOptions, DemoTask, demo_toml, task_of
 from infra.cli.demo.users import USERS_FILE
 from infra.cli.exit_codes import CONFIG_ERROR, INTERRUPTED, last_error
 from infra.cli.options import SettingsFile, command
-from infra.cli.run.roles import early
 from infra.cli.run.up import Stopped, broker_child, child_environment, role_child, roles_to_start, wait_for_broker
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import LineFormatter
@@ -79,32 +75,28 @@ async def run_demo(options: DemoOptions) -> int:
     console.print(f"headrace demo in {settings.folder}; logs in {settings.folder / 'logs'}")
     broker = broker_child(settings)
     assert broker is not None, "the demo brings its own broker"
-    others = load_children(settings, config) + service_children(settings, options.services)
-    with tempfile.TemporaryDirectory(prefix="hr-") as place:
-        begin = Path(place) / "begin"
-        # The roles load their libraries while the broker starts and the model is built.
-        chosen = SettingsFile(config, [*sets])
-        roles = Supervisor([early(role_child(settings, chosen, role), begin) for role in roles_to_start(settings)])
-        async with Supervisor([broker]) as first, roles:
-            console.print(run.line("starting the broker, building the model"))
-            try:
-                await unless(stop.wait(), prepare(settings, first, options.chosen), Stopped)
-            except Stopped:
-                return INTERRUPTED
-            if options.chosen is TRAFFIC:
-                others.append(await asyncio.to_thread(users_child, settings, options))
-            await asyncio.to_thread(begin.touch)
-            async with connected(settings) as log, Supervisor(others) as beside:
-                with contextlib.suppress(Stopped):
-                    states = (first.states, roles.states, beside.states)
-                    await unless(stop.wait(), until_done(log, run, settings, states, console), Stopped)
-                console.print(run.line("stopping the roles"))
-                await beside.stop()
-                await roles.stop()
-                console.print(run.line("accounting for every experience"))
-                await run.read_on(log)  # the last results came while the roles were stopping
-                children = [state for by_name in states for state in by_name.values()]
-                values = await finish_report(log, settings, run, options, children)
+    chosen, others = SettingsFile(config, [*sets]), load_children(settings, config)
+    others += service_children(settings, options.services)
+    roles = Supervisor([role_child(settings, chosen, role) for role in roles_to_start(settings)])
+    async with Supervisor([broker]) as first:
+        console.print(run.line("starting the broker, building the model"))
+        try:
+            await unless(stop.wait(), prepare(settings, first, options.chosen), Stopped)
+        except Stopped:
+            return INTERRUPTED
+        if options.chosen is TRAFFIC:
+            others.append(await asyncio.to_thread(users_child, settings, options))
+        async with roles, connected(settings) as log, Supervisor(others) as beside:
+            states = (first.states, roles.states, beside.states)
+            with contextlib.suppress(Stopped):
+                await unless(stop.wait(), until_done(log, run, settings, states, console), Stopped)
+            console.print(run.line("stopping the roles"))
+            await beside.stop()
+            await roles.stop()
+            console.print(run.line("accounting for every experience"))
+            await run.read_on(log)  # the last results came while the roles were stopping
+            children = [state for by_name in states for state in by_name.values()]
+            values = await finish_report(log, settings, run, options, children)
     print_result(console, settings, values)
     if options.as_json:
         print(json.dumps(values))
@@ -197,8 +189,8 @@ async def prepare(settings: Settings, broker: Supervisor, task: DemoTask) -> Non
 
 def build(folder: Path, seed: int, task: DemoTask, model: Path) -> None:
     """Write the taskset, and the model where it is a toy's or the usual one. Raises ConfigError."""
-    if task.vocabulary is not None:
-        build_char_model(folder / "model", seed, task.vocabulary, task.size)
+    if task.is_toy:
+        build_char_model(folder / "model", seed)
     else:
         check_model(cached_model() if model == CACHED_MODEL else model)
     if not (folder / "tasks" / "ready").exists():

@@ -13,8 +13,7 @@ from rich.text import Text
 
 from actors.master.evaluation import parse_eval_group, wilson
 from infra.cli.demo.record import RunRecord
-from infra.cli.demo.settings import DemoOptions
-from infra.cli.demo.tasks import TRAFFIC
+from infra.cli.demo.settings import TRAFFIC, DemoOptions
 from infra.cli.demo.users import USERS_FILE, Seen
 from infra.cli.settings import Settings
 from infra.ledger.account import audit
@@ -40,9 +39,8 @@ async def finish_report(
     phases = [entry.phase for entry in entries if isinstance(entry, Batch)]
     values: dict[str, Any] = {
         **accuracies(run, task.suite),
-        **(changes(run, held, task.suite) if task.vocabulary is None else {}),
+        **({} if task.is_toy else changes(run, held, task.suite)),
         "wall_s": round(run.elapsed_s(), 1),
-        "startup_s": await startup_s(log, run.started_s),
         "task": task.name,
         "measure": task.measure,
         "suite": task.suite,
@@ -74,19 +72,6 @@ async def finish_report(
     return values
 
 
-async def startup_s(log: Log, started_s: float) -> float | None:
-    """Seconds from the start to the first experience in the log; None if an earlier start did that."""
-    begins, ends = await log.bounds(topics.EXPERIENCES)
-    first = [
-        record.timestamp_ms
-        for index, begin in begins.items()
-        if begin < ends[index]
-        for record in (await log.at(topics.EXPERIENCES, index, [begin])).values()
-    ]
-    after_s = min(first, default=0) / 1000 - started_s
-    return round(after_s, 1) if after_s > 0 else None
-
-
 Answer = tuple[str, str, str]  # the task's id, its prompt, the answer
 NUM_SHOWN = 5
 
@@ -107,7 +92,7 @@ def changes(run: RunRecord, held: Mapping[int, Mapping[int, Answer]], suite: str
     """What training changed: intervals, the prompts with pairs of kinds that were never trained on, answers side by side."""
     results = run.results.get(suite, {})
     if not results or not held:
-        return {"tokens_sampled": int(run.counter("explore", "tokens"))}
+        return {}
     first, last = min(results), max(results)
     before, after = held.get(first, {}), held.get(last, {})
     unseen = [number for number, (task, _, _) in sorted(after.items()) if task.startswith("unseen")]
@@ -123,7 +108,6 @@ def changes(run: RunRecord, held: Mapping[int, Mapping[int, Answer]], suite: str
         },
         "distinct_answers": [len({answer for _, _, answer in found.values()}) for found in (before, after)],
         "examples": [(before[number][1], before[number][2], after[number][2]) for number in shown],
-        "tokens_sampled": int(run.counter("explore", "tokens")),
     }
 
 
@@ -161,6 +145,7 @@ def measured(run: RunRecord) -> dict[str, object]:
         "mismatch_abs_max": max(mismatches, default=None),
         **{name: run.gauge("explore", name) for name in names},
         "requests_failed": int(run.counter("explore", "requests_failed")),
+        "tokens_sampled": int(run.counter("explore", "tokens")),
         "rollout_tokens_per_s": run.gauge("explore", "tokens_per_s"),
         "trainer_idle_share": round(idle / (idle + busy), 3) if idle + busy else None,
         "explorer_idle_share": run.gauge("explore", "idle_share"),
@@ -177,6 +162,8 @@ def traffic_values(run: RunRecord, users: Path, suite: str) -> dict[str, object]
     """The traffic demo's part of report.json. `requests_failed` is what users saw fail, not what the engine counted."""
     seen = read_seen(users)
     answered = [answer for answer in seen if answer.version >= 0]
+    parts = {"first": answered[:ENDS], "last": answered[-ENDS:]}
+    ends = {end: (sum(answer.liked for answer in part), len(part)) for end, part in parts.items()}
     accuracy = run.accuracy(suite)
     ages = [row["live/staleness_mean"] for row in run.history if "live/staleness_mean" in row]
     return {
@@ -184,25 +171,17 @@ def traffic_values(run: RunRecord, users: Path, suite: str) -> dict[str, object]
         "errors_seen": sorted({answer.error for answer in seen if answer.error})[:5],
         "answers": len(answered),
         "habits": dict(Counter(answer.habit for answer in answered).most_common()),
-        "users_liked_first": share_liked(answered[:ENDS]),
-        "users_liked_last": share_liked(answered[-ENDS:]),
-        "users_liked_intervals": [interval(answered[:ENDS]), interval(answered[-ENDS:])],
+        **{
+            f"users_liked_{end}": round(liked / max(1, asked), 4) if asked else None
+            for end, (liked, asked) in ends.items()
+        },
+        "users_liked_intervals": [wilson(liked, max(1, asked)) for liked, asked in ends.values()],
         "stable": [[round(at_s, 1), version, accuracy.get(version)] for at_s, version in run.stable],
         "stable_first": next((accuracy[version] for _, version in run.stable if version in accuracy), None),
         "stable_last": next((accuracy[version] for _, version in run.stable[::-1] if version in accuracy), None),
         "held": run.num_held,
         "live_staleness_mean": round(sum(ages) / len(ages), 1) if ages else None,
     }
-
-
-def share_liked(seen: Sequence[Seen]) -> float | None:
-    """Share of liked answers; None where there are no answers."""
-    return round(sum(answer.liked for answer in seen) / len(seen), 4) if seen else None
-
-
-def interval(seen: Sequence[Seen]) -> tuple[float, float]:
-    """The 95 % interval of the share of liked answers."""
-    return wilson(sum(answer.liked for answer in seen), max(1, len(seen)))
 
 
 def windows(seen: Sequence[Seen], started_s: float) -> list[tuple[float, float]]:
@@ -229,9 +208,8 @@ def result_rows(values: Values) -> Iterator[tuple[str, str]]:
         if pairs := list(values["unseen_pairs"].values()):
             yield "pairs of kinds never trained", f"{percent(pairs[0])} → {percent(pairs[-1])}"
         yield "distinct held-out answers", " → ".join(map(str, values["distinct_answers"]))
-        cost = f"{values['wall_s'] / 60:.1f} minutes, {values['tokens_sampled']:,} tokens sampled"
-        yield "cost", f"{cost}, {sum(values['peak_rss_mb'].values()) / 1000:.1f} GB of memory"
-    yield "wall time", f"{values['wall_s']:.0f} s, first experience after {number(values['startup_s'], 0)} s"
+    cost = f"{values['wall_s'] / 60:.1f} minutes, {values['tokens_sampled']:,} tokens sampled"
+    yield "cost", f"{cost}, {sum(values['peak_rss_mb'].values()) / 1000:.1f} GB of memory"
     warmup = f"{values['warmup_steps']} of warm-up, {values['policy_versions']} versions"
     yield "optimizer steps", f"{values['steps']} and {warmup}"
     published = f"{values['experiences_published']:,} published, {values['experiences_trained']:,} trained"

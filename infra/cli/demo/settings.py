@@ -1,4 +1,11 @@
-"""The demo's headrace.toml: the settings of a real run, sized for two cores."""
+"""The demo's tasks and their settings: a real run's, sized for two cores.
+
+instructions.toml   a chat model follows instructions that can be checked: each kind shown alone, then learned from the score
+traffic.toml        users of a gateway teach the same model what they like, by ratings
+add.toml            a toy, which the tests use: a character model of 0.9 M parameters learns two-digit addition (MIX loss)
+
+Each file is a headrace.toml with $model, $engine, $dtype, $seed and $minutes (traffic: $after_users) to be filled in.
+"""
 
 import json
 from pathlib import Path
@@ -9,31 +16,54 @@ import msgspec
 import typer
 
 from infra.cli.demo.chat_model import CACHED_MODEL
-from infra.cli.demo.tasks import ADD, GUESS, INSTRUCTIONS, SHAPES, TRAFFIC, DemoTask
 from infra.cli.demo.users import EDITS
 from schemas.errors import ConfigError
 
-TASKS = {task.name: task for task in (INSTRUCTIONS, ADD, GUESS, SHAPES, TRAFFIC)}
 ENGINES = {
     "vllm": 'use = "actors.engines.vllm.engine:VllmEngine"\n'
     'options = {{ dtype = "{dtype}", max_model_len = {max_model_len}, max_num_seqs = {max_sequences} }}',
     "torch": 'use = "actors.engines.torch:TorchEngine"\noptions = {{ dtype = "{dtype}", max_sequences = {max_sequences} }}',
 }
 SETTLE_S = 20.0  # after the users have gone: the last feedback windows close
-BEGIN = """\
-# Written by `headrace demo`. Edit it and run `headrace up`, or remove the folder to begin anew.
-app = "demo"
 
-[kafka]                          # no bootstrap_servers: an embedded broker, its data in ./kafka
-partitions = 2
 
-[store]
-url = "store"
+class DemoTask(msgspec.Struct, frozen=True, kw_only=True):
+    """A task of `headrace demo`; its settings are the file of its name.
 
-[policy]
-model = $model
+    write: function (folder, seed=) that writes tasks.jsonl and experts.jsonl. suite: evals that are reported. measure: name of
+    their accuracy for people. engines: those it runs on, the usual one first. minutes: default duration.
+    """
 
-"""
+    name: str
+    write: str
+    measure: str
+    suite: str = "held-out"
+    engines: tuple[str, ...] = ("vllm", "torch")
+    minutes: float = 10.0
+    max_model_len: int = 256
+    is_toy: bool = False
+
+
+INSTRUCTIONS = DemoTask(
+    name="instructions",
+    write="actors.tasksets.instructions:write_instructions",
+    measure="held-out prompts with every instruction followed",
+)
+TRAFFIC = DemoTask(
+    name="traffic",
+    write="actors.tasksets.instructions:write_questions",
+    measure="held-out questions answered as readers like it",
+    engines=("vllm",),
+)
+ADD = DemoTask(
+    name="add",
+    write="actors.tasksets.arithmetic:write_arithmetic",
+    measure="held-out accuracy",
+    minutes=4.0,
+    max_model_len=64,
+    is_toy=True,
+)
+TASKS = {task.name: task for task in (INSTRUCTIONS, ADD, TRAFFIC)}
 
 
 class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,20 +72,16 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     directory: Annotated[Path, typer.Option("--dir", help="Folder of the run; an existing run continues.")] = Path(
         "runs/demo"
     )
-    task: Annotated[
-        str,
-        typer.Option(help="Task: instructions, or a toy: add, guess (turns with an environment) or shapes (images)."),
-    ] = "instructions"
+    task: Annotated[str, typer.Option(help="Task: instructions, or the toy add.")] = "instructions"
     model: Annotated[
         str,
         typer.Option(metavar="FOLDER", help="Chat model to train.", show_default="SmolLM2-135M-Instruct"),
     ] = ""
     minutes: Annotated[
-        float,
-        typer.Option(help="Time after which no more tasks are issued.", show_default="10; add and shapes 4"),
+        float, typer.Option(help="Time after which no more tasks are issued.", show_default="10; add 4")
     ] = 0.0
     seed: Annotated[int, typer.Option(help="Seed of the model, the tasks and the draws.")] = 0
-    engine: Annotated[str, typer.Option(help="Engine: vllm or torch. Default: vllm; torch for shapes.")] = ""
+    engine: Annotated[str, typer.Option(help="Engine: vllm or torch.", show_default="vllm")] = ""
     traffic: Annotated[
         bool, typer.Option("--traffic", help="Learn from simulated users' feedback on a gateway's answers.")
     ] = False
@@ -87,11 +113,12 @@ def demo_toml(options: DemoOptions) -> str:
     engine, minutes = options.engine or task.engines[0], options.minutes or task.minutes
     if engine not in task.engines:
         raise ConfigError(f"--engine: got {options.engine!r}, expected one of {', '.join(task.engines)}")
-    toy = task.vocabulary is not None
-    dtype = "float32" if toy else "auto"
-    return Template(BEGIN + task.settings).substitute(
-        model=json.dumps("model" if toy else str(Path(options.model).resolve() if options.model else CACHED_MODEL)),
-        engine=ENGINES[engine].format(dtype=dtype, max_model_len=task.max_model_len, max_sequences=256 if toy else 128),
+    dtype, max_sequences = ("float32", 256) if task.is_toy else ("auto", 128)
+    chat_model = str(Path(options.model).resolve()) if options.model else str(CACHED_MODEL)
+    template = Path(__file__).with_name(f"{task.name}.toml").read_text(encoding="utf-8")
+    return Template(template).substitute(
+        model=json.dumps("model" if task.is_toy else chat_model),
+        engine=ENGINES[engine].format(dtype=dtype, max_model_len=task.max_model_len, max_sequences=max_sequences),
         dtype=dtype,
         seed=options.seed,
         minutes=f"{minutes:g}",

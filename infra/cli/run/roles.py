@@ -8,12 +8,11 @@ import signal
 import stat
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import unquote, urlsplit
 
-import msgspec
 import typer
 
 from actors.config import ReloadConfig
@@ -31,7 +30,6 @@ from infra.cli.options import SettingsFile, exit_with, file_umask, flags
 from infra.cli.run.stay_down import VARIABLE, stay_down
 from infra.cli.settings import Settings
 from infra.local.ranks import RankGroup, adopt_slurm, launched_rank, run_ranks
-from infra.local.supervisor import Child
 from infra.log.log import Log
 from infra.observe import failpoint
 from infra.observe.metrics import LISTEN_VARIABLE, Metrics
@@ -196,20 +194,10 @@ async def _run(role: str, settings: Settings, stop: asyncio.Event) -> None:
     host, wanted = metrics_address(settings)
     port = metrics.serve(wanted, host)
     logger.info("started role=%s pid=%d metrics_port=%s release=%s", role, os.getpid(), port, full_release())
-    await until_begun(lambda: _load_libraries(role, settings), stop)
     run = {"master": _master, "explore": _explore, "process": _process, "train": _train, "serve": _serve}[role]
     if not stop.is_set():
         await run(settings, metrics, stop)
     logger.info("stopped role=%s", role)
-
-
-def _load_libraries(role: str, settings: Settings) -> None:
-    """Import what the engine of a role stands on, where that takes long and the role has one."""
-    if role in WITH_ENGINE:
-        own = settings.gateway.engine if role == "serve" and settings.gateway is not None else None
-        load = getattr(find((own or settings.engine).use), "load_libraries", None)
-        if load is not None:
-            load()
 
 
 def make_role(name: str, settings: Settings, log: Log, metrics: Metrics, stop: asyncio.Event) -> Role:
@@ -436,31 +424,6 @@ def model_folder(settings: Settings) -> str:
     if not settings.policy.model:
         raise ConfigError(f"{settings.folder}: policy.model: missing, expected a model folder or a Hugging Face name")
     return settings.model_path
-
-
-BEGIN_VARIABLE = "HEADRACE_BEGIN_FILE"
-LOOK_S = 0.05
-
-
-def early(child: Child, begin: Path) -> Child:
-    """The same role, which begins once the file `begin` is there. One that is started again finds it, and does not wait."""
-    return msgspec.structs.replace(child, env={**child.env, BEGIN_VARIABLE: str(begin)})
-
-
-async def until_begun(load: Callable[[], object], stop: asyncio.Event) -> None:
-    """Return once this role may begin, or is stopped; at once for one that is not started early. load: done meanwhile, in a
-    thread. What it raises is raised again where the role needs it.
-    """
-    if not (name := os.environ.get(BEGIN_VARIABLE)):
-        return
-    loading = asyncio.create_task(asyncio.to_thread(load))
-    while not stop.is_set() and not await asyncio.to_thread(os.path.exists, name):
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_S):
-                await stop.wait()
-    if not stop.is_set():
-        with suppress(Exception):
-            await loading
 
 
 def open_to_others(settings: Settings) -> list[str]:

@@ -4,7 +4,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import msgspec
@@ -15,16 +14,12 @@ from actors.gateway.access.keys import create_key, list_keys
 from infra.cli.connect import app_store
 from infra.cli.options import SettingsFile, file_umask
 from infra.cli.run.roles import (
-    BEGIN_VARIABLE,
-    early,
     implied_options,
     open_on_rank,
     open_to_others,
     train_on_ranks,
-    until_begun,
 )
 from infra.cli.settings import Settings, load_settings
-from infra.local.supervisor import Child
 from infra.settings.config import Use
 from infra.store.directory import DirectoryStore
 from infra.store.seal import Keys, app_secret
@@ -32,49 +27,6 @@ from schemas.errors import ConfigError
 from schemas.ids import keyed_subject
 from streams.config import FeedbackConfig, From, StreamsConfig
 from trainer.config import LoraConfig, TrainerConfig
-
-LIMIT_S = 60.0
-
-
-async def test_a_role_that_is_started_early_loads_while_it_waits_and_begins_once_the_file_is_there_or_it_is_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin, loaded, stop = tmp_path / "begin", threading.Event(), asyncio.Event()
-    child = early(Child(name="explore", argv=("explore",), log=tmp_path / "log", env={"A": "b"}), begin)
-    assert child.env == {"A": "b", BEGIN_VARIABLE: str(begin)}
-
-    def fails() -> None:
-        raise ImportError("no module vllm")  # left to the role, which needs it
-
-    monkeypatch.delenv(BEGIN_VARIABLE, raising=False)
-    await until_begun(loaded.set, stop)
-    assert not loaded.is_set(), "a role that is not started early begins at once and loads nothing"
-    monkeypatch.setenv(BEGIN_VARIABLE, child.env[BEGIN_VARIABLE])
-    waiting = asyncio.create_task(until_begun(loaded.set, asyncio.Event()))
-    stopped = asyncio.create_task(until_begun(fails, stop))
-    assert await asyncio.to_thread(loaded.wait, LIMIT_S), "nothing is loaded before the file is there"
-    assert not waiting.done() and not stopped.done()
-    stop.set()
-    async with asyncio.timeout(LIMIT_S):
-        await stopped
-        begin.touch()
-        await waiting
-        await until_begun(fails, asyncio.Event())
-
-
-@pytest.mark.full
-def test_a_role_that_waits_asks_for_nothing_and_ends_with_a_stop(tmp_path: Path) -> None:
-    config = tmp_path / "headrace.toml"
-    config.write_text('app = "a"\n[policy]\nmodel = "not there yet"\n[store]\nurl = "store"\n')
-    command = [sys.executable, "-m", "infra.cli.main", "explore", "-c", str(config)]
-    environment = {**os.environ, BEGIN_VARIABLE: str(tmp_path / "begin")}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        while "started role=explore" not in (line := process.stderr.readline()):
-            assert line, "it ended before it waited"
-        process.terminate()
-        assert process.wait(LIMIT_S) == 0, "there is no model and no broker: one that begins ends with another code"
-
 
 SUBJECT = keyed_subject(b"secret", "acme", "ann")
 ROOT = Path(__file__).resolve().parents[3]
