@@ -23,10 +23,10 @@ def run_demo(
     folder: Path, *arguments: str, meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None
 ) -> dict[str, Any]:
     """Run the demo's toy to its end and return its report, which is all it prints; `meanwhile` is called while it runs."""
-    command = [sys.executable, "-m", "infra.cli.main", "demo", "--task", "add", "--dir", str(folder), "--json", *arguments]
+    argv = ["demo", "--task", "add", "--json", "--dir", str(folder), *arguments]
     printed, said = (folder.parent / f"{folder.name}.{end}" for end in ("out", "err"))
     with printed.open("wb") as output, said.open("wb") as errors:
-        process = subprocess.Popen(command, stdout=output, stderr=errors)
+        process = subprocess.Popen([sys.executable, "-m", "infra.cli.main", *argv], stdout=output, stderr=errors)
         try:
             if meanwhile is not None:
                 meanwhile(process)
