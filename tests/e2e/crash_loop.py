@@ -1,10 +1,6 @@
 """Kills and stops real processes around a real broker at random moments, and says whether the promises held.
 
     python -m tests.e2e.crash_loop --kills 50 --seed 1 [--minutes 30] [--dir FOLDER]
-    python -m tests.e2e.crash_loop --signals stop --kills 100 --seed 1
-
-With `--signals stop` nothing is killed: trainer, master and stream worker are stopped, overtaken by another and continued
-(see `zombie_cycles.py`), as often as `--kills` says.
 
 The demo's roles and settings, through the torch engine. A shot is SIGKILL, or SIGSTOP and SIGCONT after up to 15 s, of a
 role or of the broker. Then the run drains, and one line of JSON says what became of every id that a reader outside
@@ -43,7 +39,6 @@ from schemas import PolicyEvent, Progress, topics
 from schemas.errors import BrokerUnavailable
 from tests.e2e.crash_ledger import Fates, LiveLedger
 from tests.e2e.demo_run import role_pid
-from tests.e2e.zombie_cycles import OVERTAKEN, Shifts, plan_cycles, stale
 
 TARGETS = ("train", "process", "explore", "master", "kafka")
 # What a role says of itself before it works; anything else in a report means that it is back.
@@ -196,33 +191,16 @@ def changed_settings(options: DemoOptions, changes: Sequence[tuple[str, str]]) -
     return config
 
 
-async def overtake(shifts: Shifts, cycles: list[tuple[str, float]], seen: RolesSeen, until_s: float) -> int:
-    """All cycles, one after the other; returns how many there was time for."""
-
-    def working(role: str) -> str:
-        instance, state, _ = seen.reports.get(role, ("", "loading", 0.0))
-        return "" if state in NOT_YET else instance
-
-    for number, (role, after_s) in enumerate(cycles):
-        await asyncio.sleep(after_s)
-        if time.monotonic() > until_s:
-            return number
-        await shifts.cycle(role, working, say)
-    return len(cycles)
-
-
 async def crash_loop(
     folder: Path,
     shots: Sequence[Shot],
     *,
     seed: int,
     minutes: float,
-    cycles: list[tuple[str, float]] | None = None,
     changes: Sequence[tuple[str, str]] = (),
     replays: bool = True,
 ) -> dict[str, object]:
-    """Run everything; returns what the JSON line says. cycles: in place of shots. changes: of settings, beside CHANGES."""
-    stops_only = cycles is not None
+    """Run everything; returns what the JSON line says. changes: of settings, beside CHANGES."""
     options = DemoOptions(directory=folder, task="add", engine="torch", seed=seed)
     config = changed_settings(options, changes)
     settings = load_settings(config)
@@ -230,36 +208,28 @@ async def crash_loop(
     assert broker is not None
     loads = load_children(settings, config)
     roles = [patient(role_child(settings, SettingsFile(config), role)) for role in TARGETS if role != "kafka"]
-    overtaken = [child for child in roles if stops_only and child.name in OVERTAKEN]
-    lasting = [*(child for child in roles if child not in overtaken), *loads]
     record, seen = RunRecord(started_s=time.time()), RolesSeen()
     async with Supervisor([patient(broker)]) as first:
         await prepare(settings, first, task_of(options.task))
-        async with connected(settings) as log, Supervisor(lasting) as running, Shifts(overtaken) as shifts:
+        async with connected(settings) as log, Supervisor([*roles, *loads]) as running:
             ledger = LiveLedger(log, folder / "acknowledged.txt")
             following = [asyncio.create_task(follow_reports(log, seen)), asyncio.create_task(follow_run(log, record))]
             keeping = asyncio.create_task(ledger.follow())
             await until(lambda: len(record.published) > 2, "the first policies")
             started_s = time.monotonic()
             until_s = started_s + minutes * 60
-            num_cycles = await overtake(shifts, cycles or [], seen, until_s)
             times = await fire(folder, shots, seen, until_s)
             say("draining")
-            await (shifts if stops_only else running).stop("master")
+            await running.stop("master")
             finish = patient(role_child(settings, SettingsFile(config, [*FINISH]), "master"))
             async with Supervisor([finish]):
                 await until(lambda: record.done, "the run to drain", 300.0)
-            await shifts.stop()
             await running.stop()
             ledger.finish()
             await keeping
             for task in following:
                 task.cancel()
             found = await judged(log, settings, ledger)
-            if stops_only:
-                run = settings.run or settings.app
-                found |= await stale(log, run, sorted((folder / "logs").glob("explore*.log")))
-                found |= {"cycles": num_cycles, "ended_by_themselves": dict(shifts.ended_by_themselves)}
             restarts = {name: state.restarts for name, state in running.states.items() if state.restarts}
             restarts |= {"kafka": first.states["kafka"].restarts}
     fired = [shot for shot in shots[: len(seen.fired)] if shot.target]
@@ -336,20 +306,17 @@ def main() -> int:
     """Exit code 1 where a promise was broken."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=50, help="signals to send, stops among them")
-    parser.add_argument("--signals", choices=("all", "stop"), default="all", help="stop: overtaken and continued only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=120.0, help="fire no longer than this")
     parser.add_argument("--dir", type=Path, help="keep the run's folder here (default: a temporary one)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="crash-loop-") as temporary:
         folder = (options.dir or Path(temporary) / "run").resolve()
-        stops_only = options.signals == "stop"
-        shots = [] if stops_only else plan_shots(options.kills, options.seed, PAUSE_S)
-        cycles = plan_cycles(options.kills, options.seed, PAUSE_S) if stops_only else None
-        loop = crash_loop(folder, shots, seed=options.seed, minutes=options.minutes, cycles=cycles)
+        shots = plan_shots(options.kills, options.seed, PAUSE_S)
+        loop = crash_loop(folder, shots, seed=options.seed, minutes=options.minutes)
         report = asyncio.run(loop)
     print(json.dumps(report))
-    promised = ("lost", "trained_twice", "pending", "stale_loads", "stale_records_counted")
+    promised = ("lost", "trained_twice", "pending")
     broken = any(report.get(name) for name in promised) or not report["audit_clean"]
     return 1 if broken or not report["replay_equal"] else 0
 

@@ -7,16 +7,12 @@ from base64 import urlsafe_b64encode
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 from uuid import uuid4
-
-from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
 from infra.local.broker import HOST, EmbeddedKafka, plan_address
 
 NODES = (1, 2, 3)
-Leaders = dict[tuple[str, int], int]
 
 
 class ThreeBrokers:
@@ -68,35 +64,3 @@ class ThreeBrokers:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for node in NODES:  # the last two have no quorum left to say good-bye to
             self.kill(node)
-
-
-class Watcher:
-    """Asks the cluster who leads what, and which replicas are in sync. Belongs to one event loop."""
-
-    def __init__(self, bootstrap: str) -> None:
-        self._admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
-
-    async def __aenter__(self) -> Self:
-        await self._admin.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._admin.close()
-
-    async def leaders(self) -> Leaders:
-        """Who leads each partition, -1 for nobody."""
-        return {at: one["leader"] for at, one in (await self._partitions()).items()}
-
-    async def replicas(self, app: str) -> set[int]:
-        """How many copies the partitions of an app's topics have."""
-        return {len(one["replicas"]) for (topic, _), one in (await self._partitions()).items() if topic.startswith(app)}
-
-    async def config(self, topic: str) -> dict[str, str]:
-        """What a topic was told, and what it has from its brokers."""
-        (answer,) = await self._admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, topic)])
-        ((_, _, _, _, entries),) = answer.resources
-        return {name: value for name, value, *_ in entries}
-
-    async def _partitions(self) -> dict[tuple[str, int], dict[str, Any]]:
-        described = await self._admin.describe_topics()
-        return {(topic["topic"], item["partition"]): item for topic in described for item in topic["partitions"]}

@@ -27,9 +27,9 @@ class MachineFlags(msgspec.Struct, frozen=True):
 
 @command
 def plan(chosen: SettingsFile, asked: RateFlags, machine: MachineFlags, as_json: JsonOption = False) -> int:
-    """Plan capacity: memory, time and disk of the model, and brokers and processes for given rates.
+    """Plan capacity: memory and disk of the model, and brokers and processes for given rates.
 
-    From the model's config.json it computes the memory of a learner's rank and an engine, and seconds and bytes of a version.
+    From the model's config.json it computes the memory of a learner's rank and of an engine, and the bytes of a version.
     From rates it computes bytes and disk by topic, stream workers, gateways, explorers, partitions, and the first bottleneck.
     Group size, partitions, copies, retention and processes come from the settings. The unit costs are measured and printed.
     Exit code 1: something does not fit or keep up; the output names the setting to change.

@@ -258,7 +258,7 @@ def test_with_an_adapter_the_base_has_weights_alone_and_the_adapter_all_the_rest
     assert rows.pop("weights") == sum(parameter.nbytes for parameter in learner.model.module.parameters())
     assert rows == {"gradients": masters, "moments": 2 * masters} | ({"masters": masters} if dtype != "float32" else {})
     published = sum(tensor.num_bytes for tensor in learner.tensors().values())
-    assert found.version["anchor_bytes"] == published * found.version["versions"]
+    assert found.store["a whole version"] == published
     saved = sum(item.num_bytes for name, item in learner.save().items() if item.shape and name != "adapter")
     assert saved == 12 * found.size.trained
 
@@ -277,17 +277,16 @@ def test_every_rank_of_zero_3_holds_its_share(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_will_not_fit_names_the_setting_and_with_that_setting_it_fits(tmp_path: Path) -> None:
-    machine = Machine(gpu=80e9, host=2e12, shm=2e11, step_s=20.0)
+    machine = Machine(gpu=80e9, host=2e12, shm=2e11, step_s=120.0)
     found = plan_model(load_settings(plan_config(tmp_path, "qwen3-32b", "activation_checkpointing = true")), machine)
-    learner, engine, pace = found.problems
-    assert "a learner's rank needs" in learner and "stage = 3 } }, trainer.ranks = 16" in learner
+    learner, engine = found.problems
+    assert "a learner's rank needs" in learner and "trainer.ranks = 16, " in learner and "stage = 3" in learner
     assert "engine.options.tensor_parallel_size = 2" in engine
-    assert "pacing.steps_per_version = 4" in pace
     mended = plan_config(
         tmp_path,
         "qwen3-32b",
         "activation_checkpointing = true\nranks = 16\n[trainer.learner]\n"
-        'use = "trainer.learners.deepspeed:DeepSpeedLearner"\noptions = { stage = 3 }\n[pacing]\nsteps_per_version = 4\n'
+        'use = "trainer.learners.deepspeed:DeepSpeedLearner"\noptions = { stage = 3 }\n'
         '[engine]\nuse = "actors.engines.vllm.engine:VllmEngine"\noptions = { tensor_parallel_size = 2 }',
     )
     assert plan_model(load_settings(mended), machine).problems == ()
