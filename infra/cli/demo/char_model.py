@@ -40,7 +40,7 @@ class Size(msgspec.Struct, frozen=True):
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """Words of the tokenizer, whose ids follow the special tokens. pattern: regular expression of a word. chat_template: Jinja.
+    """Vocabulary of the tokenizer. words: ids follow the special tokens. pattern: regex that splits text. chat_template: Jinja.
 
     Example: Vocabulary(words=("00", "01", ">"), pattern=r"[0-9][0-9]|.", chat_template=TURNS_TEMPLATE)
     """
