@@ -264,7 +264,7 @@ def _problems(uses: dict[str, Use], machine: Machine, found: ModelPlan) -> Itera
 
 def _ranks(found: ModelPlan, machine: Machine) -> int:
     """The power of two of ranks of ZeRO 3, in bfloat16 with activation checkpointing, from which on each fits its GPU."""
-    for ranks in (2**power for power in range(MAX_RANKS.bit_length())):
+    for ranks in (1 << power for power in range(MAX_RANKS.bit_length())):
         mended = msgspec.structs.replace(found.plan, dtype="bfloat16", recomputes=True, stage=3, ranks=ranks)
         if total(learner_needs(found.size, mended)["GPU"]) <= machine.gpu:
             return ranks
