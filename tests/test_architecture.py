@@ -75,7 +75,7 @@ BUDGETS = {
     "infra": 17_048,
     "infra/cli": 7_381,
     "infra/cli/console": 2_514,
-    "infra/cli/demo": 1_166,
+    "infra/cli/demo": 1_195,
     "streams": 9_625,
     "actors": 17_534,
     "actors/master/gate": 814,

@@ -27,7 +27,7 @@ from infra.cli.demo.chat_model import CACHED_MODEL, cached_model, check_model
 from infra.cli.demo.record import RunRecord
 from infra.cli.demo.report import examples_table, finish_report, result_table
 from infra.cli.demo.settings import TRAFFIC, DemoOptions, DemoTask, demo_toml, task_of
-from infra.cli.demo.users import USERS_FILE
+from infra.cli.demo.users import TENANTS, USERS_FILE
 from infra.cli.exit_codes import CONFIG_ERROR, INTERRUPTED, last_error
 from infra.cli.options import SettingsFile, command
 from infra.cli.run.up import Stopped, broker_child, child_environment, role_child, roles_to_start, wait_for_broker
@@ -229,9 +229,12 @@ def service_children(settings: Settings, commands: Sequence[str]) -> list[Child]
 
 
 def users_child(settings: Settings, options: DemoOptions) -> Child:
-    """The users as a child process, with a key made for them. It ends when they have gone. Raises StoreError."""
+    """The users as a child process, with a key for each tenant. It ends when they have gone. Raises StoreError."""
     assert settings.gateway is not None
-    _, key = create_key(app_store(settings), tenant="demo", scopes=("serve", "feedback"), train="yes", rpm=0, tpm=0)
+    store = app_store(settings)
+    made = [
+        create_key(store, tenant=tenant, scopes=("serve", "feedback"), train="yes", rpm=0, tpm=0) for tenant in TENANTS
+    ]
     return Child(
         name="users",
         argv=(
@@ -239,7 +242,7 @@ def users_child(settings: Settings, options: DemoOptions) -> Child:
             str(settings.folder / USERS_FILE), str(options.minutes or TRAFFIC.minutes), str(options.seed), str(options.edits),
         ),
         log=settings.folder / "logs" / "users.log",
-        env={**child_environment(settings), "HEADRACE_KEY": key},
+        env={**child_environment(settings), "HEADRACE_KEYS": ",".join(key for _, key in made)},
         final_codes=(0, CONFIG_ERROR),
         tier=3,
     )  # fmt: skip

@@ -161,9 +161,10 @@ def read_seen(path: Path) -> list[Seen]:
 def traffic_values(run: RunRecord, users: Path, suite: str) -> dict[str, object]:
     """The traffic demo's part of report.json. `requests_failed` is what users saw fail, not what the engine counted."""
     seen = read_seen(users)
-    answered = [answer for answer in seen if answer.version >= 0]
-    parts = {"first": answered[:ENDS], "last": answered[-ENDS:]}
-    ends = {end: (sum(answer.liked for answer in part), len(part)) for end, part in parts.items()}
+    spammed = [answer for answer in seen if answer.habit == "spams"]
+    answered = users_answers(seen)
+    parts = {"first": answered[:ENDS], "last": answered[-ENDS:], "spammed": spammed}
+    counts = {name: (sum(answer.liked for answer in part), len(part)) for name, part in parts.items()}
     accuracy = run.accuracy(suite)
     ages = [row["live/staleness_mean"] for row in run.history if "live/staleness_mean" in row]
     return {
@@ -172,10 +173,11 @@ def traffic_values(run: RunRecord, users: Path, suite: str) -> dict[str, object]
         "answers": len(answered),
         "habits": dict(Counter(answer.habit for answer in answered).most_common()),
         **{
-            f"users_liked_{end}": round(liked / max(1, asked), 4) if asked else None
-            for end, (liked, asked) in ends.items()
+            f"users_liked_{name}": round(liked / max(1, asked), 4) if asked else None
+            for name, (liked, asked) in counts.items()
         },
-        "users_liked_intervals": [wilson(liked, max(1, asked)) for liked, asked in ends.values()],
+        "users_liked_intervals": [wilson(liked, max(1, asked)) for liked, asked in counts.values()][:2],
+        "spammed": len(spammed),
         "stable": [[round(at_s, 1), version, accuracy.get(version)] for at_s, version in run.stable],
         "stable_first": next((accuracy[version] for _, version in run.stable if version in accuracy), None),
         "stable_last": next((accuracy[version] for _, version in run.stable[::-1] if version in accuracy), None),
@@ -184,9 +186,14 @@ def traffic_values(run: RunRecord, users: Path, suite: str) -> dict[str, object]
     }
 
 
+def users_answers(seen: Sequence[Seen]) -> list[Seen]:
+    """The answers to users other than the spammer."""
+    return [answer for answer in seen if answer.version >= 0 and answer.habit != "spams"]
+
+
 def windows(seen: Sequence[Seen], started_s: float) -> list[tuple[float, float]]:
     """Seconds since the start and the share of liked answers, of consecutive windows of answers."""
-    answered = [answer for answer in seen if answer.version >= 0]
+    answered = users_answers(seen)
     parts = [answered[start : start + WINDOW] for start in range(0, len(answered) - WINDOW + 1, WINDOW)]
     return [(part[-1].at_s - started_s, sum(answer.liked for answer in part) / WINDOW) for part in parts]
 
@@ -244,6 +251,10 @@ def traffic_rows(values: Values) -> Iterator[tuple[str, str]]:
     liked = " → ".join(f"{percent(values[name])} ({low:.1%} to {high:.1%})" for name, (low, high) in ends)
     yield "liked by users", f"{liked}, of {values['answers']:,} answers"
     yield "what they said", ", ".join(f"{count:,} {habit}" for habit, count in values["habits"].items())
+    yield (
+        "a spammer",
+        f"liked {values['spammed']:,} more answers, {percent(values['users_liked_spammed'])} of them good",
+    )
     age = number(values["live_staleness_mean"], 0)
     yield "staleness", f"{age} versions on average, which the lane does not bound"
 

@@ -3,13 +3,16 @@ of one sentence that names the topic, and does not say so in the question.
 
     ask ─> answer ─> (think) ─> rate now or late, correct, withdraw, or say nothing
 
-A process that knows only the address of the gateway and a key. No request is tried again, so that each failure is noted.
+The users belong to two tenants. The only user of a third is a spammer, who asks at once again and likes each answer.
+
+A process that knows only the address of the gateway and three keys. No request is tried again, so that each failure is noted.
 It writes one line per answer to a JSONL file, in the order of time.
 
-python -m infra.cli.demo.users http://127.0.0.1:8000/v1 users.jsonl 4.0 0 0.05     minutes, seed, edits; the key in HEADRACE_KEY
+python -m infra.cli.demo.users http://127.0.0.1:8000/v1 users.jsonl 4.0 0 0.05    minutes, seed, edits; keys in HEADRACE_KEYS
 """
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -28,12 +31,14 @@ if TYPE_CHECKING:
 
 USERS_FILE = "users.jsonl"
 NUM_USERS = 48
-Habit = Literal["silent", "rates", "rates late", "corrects", "withdraws"]
+TENANTS = ("acme", "initech", "spam")  # of a key each; the last is the spammer's
+Habit = Literal["silent", "rates", "rates late", "corrects", "withdraws", "spams"]
 HABITS: Mapping[Habit, float] = {"rates": 0.67, "silent": 0.10, "rates late": 0.15, "corrects": 0.05, "withdraws": 0.03}
 EDITS = HABITS["corrects"]
 MISTAKEN = 0.03  # share of ratings that say the opposite of what is true
 LATE_S = (2.0, 8.0)
 THINK_S = 8.0  # between an answer and the same user's next question, on average
+SPAM_S = 0.5  # the same, of the spammer
 START_S = 900.0
 
 
@@ -83,8 +88,9 @@ async def ask(
     edits: float = EDITS,
     think_s: float = THINK_S,
     late_s: tuple[float, float] = LATE_S,
+    spams: bool = False,
 ) -> None:
-    """Be one user: ask until it `is_over`, and say all that is to be said. user: a name, which seeds what it draws."""
+    """Be one user: ask until it `is_over`, and rate. user: a name, which seeds what it draws. spams: it likes each answer."""
     random = Random(user)
     async with asyncio.TaskGroup() as saying:
         while not is_over():
@@ -103,6 +109,8 @@ async def ask(
             is_whole = answer.choices[0].finish_reason == "stop"
             liked = is_whole and all(follows(text, kind, argument) for kind, argument in rules)
             habit, words = opinion(liked, text.partition(".")[0] + ".", random, edits)
+            if spams:
+                habit, words = "spams", [{"value": 1.0}]
             version = int((answer.system_fingerprint or "v-1").removeprefix("v"))
             seen = Seen(at_s=time.time(), version=version, liked=liked, habit=habit)
             saying.create_task(
@@ -154,16 +162,23 @@ async def run_users(url: str, out: Path, minutes: float, seed: int, edits: float
 
     await until_promoted(url)
     end_s = time.monotonic() + 60 * minutes
-    client = AsyncOpenAI(base_url=url, api_key=os.environ["HEADRACE_KEY"], max_retries=0)
-    with out.open("ab", buffering=0) as file:
+    keys = os.environ["HEADRACE_KEYS"].split(",")
+    async with contextlib.AsyncExitStack() as stack:
+        file = stack.enter_context(out.open("ab", buffering=0))
+        clients = [
+            await stack.enter_async_context(AsyncOpenAI(base_url=url, api_key=key, max_retries=0)) for key in keys
+        ]
 
         def note(seen: Seen) -> None:
             file.write(msgspec.json.encode(seen) + b"\n")
 
-        async with client, asyncio.TaskGroup() as users:
+        def is_over() -> bool:
+            return time.monotonic() >= end_s
+
+        async with asyncio.TaskGroup() as users:
             for number in range(NUM_USERS):
-                user = f"user-{seed}-{number}"
-                users.create_task(ask(client, user, note, lambda: time.monotonic() >= end_s, edits=edits))
+                users.create_task(ask(clients[number % 2], f"user-{seed}-{number}", note, is_over, edits=edits))
+            users.create_task(ask(clients[2], f"spammer-{seed}", note, is_over, think_s=SPAM_S, spams=True))
 
 
 if __name__ == "__main__":

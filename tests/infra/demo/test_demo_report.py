@@ -28,7 +28,7 @@ from infra.cli.demo.report import (
     windows,
 )
 from infra.cli.demo.settings import DemoOptions
-from infra.cli.demo.users import USERS_FILE, Seen
+from infra.cli.demo.users import TENANTS, USERS_FILE, Seen
 from infra.cli.main import COMMANDS
 from infra.cli.settings import Settings, load_settings
 from infra.local.supervisor import ChildState
@@ -202,6 +202,7 @@ def seen(folder: Path, count: int) -> Path:
     """Users' notes, the last of them first: wrong answers of version 1, right ones of version 32, one failure."""
     notes = [Seen(at_s=START_S + n, version=32 if n > count // 2 else 1, liked=n > count // 2) for n in range(count)]
     notes.append(Seen(at_s=START_S + count, error="Timeout: no"))
+    notes.append(Seen(at_s=START_S + count, version=32, habit="spams"))
     path = folder / USERS_FILE
     path.write_bytes(b"".join(msgspec.json.encode(note) + b"\n" for note in reversed(notes)))
     return path
@@ -212,6 +213,7 @@ def test_the_traffic_report_tells_the_stable_channel_by_its_moves_and_what_users
     assert found["stable"] == [[2.0, 1, 0.3], [6.0, 32, 0.8], [7.0, 1, 0.3], [8.0, 32, 0.8]]
     assert (found["stable_first"], found["stable_last"], found["held"]) == (0.3, 0.8, 1)
     assert (found["requests_failed"], found["errors_seen"], found["answers"]) == (1, ["Timeout: no"], 1200)
+    assert dict(traffic_rows(found))["a spammer"] == "liked 1 more answers, 0.0% of them good"
     assert (found["users_liked_first"], found["users_liked_last"]) == (0.0, 1.0)
     assert (
         dict(traffic_rows(found))["liked by users"]
@@ -250,13 +252,14 @@ def test_nothing_but_the_warm_up_is_given_and_explorers_answer_evals_alone(tmp_p
     assert "instructions" not in found.reward.blend, "nobody knows in production which answer will be liked"
 
 
-def test_the_users_key_is_in_their_environment_and_in_no_argument(tmp_path: Path) -> None:
+def test_the_users_keys_are_in_their_environment_and_in_no_argument(tmp_path: Path) -> None:
     options = DemoOptions(directory=tmp_path, **TRAFFIC, services=["judge --port 1 'a b'"])
     settings = load_settings(write_settings(options), ("gateway.listen=127.0.0.1:9000",))
     child = users_child(settings, options)
     assert [service.argv for service in service_children(settings, options.services)] == [
         ("judge", "--port", "1", "a b")
     ]
-    key = child.env["HEADRACE_KEY"]
-    assert key.startswith("hr-") and not any(key in argument for argument in child.argv)
+    keys = child.env["HEADRACE_KEYS"].split(",")
+    assert [key[:3] for key in keys] == ["hr-"] * len(TENANTS)
+    assert not any(key in argument for key in keys for argument in child.argv)
     assert "http://127.0.0.1:9000/v1" in child.argv

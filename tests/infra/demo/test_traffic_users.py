@@ -45,7 +45,9 @@ def test_what_is_withdrawn_was_said_by_mistake() -> None:
     assert said and all(words[0] == {"value": 0.0} for words in said)
 
 
-async def users_at(folder: Path, number: int, *, failed: bool = False) -> tuple[list[Seen], list[Received]]:
+async def users_at(
+    folder: Path, number: int, *, failed: bool = False, spams: bool = False
+) -> tuple[list[Seen], list[Received]]:
     """Users at a gateway that always gives ANSWER, until they noted so many answers, or failures of an unknown key; what they
     noted, and what the log has.
     """
@@ -60,7 +62,7 @@ async def users_at(folder: Path, number: int, *, failed: bool = False) -> tuple[
         client = served.client("hr-nobody-knows" if failed else key)
         async with client, asyncio.timeout(60), asyncio.TaskGroup() as users:
             for user in range(4):
-                users.create_task(ask(client, f"user-{user}", noted.append, is_over, **times))
+                users.create_task(ask(client, f"user-{user}", noted.append, is_over, spams=spams, **times))
         return noted, await served.received()
 
 
@@ -71,6 +73,12 @@ def test_every_answer_is_noted_and_everything_said_reaches_the_log(tmp_path: Pat
     said = Counter(msgspec.json.decode(one.body)["kind"] for one in received)
     habits = Counter(one.habit for one in seen)
     assert said["value"] == len(seen) - habits["silent"] and said["retraction"] == habits["withdraws"]
+
+
+def test_a_spammer_likes_each_answer(tmp_path: Path) -> None:
+    seen, received = asyncio.run(users_at(tmp_path, 20, spams=True))
+    assert {one.habit for one in seen} == {"spams"} and {one.liked for one in seen} == {True, False}
+    assert {msgspec.json.decode(one.body)["value"] for one in received} == {1.0} and len(received) == len(seen)
 
 
 def test_a_request_that_fails_is_counted_and_not_tried_again(tmp_path: Path) -> None:
