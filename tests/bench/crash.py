@@ -37,13 +37,11 @@ def run(intervals: str = "1,5,20,80", pause_s: float = 10.0, seed: int = 0) -> I
                 history = asyncio.run(read(folder, broker.bootstrap))
         first, *fired = found["fired"]  # type: ignore[misc]
         for (role, at_s), (_, end_s) in pairwise([first, *(each for each in fired if each[0]), fired[-1]]):
-            yield from history.rows(f"every {every} steps, {KILLED[role]}", role, at_s, end_s)
+            yield from history.rows(f"interval {every}, {KILLED[role]}", role, at_s, end_s)
+        yield Row(f"trained twice, interval {every}", float(str(found["trained_twice"])), "trajectories", low=0, high=0)
+        yield Row(f"mean of a trajectory, interval {every}", fmean(history.seconds.values()), "s")
         yield Row(
-            f"trained twice, every {every} steps", float(str(found["trained_twice"])), "trajectories", low=0, high=0
-        )
-        yield Row(f"mean of a trajectory, every {every} steps", fmean(history.seconds.values()), "s")
-        yield Row(
-            f"journal, of a step, every {every} steps", 1e3 * sum(history.journal_s.values()) / len(history.steps), "ms"
+            f"journal, of a step, interval {every}", 1e3 * sum(history.journal_s.values()) / len(history.steps), "ms"
         )
 
 

@@ -125,7 +125,7 @@ def markdown(run: Run) -> str:
     for row in run.rows:
         case, _, name = row.what.rpartition(": ")
         cases.setdefault(case, {})[name] = row
-    names = list(dict.fromkeys(name for rows in cases.values() if len(rows) > 1 for name in rows))
+    names = list(dict.fromkeys(name for case, rows in cases.items() if case and len(rows) > 1 for name in rows))
     shared = {case: rows for case, rows in cases.items() if case and rows.keys() <= set(names)}
     tables = []
     if len(shared) > 1:
