@@ -81,7 +81,7 @@ BUDGETS = {
     "actors/master/gate": 814,
     "trainer": 12_071,
     "tests": 66_640,
-    "tests/bench": 3_959,
+    "tests/bench": 3_952,
 }
 MAX_PRODUCT_FILES, MAX_TEST_FILES = 390, 318
 MAX_PARAMETERS = 8

@@ -1,12 +1,12 @@
 """`python -m tests.bench.recipes [--only NAME]`: run the recipes of infra/docs and compare their figures with the pages."""
 
 import json
+import os
 import re
-import shlex
 import shutil
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,10 +29,10 @@ def pages() -> dict[str, str]:
     return {name: (PAGES / f"{name}.md").read_text() for name in listed}
 
 
-def commands(page: str) -> list[list[str]]:
-    """The command lines of a page's first sh block."""
-    block = re.findall(r"^```sh\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[0]
-    return [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
+def commands(page: str) -> str:
+    """A page's first sh block."""
+    block: str = re.findall(r"^```sh\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[0]
+    return block
 
 
 def figure(report: Mapping[str, Any], name: str) -> float | None:
@@ -49,18 +49,15 @@ def figure(report: Mapping[str, Any], name: str) -> float | None:
 def carried_out(page: str, folder: Path) -> str:
     """Run a page's commands, LIMIT_S in all; returns why they failed, "" if they did not."""
     shutil.rmtree(folder, ignore_errors=True)
-    deadline = time.monotonic() + LIMIT_S
-    for command in commands(page):
-        process = subprocess.Popen([Path(sys.executable).with_name(command[0]), *command[1:]], cwd=ROOT)
-        try:
-            code = process.wait(deadline - time.monotonic())
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait(STOP_S)
-            return f"not done after {LIMIT_S:g} s"
-        if code:
-            return f"headrace {command[1]} exited with {code}"
-    return ""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    process = subprocess.Popen(["bash", "-euc", commands(page)], cwd=ROOT, env=environment, start_new_session=True)
+    try:
+        code = process.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(STOP_S)
+        return f"not done after {LIMIT_S:g} s"
+    return f"exit code {code}" if code else ""
 
 
 def compared(name: str, page: str) -> Iterator[Row]:

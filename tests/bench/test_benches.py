@@ -50,8 +50,7 @@ def test_a_row_is_met_missed_or_says_why_it_is_not_measured() -> None:
 def test_every_recipe_has_commands_and_measured_figures_within_its_bounds() -> None:
     assert {*recipes.pages()} == {path.stem for path in recipes.PAGES.glob("*.md")} - {"README"}
     for name, page in recipes.pages().items():
-        assert all(command[0] in ("headrace", "make") for command in recipes.commands(page))
-        assert f"--dir {recipes.RUNS}/{name}" in page and ".png)" in page
+        assert f"--dir {recipes.RUNS}/{name}" in recipes.commands(page) and ".png)" in page
         figures = recipes.EXPECTED.findall(page)
         assert {"accuracy_final", "wall_s", "memory_gb"} <= {what for what, *_ in figures}
         for what, side, bound, measured in figures:
