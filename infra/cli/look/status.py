@@ -8,12 +8,14 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from infra.cli.connect import reading
 from infra.cli.look.expected import OVER, Heard, expected_roles, missing
+from infra.cli.look.kept import kept_lines, list_kept
 from infra.cli.look.reader import READS, LastHour, Spoken, newest
 from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.terminal import Screen, clock, print_json, span
@@ -54,6 +56,9 @@ async def status(
     as_json: JsonOption = False,
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 if there is an alarm.")] = False,
     max_lag: Annotated[int, typer.Option(help="Unread records of a stage above which its lag is an alarm.")] = MAX_LAG,
+    kept: Annotated[
+        bool, typer.Option("--kept", help="Also print the size and the limit of each topic, folder and file.")
+    ] = False,
 ) -> int:
     """Roles, versions, rates, lags, drops by reason, and alarms.
 
@@ -69,6 +74,8 @@ async def status(
             log, now_s=time.time(), max_lag=max_lag, wanted=wanted, groups=settings.groups_awaited
         )
         state["alarms"] = [line.replace("-c FILE", f"-c {chosen.config}") for line in state["alarms"]]
+        if kept:
+            state["kept"] = msgspec.to_builtins(await list_kept(log, settings, state["roles"]))
     if as_json:
         print_json(state)
     else:
@@ -204,6 +211,7 @@ def role_state(reports: Reports, now_s: float) -> State:
         "failing": failing(grown),
         "unread": unread(new.gauges),
         "gauges": {name: value for name, value in new.gauges.items() if "{" not in name},
+        "stored_bytes": sum(value for name, value in new.gauges.items() if name.startswith("snapshot_bytes{")),
     }
 
 
@@ -434,6 +442,8 @@ def show(console: Console, state: State) -> None:
         tokens = state["cancelled"]["tokens"].get(reason, 0)
         console.print(f"stopped    {count:,} episodes: {reason} ({tokens:,} sampled tokens)", markup=False)
     _show_waiting(console, state)
+    for line in kept_lines(state.get("kept", ())):
+        console.print(f"kept       {line}", markup=False)
     for alarm in state["alarms"]:
         console.print(f"alarm      {alarm}", style="red", markup=False)
     known = [alarm for line in state["alarms"] if (alarm := parse_alarm(line)) is not None]

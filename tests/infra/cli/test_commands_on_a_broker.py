@@ -158,11 +158,12 @@ def test_status_tells_what_the_log_says_and_check_gives_the_exit_code(kafka: str
     )
     shown = printed(config, "status", "--check")
     assert "train/1" in shown and "dev 90.0% at v4" in shown and "alarm" not in shown
-    state = json.loads(printed(config, "status", "--json", "--check"))
+    state = json.loads(printed(config, "status", "--kept", "--json", "--check"))
+    assert {item["what"]: item["num"] for item in state["kept"]}["topic evals"] == 1
     assert state["alarms"] == [] and state["policies"]["published"] == 4 and set(state["lags"]) >= {"verified"}
     refused = Progress(role="explore", instance="explore/1", state="serving", refused={4: "NaN"})
     publish(kafka, app_name, [(topics.REPORTS, refused)])
-    state = json.loads(printed(config, "status", "--json", "--check", code=1))
+    state = json.loads(printed(config, "status", "--kept", "--json", "--check", code=1))
     assert state["alarms"] == ["policy v4 was refused: v4 by explore/1: NaN"]
     assert "refused" in printed(config, "status")
 

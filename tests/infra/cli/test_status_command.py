@@ -1,22 +1,26 @@
-"""`headrace status`: roles, alarms, and which roles should run."""
+"""`headrace status`: roles, alarms, what is kept, and which roles should run."""
 
 import asyncio
 import io
 import os
 import socket
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
 from rich.console import Console
 
 from infra.cli.look.expected import Heard, expected_roles, missing, process_name
+from infra.cli.look.kept import FOREVER, Kept, list_kept, topic_bound
 from infra.cli.look.status import accuracy_text, alarms, read_status, show
-from infra.cli.settings import Expect
+from infra.cli.settings import Expect, load_settings
+from infra.ledger.index import FILE, LogIndex
+from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.roles.role import instance_name
-from schemas import Directive, EvalResult, FeedbackWait, PolicyEvent, Progress, Tick, topics
+from schemas import DeadLetter, Directive, EvalResult, FeedbackWait, Fence, PolicyEvent, Progress, Tick, topics
 
 START_MS = 1_763_715_600_000
 Event = tuple[float, Progress | PolicyEvent | EvalResult | Directive]
@@ -242,6 +246,66 @@ def test_the_screen_has_a_line_for_what_differs_from_nothing(
 def test_a_trainer_without_a_step_says_what_it_waits_for_and_why(reports: tuple[Progress, ...], said: str) -> None:
     state = state_of(*((5.0 * at, report) for at, report in enumerate(reports)), now_s=6)
     assert {role["role"]: role["state"] for role in state["roles"]}["train"] == said
+
+
+SETTINGS = 'app = "t"\n[keep]\nreplay = "9d"\n[trainer]\nkeep_checkpoints = 5\n[gateway]\nspool_mb = 64\n'
+GAUGES = {
+    "spool_bytes": 2e6, "uses_remembered": 42.0,
+    "snapshot_bytes{partition=0}": 5e6,
+}  # fmt: skip
+
+
+def look(folder: Path) -> tuple[dict[str, Kept], str]:
+    async def main() -> tuple[dict[str, Kept], str]:
+        (folder / "headrace.toml").write_text(SETTINGS)
+        settings, log = load_settings(folder / "headrace.toml", []), Log(MemoryBus(), "t")
+        await log.create_topics(partitions=2, keep_ms=-1)
+        for number in range(5):
+            letter = DeadLetter(stage="verify", reason="odd", topic="t", partition=0, offset=number)
+            await log.publish(topics.DEAD_LETTERS, letter, partition=number % 2)
+            await log.publish(topics.BATCHES, Fence(run="t", token=number))
+        await log.bus.delete_records(Partition(log.name(topics.DEAD_LETTERS), 0), 2)
+        await log.publish(topics.POLICIES, published(1))
+        await log.publish(topics.REPORTS, Progress(role="serve", instance="serve/vm/1", gauges=GAUGES))
+        state = await read_status(log, now_s=0.0, max_lag=10)
+        kept = await list_kept(log, settings, state["roles"])
+        return {item.what: item for item in kept}, shown({**state, "kept": msgspec.to_builtins(kept)})
+
+    return asyncio.run(main())
+
+
+def test_every_topic_has_a_bound_or_says_what_it_grows_by() -> None:
+    bounds = {topic.name: topic_bound(topic, "9d") for topic in topics.ALL}
+    endless = {name for name, bound in bounds.items() if bound.startswith("for ever: ")}
+    assert endless == set(FOREVER) == {topic.name for topic in topics.ALL if topic.retention == "forever"}
+    assert bounds["buffer"] == "the oldest checkpoint that is kept" and bounds["reports"] == "a day"
+
+
+def test_what_is_kept_is_shown_with_its_size_and_its_bound_and_without_rows_where_the_index_is_broken(
+    tmp_path: Path,
+) -> None:
+    index = LogIndex(tmp_path / "state" / FILE, run="t", policy="main")
+    with index.database as database:
+        database.executemany("INSERT INTO curves VALUES ('loss', ?, 0, 0, 1)", [(n,) for n in range(7)])
+    index.close()
+    kept, screen = look(tmp_path)
+    for what, bound, num, unit in (
+        ("topic dead-letters", "9d (keep.replay)", 3, "records"),  # two were removed
+        ("topic batches", "9d (keep.replay), and back to the checkpoint before it", 5, "records"),
+        ("spool of serve/vm/1", "64 MB (gateway.spool_mb)", 2_000_000, "bytes"),
+        ("uses at serve/vm/1", "9d (keep.replay)", 42, "groups"),
+        ("index curves", "the newest 50,000 versions", 7, "rows"),
+        ("index answers", "9d (keep.replay)", 0, "rows"),
+    ):
+        assert kept[what] == Kept(what, bound, num, unit)
+    assert kept["store snapshots/, each"].num == 5_000_000 and kept[f"file state/{FILE}"].num
+    assert "the newest 5 (trainer.keep_checkpoints)" in kept["store checkpoints/"].bound
+    lines = " ".join(screen.split())
+    assert "kept 9d (keep.replay), and back to the checkpoint before it: topic batches 5 records" in lines
+    assert "kept 64 MB (gateway.spool_mb): spool of serve/vm/1 2.0 MB" in lines
+    assert "kept the newest 50,000 versions: index policies 0 rows, index curves 7 rows" in lines
+    (tmp_path / "state" / FILE).write_bytes(b"no index at all" * 1000)
+    assert look(tmp_path)[0]["index curves"] == Kept("index curves", "the newest 50,000 versions", None, "rows")
 
 
 NOW_S = 1_763_715_600.0
