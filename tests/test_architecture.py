@@ -75,7 +75,7 @@ BUDGETS = {
     "infra": 17_048,
     "infra/cli": 7_510,
     "infra/cli/console": 2_514,
-    "infra/cli/demo": 1_195,
+    "infra/cli/demo": 1_211,
     "streams": 9_625,
     "actors": 17_534,
     "actors/master/gate": 814,
