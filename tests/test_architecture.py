@@ -27,7 +27,7 @@ DOORS = {
     "minio": ("infra/store",),
     "cryptography": ("infra/store/seal.py",),
     "aiokafka": ("infra/log/",),
-    "transformers": ("infra/model/", "trainer/learners/attention.py", "infra/cli/demo/"),
+    "transformers": ("infra/model/", "trainer/learners/attention.py", "infra/cli/demo/", "infra/docs/recipes/"),
     "peft": ("infra/model/adapter.py",),
     "tokenizers": ("infra/model/spelling.py", "infra/model/controls.py", "infra/cli/demo/"),
     "PIL": ("infra/store/images.py",),
@@ -59,6 +59,7 @@ DOORS = {
         "infra/model/",
         "infra/policies/",
         "infra/cli/demo/",
+        "infra/docs/recipes/",
     ),
 }
 # What shows numbers to people, and what makes these.
@@ -72,7 +73,7 @@ MAX_FUNCTION_LINES = 60
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
     "schemas": 2_700,
-    "infra": 17_048,
+    "infra": 17_049,
     "infra/cli": 7_510,
     "infra/cli/console": 2_514,
     "infra/cli/demo": 1_211,
