@@ -1,7 +1,13 @@
 """Every benchmark runs at its smallest size and yields rows."""
 
+import shlex
+from pathlib import Path
+
 import pytest
 
+from infra.cli.demo.demo import write_settings
+from infra.cli.demo.settings import DemoOptions
+from infra.cli.settings import load_settings
 from tests.bench import recipes
 from tests.bench.__main__ import main, names
 from tests.bench.report import Row, read, table
@@ -47,10 +53,14 @@ def test_a_row_is_met_missed_or_says_why_it_is_not_measured() -> None:
     assert table("t", rows).row_count == 4
 
 
-def test_every_recipe_has_commands_and_measured_figures_within_its_bounds() -> None:
+def test_every_recipe_has_settings_that_load_and_measured_figures_within_its_bounds(tmp_path: Path) -> None:
     assert {*recipes.pages()} == {path.stem for path in recipes.PAGES.glob("*.md")} - {"README"}
     for name, page in recipes.pages().items():
         assert f"--dir {recipes.RUNS}/{name}" in recipes.commands(page) and ".png)" in page
+        words = shlex.split(recipes.commands(page).replace("\\\n", " "))
+        sets = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
+        options = DemoOptions(directory=tmp_path / name, traffic="--traffic" in words)
+        load_settings(write_settings(options), sets).streams()
         figures = recipes.EXPECTED.findall(page)
         assert {"accuracy_final", "wall_s", "memory_gb"} <= {what for what, *_ in figures}
         for what, side, bound, measured in figures:
