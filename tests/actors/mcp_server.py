@@ -8,7 +8,6 @@ from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("shop")
-OUT = os.dup(1)  # the package takes standard output for itself
 
 
 @server.tool()
@@ -41,23 +40,7 @@ async def slow() -> str:
 @server.tool()
 def die() -> str:
     """Ends the server."""
-    os.write(2, b"out of cheese\n")
     os._exit(7)
-
-
-@server.tool()
-def flood() -> str:
-    """Writes without end, and without a line end."""
-    while True:
-        os.write(OUT, b"x" * 65_536)
-
-
-@server.tool()
-def babble() -> str:
-    """Writes lines that are no message, then goes on."""
-    for _ in range(1000):
-        os.write(OUT, b"not JSON\n")
-    return "sorry"
 
 
 if __name__ == "__main__":

@@ -4,26 +4,24 @@
                         ^                   └─> call ─> the server is gone: the episode fails, its cause is `tool`
                         └── the next call, RESTART_S after the last start at the earliest
 
-All episodes of a process share a server, on its own loop and thread. The server may request nothing: no sampling, no files, no
-questions to people.
+All episodes of an explorer share a server. It may request nothing: no sampling, no files, no questions to people. The
+process of a command gets no variable of the explorer but a few such as PATH, shares its standard error, and ends with it.
 """
 
 import asyncio
-import atexit
 import contextlib
 import sys
-import threading
-from collections.abc import AsyncIterable, AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import httpx2
 import mcp
 import mcp_types
+from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
 from actors.rollout.tool import ToolResult, ToolSpec, sound_tool
-from actors.rollout.tools.mcp_stdio import StdioServer
 from actors.rollout.workflow import EpisodeFailed
 from infra.settings.outside import IDENTITY, AnswerRefused, bounded_pieces
 from infra.settings.plugin import describe
@@ -36,9 +34,7 @@ MAX_DESCRIPTION_CHARS = 4_000
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 RESTART_S = 1.0
 MAX_SILENT = 3  # calls in a row that a server may leave unanswered
-END_S = 5.0
 OF_THE_CALL = (mcp_types.INVALID_PARAMS, mcp_types.METHOD_NOT_FOUND)
-T = TypeVar("T")
 LOST = (
     mcp_types.CONNECTION_CLOSED,
     mcp_types.INVALID_REQUEST,
@@ -77,9 +73,7 @@ class McpServer:
         self._command, self._url, self._environment = command, url, dict(environment or {})
         self._headers = bearer(token_env, token_file)
         self._only, self._timeout_s, self._start_s = tuple(only), timeout_s, start_s
-        self._home: _Home | None = None
-        self._open: _Open | None = None
-        self._holds: set[asyncio.Task[None]] = set()
+        self._connection: _Connection | None = None
         self._silent = 0
         self._started_s = -RESTART_S
         self._tools: tuple[ToolSpec, ...] = ()
@@ -87,22 +81,22 @@ class McpServer:
     async def tools(self) -> tuple[ToolSpec, ...]:
         """Tools that the server offered when it was first asked. Raises EpisodeFailed where it cannot be reached."""
         if not self._tools:
-            listed = (await self._at_home(self._connected())).listed
+            listed = (await self._connected()).listed
             self._tools = tuple(self._tool(tool) for tool in listed if not self._only or tool.name in self._only)
             if missing := set(self._only) - {tool.name for tool in self._tools}:
                 names = ", ".join(tool.name for tool in listed)
                 raise EpisodeFailed("tool", f"{self._name} has no {', '.join(sorted(missing))}; it offers {names}")
         return self._tools
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the server, or leave it. A later call starts it again."""
-        home, self._home = self._home, None
-        if home is not None:
-            home.end(self._left())
+        if self._connection is not None:
+            self._connection.leave.set()
+            await asyncio.wait([self._connection.task])
 
     def _tool(self, listed: mcp_types.Tool) -> ToolSpec:
         async def call(**arguments: Any) -> ToolResult:
-            return await self._at_home(self._call(listed.name, arguments))
+            return await self._call(listed.name, arguments)
 
         try:
             return sound_tool(
@@ -117,82 +111,74 @@ class McpServer:
         except ConfigError as error:
             raise EpisodeFailed("tool", str(error)) from error
 
-    async def _at_home(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._home is None:
-            self._home = _Home(self._name, self._left)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._home.loop))
-
     async def _call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         """Call a tool. The result is `broken` where the server is to blame."""
         try:
-            opened = await self._connected()
+            connection = await self._connected()
         except EpisodeFailed as error:
             return ToolResult("", failed=True, broken=str(error))
         try:
-            result = await opened.client.call_tool(name, arguments, self._timeout_s)
+            result = await connection.client.call_tool(name, arguments, self._timeout_s)
         except mcp.MCPError as error:
-            return self._failed(opened, error)
+            return self._failed(connection, error)
         except Exception as error:  # pydantic's, for an answer that it cannot read; a stream's, where it closes
+            connection.leave.set()
             return ToolResult("", failed=True, broken=f"{self._name}: {name}: {describe(error)}")
         self._silent = 0
         return ToolResult(result_text(result), failed=result.is_error)
 
-    def _failed(self, opened: "_Open", error: mcp.MCPError) -> ToolResult:
+    def _failed(self, connection: "_Connection", error: mcp.MCPError) -> ToolResult:
         if error.code in OF_THE_CALL:
             return ToolResult(f"error: {error.message}", failed=True)
         if error.code == mcp_types.REQUEST_TIMEOUT:
             self._silent += 1
             if self._silent >= MAX_SILENT:
-                opened.leave.set()
+                connection.leave.set()
             return ToolResult(f"error: no answer within {self._timeout_s:g} s", failed=True)
         if error.code in LOST:
-            opened.leave.set()
-        return ToolResult("", failed=True, broken=f"{self._name}: {opened.fault() or error.message}")
+            connection.leave.set()
+        return ToolResult("", failed=True, broken=f"{self._name}: {error.message}")
 
-    async def _connected(self) -> "_Open":
-        """The open connection, or a new one; those who wait for it wait for the same. Raises EpisodeFailed."""
-        if self._open is None or self._open.over():
-            self._open = _Open(self._name)
-            self._open.task = asyncio.create_task(self._hold(self._open))
-            self._holds.add(self._open.task)
-            self._open.task.add_done_callback(self._holds.discard)
-        opened = self._open
+    async def _connected(self) -> "_Connection":
+        """The open connection, or a new one; concurrent callers share it. Raises EpisodeFailed."""
+        if self._connection is None or self._connection.leave.is_set():
+            self._connection = _Connection()
+            self._connection.task = asyncio.create_task(self._hold(self._connection))
+        connection = self._connection
         try:
-            await asyncio.shield(opened.ready)
+            await asyncio.shield(connection.ready)
         except Exception as error:
-            raise EpisodeFailed("tool", f"{self._name}: {opened.fault() or describe(error)}") from error
-        return opened
+            raise EpisodeFailed("tool", f"{self._name}: {describe(error)}") from error
+        return connection
 
-    async def _hold(self, opened: "_Open") -> None:
+    async def _hold(self, connection: "_Connection") -> None:
+        """Keep a connection open until it is left: its contexts begin and end in one task."""
         now_s = asyncio.get_running_loop().time
-        await asyncio.sleep(max(0.0, self._started_s + RESTART_S - now_s()))
+        await asyncio.sleep(self._started_s + RESTART_S - now_s())
         self._started_s = now_s()
         try:
             async with contextlib.AsyncExitStack() as stack:
                 async with asyncio.timeout(self._start_s):
-                    client = mcp.Client(self._transport(opened), read_timeout_seconds=self._timeout_s)
-                    opened.client = await stack.enter_async_context(client)
-                    opened.listed = await _listed(opened.client)
+                    client = mcp.Client(self._transport(), read_timeout_seconds=self._timeout_s)
+                    connection.client = await stack.enter_async_context(client)
+                    connection.listed = await _listed(connection.client)
                 self._silent = 0
-                opened.ready.set_result(None)
-                await opened.leave.wait()
+                connection.ready.set_result(None)
+                await connection.leave.wait()
         except Exception as error:
-            if not opened.ready.done():
-                opened.ready.set_exception(_first(error))
+            if not connection.ready.done():
+                connection.ready.set_exception(_first(error))
         finally:
-            opened.leave.set()
-            opened.ready.cancel()
+            connection.leave.set()
+            connection.ready.cancel()
 
     @asynccontextmanager
-    async def _transport(self, opened: "_Open") -> AsyncIterator[tuple[Any, Any]]:
+    async def _transport(self) -> AsyncIterator[tuple[Any, Any]]:
         if self._command:
-            opened.server = StdioServer(self._command, self._environment)
-            async with opened.server.streams() as streams:
-                watch = asyncio.create_task(_leave_at_end(opened, opened.server))
-                try:
-                    yield streams
-                finally:
-                    watch.cancel()
+            program, *arguments = self._command
+            started = StdioServerParameters(command=program, args=arguments, env=self._environment)
+            async with stdio_client(started) as streams:
+                yield streams
         else:
             limits = httpx2.Timeout(self._start_s, read=None)
             async with (
@@ -201,56 +187,16 @@ class McpServer:
             ):
                 yield streams
 
-    async def _left(self) -> None:
-        if self._open is not None and self._open.task is not None and not self._open.leave.is_set():
-            self._open.leave.set()
-            self._open.task.cancel()
-        # One that was left before ends by itself; cancelled, it would leave its process behind.
-        await asyncio.gather(*self._holds, return_exceptions=True)
 
-
-class _Open:
+class _Connection:
     """One connection. ready: done once its tools are listed. leave: it is to end, or has."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self) -> None:
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.leave = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None
-        self.server: StdioServer | None = None
+        self.task: asyncio.Task[None]
         self.client: mcp.Client
         self.listed: list[mcp_types.Tool] = []
-
-    def over(self) -> bool:
-        if self.server is not None and self.server.is_gone():
-            self.leave.set()
-        return self.leave.is_set()
-
-    def fault(self) -> str:
-        """The reason why its process ended, "" while it runs."""
-        return self.server.fault if self.server is not None and self.server.ended.is_set() else ""
-
-
-class _Home:
-    """A loop in a thread of its own; `at_exit` runs there when the process ends."""
-
-    def __init__(self, name: str, at_exit: Any) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._at_exit = at_exit
-        self._thread = threading.Thread(target=self.loop.run_forever, name=f"mcp {name}", daemon=True)
-        self._thread.start()
-        atexit.register(self._exit)
-
-    def _exit(self) -> None:
-        self.end(self._at_exit())
-
-    def end(self, last: Coroutine[Any, Any, None]) -> None:
-        atexit.unregister(self._exit)
-        with contextlib.suppress(Exception):
-            asyncio.run_coroutine_threadsafe(last, self.loop).result(END_S)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(END_S)
-        if not self._thread.is_alive():
-            self.loop.close()
 
 
 class _BoundedTransport(httpx2.AsyncHTTPTransport):
@@ -312,11 +258,6 @@ async def _listed(client: mcp.Client) -> list[mcp_types.Tool]:
         if cursor is None and len(tools) <= MAX_TOOLS:
             return tools
     raise ValueError(f"it lists over {MAX_TOOLS} tools, or over {MAX_PAGES} pages of them")
-
-
-async def _leave_at_end(opened: _Open, server: StdioServer) -> None:
-    await server.ended.wait()
-    opened.leave.set()
 
 
 def _first(error: Exception) -> Exception:
