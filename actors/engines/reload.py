@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -22,11 +22,9 @@ from actors.engines.engine import Engine, LoadReport
 from infra.log.log import LogMessage, follow
 from infra.observe.failpoint import reach
 from infra.policies.beginning import newest_summary
-from infra.policies.chain import NUM_SLICES
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.fold import PolicyFeed, Stable, Summary
 from infra.policies.policy import Policy
-from infra.policies.tensors import Tensor
 from infra.policies.version_files import VersionFiles
 from infra.roles.process import unless
 from infra.roles.role import Role
@@ -57,14 +55,6 @@ class ReloadGate(Protocol):
 
     def reload(self) -> AbstractContextManager[None]:
         """While it is entered, nothing begins that needs a version."""
-
-
-@runtime_checkable
-class HasFolder(Protocol):
-    """An engine that began with a model folder."""
-
-    def folder_weights(self) -> Mapping[str, Tensor]:
-        """The weights as the folder has them, if they are of a whole model; they may be those of version 0. Blocking."""
 
 
 @runtime_checkable
@@ -151,7 +141,6 @@ class PolicyFollower:
         self._since_ms = time.time() * 1000
         self._refused: dict[int, str] = {}
         self._unsound: set[int] = set()
-        self._may_adopt = True
         self._store_tries: dict[int, int] = {}
         self._refusals: dict[int, int] = {}
         self._changed = asyncio.Event()
@@ -245,7 +234,6 @@ class PolicyFollower:
         """
         follower = self._new_follower() if event.version in self._unsound else self._follower
         try:
-            await self._adopt_folder(event)
             policy = await self._fetched(follower, event)
         except PolicyRefused as error:
             self._unsound.add(event.version)
@@ -264,22 +252,6 @@ class PolicyFollower:
 
     def _new_follower(self) -> PolicyFetcher:
         return PolicyFetcher(self._role.store, self._policy, self._files)
-
-    async def _adopt_folder(self, event: PolicyEvent) -> None:
-        """Before the first version is fetched: begin with the engine's model folder where that is version 0 and near enough."""
-        first, engine = self._feed.events.get(0), self._engine
-        near = 0 < event.version <= NUM_SLICES
-        if (
-            self._may_adopt
-            and first is not None
-            and near
-            and self._follower.version < 0
-            and isinstance(engine, HasFolder)
-        ):
-            weights = await asyncio.to_thread(engine.folder_weights)
-            adopted = await asyncio.to_thread(self._follower.adopt, first, weights)
-            _log.info("model folder version=0 adopted=%s", adopted)
-        self._may_adopt = False
 
     async def _fetched(self, follower: PolicyFetcher, event: PolicyEvent) -> Policy:
         """The verified policy; a fetch that still runs is counted and logged every `slow_s`."""

@@ -33,7 +33,7 @@ from actors.engines.grammar import STUCK, Grammars, folder_vocabulary
 from actors.engines.slots import RunningBatch, RunningSequence, UncachedBatch, remembers_otherwise
 from actors.engines.trace import RequestImages, Trace
 from infra.model.adapter import adapter_shapes, base_hash, prepare, put_adapter, remove_adapter
-from infra.model.model import folder_tensors, load_into, load_model, meta_model, model_folder, model_tensors, unlike
+from infra.model.model import load_into, load_model, meta_model, model_tensors, unlike
 from infra.model.routers import Routers
 from infra.model.vision import load_vision, probe_inputs
 from infra.policies.policy import Adapter, Policy, described
@@ -101,9 +101,6 @@ class TorchEngine:
     @property
     def num_running(self) -> int:
         return len(self._futures)
-
-    def folder_weights(self) -> dict[str, Tensor]:
-        return folder_tensors(model_folder(self._folder))
 
     async def start(self) -> None:
         """Load the model and start its thread."""

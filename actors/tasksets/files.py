@@ -1,7 +1,7 @@
 """Tasks and demonstrations from files, one per row, with columns renamed by the options.
 
     .jsonl .json   one JSON object a line           .parquet            columns as they are
-    .csv .tsv      a header line, then rows         a folder            saved by Hugging Face `datasets`
+    .csv .tsv      a header line, then rows
 
 A conversation is `messages` (objects with role and content) or `prompt` (a string: one user message). The id of a row without
 an id is a hash of its conversation. Guarantee: a broken row goes to `on_broken` with file, line and reason, and reading
@@ -87,14 +87,12 @@ def as_rows(
             yield row
 
 
-def count_rows(path: Path) -> int | None:
-    """Maximum rows of a file, None where only reading them would tell. Raises ConfigError."""
+def count_rows(path: Path) -> int:
+    """Maximum rows of a file. Raises ConfigError."""
     if path.suffix == ".parquet":
         from actors.tasksets.arrow import count_parquet
 
         return count_parquet(path)
-    if path.is_dir():
-        return None
     try:
         with path.open("rb") as file:
             return sum(1 for line in file if line.strip()) - (path.suffix in SEPARATORS)
@@ -103,10 +101,10 @@ def count_rows(path: Path) -> int | None:
 
 
 def _cells(path: Path) -> Iterator[tuple[str, Cells | Broken]]:
-    if path.is_dir() or path.suffix == ".parquet":
-        from actors.tasksets.arrow import read_table
+    if path.suffix == ".parquet":
+        from actors.tasksets.arrow import read_parquet
 
-        yield from read_table(path)
+        yield from read_parquet(path)
     elif path.suffix in SEPARATORS:
         yield from _csv(path, SEPARATORS[path.suffix])
     else:
@@ -197,4 +195,4 @@ def _row_id(messages: object) -> str:
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
     why = error.strerror if isinstance(error, OSError) else str(error)
-    return ConfigError(f"{path}: cannot be read ({why}); expected JSONL, CSV, Parquet or a saved dataset's folder")
+    return ConfigError(f"{path}: cannot be read ({why}); expected JSONL, CSV or Parquet")

@@ -71,26 +71,6 @@ class PolicyFetcher:
         else:
             self._serving = _hashes(tensor_entries(policy.tensors))
 
-    def adopt(self, event: PolicyEvent, tensors: Mapping[str, Tensor]) -> bool:
-        """Take tensors that are here for the shadow copy, where they are the version of an event by their hashes; whether so.
-        Only its manifest is read. Raises StoreError.
-        """
-        try:
-            manifest, _ = read_manifest(self._store, event.manifest, event.manifest_sha256)
-        except (NotInStore, PolicyRefused) as error:
-            log.info("nothing adopted version=%d: %s", event.version, error)
-            return False
-        listing = {entry.name: (entry.dtype, entry.shape) for entry in manifest.tensors}
-        if manifest.adapter is not None or listing != {
-            name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()
-        }:  # asked before, since to hash a model takes a while
-            return False
-        if difference := first_difference(tensor_entries(tensors), manifest.tensors, values=True):
-            log.info("nothing adopted version=%d: %s", event.version, difference)
-            return False
-        self._held = HeldWeights(manifest.version, dict(tensors), manifest.tensors)
-        return True
-
     def fetch(self, event: PolicyEvent) -> Policy:
         """The version an event names, verified; it becomes the shadow copy.
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -36,18 +36,12 @@ from trainer.loop.publication import SUMMARIZE_EVERY
 VOCABULARY = 48
 
 
-class FolderEngine(ScriptedEngine):
-    """One that began with a folder of these weights, and refuses some versions."""
+class RefusingEngine(ScriptedEngine):
+    """An engine that refuses some versions."""
 
-    def __init__(self, folder: Mapping[str, Tensor] | None = None, refused: tuple[int, ...] = ()) -> None:
+    def __init__(self, refused: tuple[int, ...] = ()) -> None:
         super().__init__(num_vocabulary=VOCABULARY)
-        self._folder = folder or {}
         self._refused_versions = refused
-        self.asked = 0
-
-    def folder_weights(self) -> Mapping[str, Tensor]:
-        self.asked += 1
-        return self._folder
 
     async def load(self, policy: Policy) -> LoadReport:
         if policy.version in self._refused_versions:
@@ -74,12 +68,12 @@ def folders_of(keys: list[str]) -> set[str]:
     return {"/".join(key.split("/")[3:5]) for key in keys if "/manifests/" not in key}
 
 
-def is_decided(engine: FolderEngine, follower: PolicyFollower, version: int) -> bool:
+def is_decided(engine: RefusingEngine, follower: PolicyFollower, version: int) -> bool:
     """Whether a version serves or was given up."""
     return engine.version == version or version in follower.refused
 
 
-async def follow(store: Store, engine: FolderEngine, steps: list[tuple[list[PolicyEvent], int]]) -> Metrics:
+async def follow(store: Store, engine: RefusingEngine, steps: list[tuple[list[PolicyEvent], int]]) -> Metrics:
     """Tell these events, a few at a time, each time until the engine serves that version."""
     log, metrics = await memory_log(), Metrics("explore")
     await engine.start()
@@ -98,32 +92,12 @@ async def follow(store: Store, engine: FolderEngine, steps: list[tuple[list[Poli
     return metrics
 
 
-def test_a_first_start_reads_what_changed_since_the_folder_alone() -> None:
-    store = Counting()
-    events, weights = published(store)
-    store.read.clear()
-    engine = FolderEngine(weights[0])
-    asyncio.run(follow(store, engine, [(events[:4], 3), (events[4:], 4)]))
-    assert engine.tensors[TENSOR] == weights[4][TENSOR] and engine.asked == 1
-    assert {item.partition("/")[0] for item in folders_of(store.read)} == {"deltas"}
-
-
-def test_where_the_folder_is_another_model_the_anchor_is_read() -> None:
-    store = Counting()
-    events, weights = published(store)
-    store.read.clear()
-    engine = FolderEngine(weights[2])
-    asyncio.run(follow(store, engine, [(events[:4], 3)]))
-    assert engine.tensors[TENSOR] == weights[3][TENSOR]
-    assert "anchors/0" in folders_of(store.read)
-
-
 async def test_after_a_version_whose_objects_were_refused_the_next_reads_deltas_alone() -> None:
     store = Counting()
     events, weights = published(store)
     bad = PolicyEvent(event="published", policy="main", version=2, parent=1, token=3, manifest=events[2].manifest,
                       manifest_sha256="0" * 64)  # fmt: skip
-    engine = FolderEngine()
+    engine = RefusingEngine()
 
     store.read.clear()
     metrics = await follow(store, engine, [(events[1:2], 1), ([bad, events[3]], 3)])
@@ -312,7 +286,7 @@ class Life:
         self.bus, self.store, self.metrics = CountingBus(), MemoryStore(), Metrics("serve")
         self.log = Log(self.bus, FLOOR.app, store=self.store)
         self.events, self.weights = published(self.store)
-        self.engine = FolderEngine()
+        self.engine = RefusingEngine()
         role = role_of("serve", FLOOR, self.log, self.store, metrics=self.metrics)
         self.follower = PolicyFollower(role, self.engine, channel=channel)
 

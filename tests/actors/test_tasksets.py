@@ -108,7 +108,7 @@ ROWS = [
 ]
 
 
-def check_table(path: Path, row: str, num_rows: int | None) -> None:
+def check_table(path: Path, row: str, num_rows: int) -> None:
     """What ROWS must come back as."""
     broken: list[Broken] = []
     fields = {"prompt": "question"}
@@ -129,38 +129,6 @@ def test_parquet_rows_are_read_and_a_broken_one_named(tmp_path: Path) -> None:
     path.write_bytes(b"PAR1 and nothing more")
     with pytest.raises(ConfigError, match="expected a Parquet file"):
         list(tasks(path=str(path)))
-
-
-def saved_dataset(folder: Path) -> Path:
-    """What `datasets.Dataset.save_to_disk` writes: Arrow streams, and a state that lists them."""
-    from pyarrow import Table, ipc
-
-    folder.mkdir(parents=True)
-    table = Table.from_pylist(ROWS)
-    names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
-    for name, part in zip(names, (table.slice(0, 1), table.slice(1)), strict=True):
-        with ipc.new_stream(str(folder / name), table.schema) as stream:
-            stream.write_table(part)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
-    (folder / "dataset_info.json").write_text("{}")
-    return folder / names[1]
-
-
-def test_a_folder_saved_by_datasets_is_read_with_its_splits(tmp_path: Path) -> None:
-    last = saved_dataset(tmp_path / "one")
-    check_table(tmp_path / "one", f"{last}: row 2", None)
-    both = tmp_path / "both"
-    for split in ("train", "test"):
-        saved_dataset(both / split)
-    (both / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    broken: list[Broken] = []
-    rows = list(read_rows(both, Task, fields={"prompt": "question"}, on_broken=broken.append))
-    assert [row.split for row in rows] == ["train", "train", "test", "test"] and len(broken) == 2
-    last.write_bytes(last.read_bytes()[:300])
-    with pytest.raises(ConfigError, match="expected an Arrow stream"):
-        list(read_rows(tmp_path / "one", Task, fields={"prompt": "question"}, on_broken=broken.append))
-    with pytest.raises(ConfigError, match="saved by datasets"):
-        list(tasks(path=str(tmp_path)))
 
 
 def test_a_row_whose_image_is_gone_or_none_is_named_and_the_others_are_loaded(tmp_path: Path) -> None:

@@ -255,9 +255,6 @@ class VllmEngine:
     def num_running(self) -> int:
         return self._requests.num_running if self._requests else 0
 
-    def folder_weights(self) -> Mapping[str, Tensor]:
-        return {} if self._version else self._held
-
     async def start(self) -> None:
         """Start vLLM and let it answer once: the first step of each kind is slow."""
         with errors_of_children() as errors:

@@ -7,11 +7,10 @@ import pytest
 from infra.policies.chain import NUM_SLICES
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.prune import prune
-from infra.policies.tensors import Tensor
 from infra.store.memory import MemoryStore
 from schemas.errors import PolicyRefused
 from tests.infra.weights.test_fetch import Counting
-from tests.infra.weights.test_publish import NAMES, bf16, first_weights, put, put_run, small_step
+from tests.infra.weights.test_publish import NAMES, bf16, put, put_run, small_step
 
 
 @pytest.mark.parametrize("oldest", [0, 1, 15, 16, 17, 18, 25, 33, 39])
@@ -88,32 +87,6 @@ class CountingLiving(MemoryStore):
             self.held += change
             self.given += change > 0
             self.most = max(self.most, self.held)
-
-
-def test_a_first_start_with_the_weights_of_version_0_at_hand_reads_manifests_and_deltas_alone() -> None:
-    store = Counting()
-    events, weights = put_run(store, 4)
-    store.read.clear()
-    follower = PolicyFetcher(store, "main")
-    assert follower.adopt(events[0], first_weights()) and follower.version == 0
-    assert store.read == [events[0].manifest]
-    policy = follower.fetch(events[3])
-    assert dict(policy.tensors) == weights[3]
-    assert policy.touched == set(NAMES), "what the engine serves is not known here"
-    assert {key.split("/")[3] for key in store.read} == {"manifests", "deltas"}
-
-
-def test_weights_of_another_hash_are_not_adopted_and_the_anchor_is_read() -> None:
-    store = Counting()
-    events, weights = put_run(store, 4)
-    other = small_step(first_weights(), 9)
-    lacking = {name: tensor for name, tensor in first_weights().items() if name != NAMES[0]}
-    wide = {name: Tensor("F32", (100, 100), tensor.data) for name, tensor in first_weights().items()}
-    follower = PolicyFetcher(store, "main")
-    for strange in (other, lacking, wide, {}):
-        assert not follower.adopt(events[0], strange) and follower.version == -1
-    assert dict(follower.fetch(events[3]).tensors) == weights[3]
-    assert "anchors" in {key.split("/")[3] for key in store.read}
 
 
 @pytest.mark.parametrize("dense", [False, True])
