@@ -78,7 +78,7 @@ BUDGETS = {
     "infra/cli/console": 2_514,
     "infra/cli/demo": 1_211,
     "streams": 9_625,
-    "actors": 17_023,
+    "actors": 17_040,
     "actors/master/gate": 814,
     "trainer": 12_071,
     "tests": 66_640,

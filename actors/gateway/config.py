@@ -141,6 +141,9 @@ class GatewayConfig(Section, frozen=True):
     """Seconds between two status reports to the log."""
     drain_s: Seconds = 10.0
     """Seconds for running requests to finish at a stop."""
+    strict: bool = False
+    """Whether the gateway refuses requests with fields that it would ignore or that change the policy's distribution. Default
+    false: it ignores or serves such fields and names them in response headers."""
 
     def __post_init__(self) -> None:
         split_address(self.listen)

@@ -367,6 +367,17 @@ _text = msgspec.json.Decoder(TextRequest)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
+def check_strictly(request: ParsedRequest) -> None:
+    """Raise ApiError for a field that `gateway.strict` refuses: one that is ignored, or that changes the distribution."""
+    if request.ignored:
+        name = request.ignored[0][:200]
+        raise bad(f"{name}: changes nothing here; with gateway.strict = false the gateway ignores it", name)
+    if request.shaping is not None:
+        raise bad(
+            f"{request.untrained}: changes the policy's distribution; with gateway.strict = false the gateway serves it"
+        )
+
+
 def decoded(body: bytes, decoder: "msgspec.json.Decoder[Any]", ignored: list[str]) -> Any:
     """The body of a request; fields that nothing reads are noted in `ignored`. Raises ApiError that names the field."""
     try:

@@ -27,6 +27,7 @@ from actors.gateway.answering.requests import (
     SESSION_END_HEADER,
     SESSION_HEADER,
     ParsedRequest,
+    check_strictly,
     ends_session,
 )
 from actors.gateway.apis.api import Api, Reply
@@ -183,6 +184,8 @@ class Site:
         gateway = self._gateway
         recall = partial(gateway.conversations.find, tenant=key.tenant)
         parsed = api.read(body, self._limits, recall)
+        if gateway.config.strict:
+            check_strictly(parsed)
         if parsed.choices > 1:
             self._authenticator.admit(key, parsed.choices - 1)
         if ends_session(request.headers.get(SESSION_END_HEADER, "")):

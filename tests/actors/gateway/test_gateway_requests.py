@@ -260,6 +260,17 @@ async def test_fields_that_change_nothing_are_named_in_a_header_and_counted(
         assert "x-headrace-ignored" not in plain.headers
 
 
+@pytest.mark.parametrize(("field", "value", "why"), [("colour", 1, "ignores"), ("top_k", 5, "serves")])
+async def test_a_strict_gateway_refuses_what_others_ignore_or_serve_and_answers_the_rest(
+    tmp_path: Path, field: str, value: int, why: str
+) -> None:
+    async with serving(tmp_path, strict=True) as served, served.http(await served.new_key()) as http:
+        ask = {"model": "m", "messages": ASK}
+        refused = await http.post("/v1/chat/completions", json=ask | {field: value})
+        assert refused.status_code == 400 and f"gateway.strict = false the gateway {why} it" in refused.text
+        assert (await http.post("/v1/chat/completions", json=ask)).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("path", "body", "reason"),
     [
