@@ -160,7 +160,7 @@ def main() -> int:
         "--dtype",
         choices=("bfloat16", "float32"),
         default="float32",
-        help="of the weights; in float32 nearly all change, so each version is stored whole; bfloat16: deltas and slices",
+        help="of the weights; in float32 nearly all change, so each version is stored whole; bfloat16: deltas",
     )
     parser.add_argument("--dir", type=Path, help="keep the run's folder here (default: a temporary one)")
     options = parser.parse_args()

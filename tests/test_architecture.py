@@ -73,14 +73,14 @@ MAX_FUNCTION_LINES = 60
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
     "schemas": 2_700,
-    "infra": 17_049,
+    "infra": 16_623,
     "infra/cli": 7_510,
     "infra/cli/console": 2_514,
     "infra/cli/demo": 1_211,
     "streams": 9_625,
     "actors": 17_040,
     "actors/master/gate": 814,
-    "trainer": 12_071,
+    "trainer": 12_068,
     "tests": 66_640,
     "tests/bench": 3_960,
 }

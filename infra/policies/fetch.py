@@ -7,14 +7,13 @@ what is whole in the store.
 """
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 
 import msgspec
 
 from infra.observe.failpoint import reach
-from infra.policies.chain import Chain, Whole, check_within, read_manifest, walk
-from infra.policies.delta import Part
+from infra.policies.chain import ANCHOR_EVERY, Chain, check_within, read_manifest, walk
+from infra.policies.delta import Part, decode_chain
 from infra.policies.manifest import (
     DeltaPart,
     Look,
@@ -23,12 +22,13 @@ from infra.policies.manifest import (
     TensorEntry,
     WeightSource,
     first_difference,
-    looked_at,
+    look_at,
+    look_at_all,
     tensor_entries,
 )
 from infra.policies.policy import Adapter, Policy, described
 from infra.policies.tensors import Tensor, in_threads, load_tensors
-from infra.policies.version_files import Put, VersionFiles, as_it_is
+from infra.policies.version_files import Put, VersionFiles, leave
 from infra.store.store import Store
 from schemas.errors import NotInStore, PolicyRefused
 from schemas.records import PolicyEvent
@@ -104,16 +104,15 @@ class PolicyFetcher:
 
     def _placed(self, manifest: PolicyManifest, sha256: str) -> dict[str, Tensor]:
         if self._files is None or manifest.adapter is not None:
-            return self._obtain(manifest, as_it_is)
+            return self._obtain(manifest, leave)
         found = self._files.place(
             sha256, manifest.tensors, lambda put: self._obtain(manifest, put), lambda found: verified(manifest, found)
         )
-        return self._obtain(manifest, as_it_is) if found is None else found
+        return self._obtain(manifest, leave) if found is None else found
 
     def _obtain(self, manifest: PolicyManifest, put: Put) -> dict[str, Tensor]:
         # A longer way costs more than a new beginning.
-        far = math.inf if manifest.slice is None else manifest.slice.count
-        if self._held is not None and 0 <= manifest.version - self._held.version <= far:
+        if self._held is not None and 0 <= manifest.version - self._held.version <= ANCHOR_EVERY:
             try:
                 return rebuild(self._store, manifest, self._held, put)
             except (PolicyRefused, NotInStore) as error:
@@ -121,58 +120,51 @@ class PolicyFetcher:
         return rebuild(self._store, manifest, None, put)
 
 
-def rebuild(store: Store, manifest: PolicyManifest, held: HeldWeights | None, put: Put = as_it_is) -> dict[str, Tensor]:
-    """The tensors of `manifest`: from the held copy where its deltas lead there, else from what is whole in the store.
+def rebuild(store: Store, manifest: PolicyManifest, held: HeldWeights | None, put: Put = leave) -> dict[str, Tensor]:
+    """The tensors of `manifest`: from the held copy where its deltas lead there, else from an anchor.
 
     However long the chain, each tensor is copied once and verified once, at its end. put: where they should lie.
     """
     chain = walk(store, manifest, -1 if held is None else held.version)
-    held = None if chain.wholes else held
+    held = None if chain.anchor else held
     if held is not None and (difference := first_difference(held.entries, chain.root.tensors, values=True)):
         raise PolicyRefused(f"held version {held.version} does not lead to {chain.root.version}: {difference}")
     parts = [_parts(store, step, source) for step, source in chain.steps]
 
-    def at_the_end(name: str, tensor: Tensor, num_steps: int) -> tuple[Tensor, Look]:
-        since, look = [step[name] for step in reversed(parts[:num_steps]) if name in step], Look(tensor.dtype)
+    def at_the_end(begin: tuple[str, Tensor]) -> tuple[Tensor, Look]:
+        name, tensor = begin
         try:
-            return put(name, tensor, since, look.take), look
+            end = decode_chain([step[name] for step in reversed(parts) if name in step], tensor)
         except ValueError as error:
             raise PolicyRefused(f"{name} in version {manifest.version}: {error}") from error
+        return put(name, end), look_at(end)
 
     if held is None:
-        found = _from_wholes(store, chain, at_the_end)
+        found = _from_anchor(store, chain, at_the_end)
     else:
-        begins = held.tensors
-        ends = in_threads(
-            lambda name: at_the_end(name, begins[name], len(parts)), begins, size=lambda name: begins[name].num_bytes
-        )
-        found = dict(zip(begins, ends, strict=True))
+        ends = in_threads(at_the_end, held.tensors.items(), size=lambda begin: begin[1].num_bytes)
+        found = dict(zip(held.tensors, ends, strict=True))
     if strange := [name for step in parts for name in step if name not in found]:
         raise PolicyRefused(f"{strange[0]} changes before version {manifest.version}, which does not have it")
     _check_looks(manifest, found)
     return {name: tensor for name, (tensor, _) in found.items()}
 
 
-def _from_wholes(
-    store: Store, chain: Chain, at_the_end: Callable[[str, Tensor, int], tuple[Tensor, Look]]
+def _from_anchor(
+    store: Store, chain: Chain, at_the_end: Callable[[tuple[str, Tensor]], tuple[Tensor, Look]]
 ) -> dict[str, tuple[Tensor, Look]]:
-    def taken(begin: tuple[Whole, Shard]) -> dict[str, tuple[Tensor, Look]]:
-        """Tensors of an object that no newer object has, moved on and put at once, so that the object can go."""
-        whole, shard = begin
-        data = memoryview(_read_shard(store, chain.root, shard))
+    def taken(shard: Shard) -> dict[str, tuple[Tensor, Look]]:
+        """Tensors of an object, moved on and put at once, so that the object can go."""
         try:
-            tensors = load_tensors(data)
+            tensors = load_tensors(memoryview(_read_shard(store, chain.root, shard)))
         except ValueError as error:
             raise PolicyRefused(f"{shard.key}: {error}") from error
-        return {
-            name: at_the_end(name, tensor, whole.num_steps)
-            for name, tensor in tensors.items()
-            if name not in whole.newer
-        }
+        return {name: at_the_end((name, tensor)) for name, tensor in tensors.items()}
 
-    begins = [(whole, shard) for whole in chain.wholes for shard in whole.shards]
+    assert chain.anchor is not None, "the chain leads to no held version"
     found: dict[str, tuple[Tensor, Look]] = {}
-    for ends in in_threads(taken, begins, most=LOADED_AT_ONCE, size=lambda begin: begin[1].num_bytes):
+    shards = chain.anchor.shards
+    for ends in in_threads(taken, shards, most=LOADED_AT_ONCE, size=lambda shard: shard.num_bytes):
         found |= ends
     return found
 
@@ -192,7 +184,7 @@ def _parts(store: Store, manifest: PolicyManifest, source: WeightSource) -> dict
 
 def verified(manifest: PolicyManifest, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors, if they are exactly the manifest's and finite. Raises PolicyRefused naming the first that is not."""
-    looks = looked_at(tensors)
+    looks = look_at_all(tensors)
     _check_looks(manifest, {name: (tensor, looks[name]) for name, tensor in tensors.items()})
     return tensors
 

@@ -3,7 +3,6 @@
     policies/<policy>/<token>/manifests/<version>.json      one per version, written last, named by the event's sha256
     policies/<policy>/<token>/anchors/<version>/<digest>.safetensors
     policies/<policy>/<token>/deltas/<base>-<version>/<digest>.delta
-    policies/<policy>/<token>/slices/<version>/<digest>.safetensors
 
 A manifest names its objects by their digests and the manifest of each base by sha256, so that the event vouches for everything
 below it. Objects are named by content and never change.
@@ -11,16 +10,15 @@ below it. Objects are named by content and never change.
 
 import hashlib
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
-import numpy as np
 import xxhash
 
 from infra.policies.policy import Adapter, Probe, described
-from infra.policies.tensors import ITEM_BYTES, Tensor, are_finite, byte_count, chunks, in_threads
+from infra.policies.tensors import Tensor, are_finite, bits, byte_count, chunks, in_threads
 
-FORMAT = 5
+FORMAT = 6
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -60,15 +58,6 @@ class WeightSource(msgspec.Struct, frozen=True, kw_only=True):
         return sum(shard.num_bytes for shard in self.shards)
 
 
-class Slice(msgspec.Struct, frozen=True, kw_only=True):
-    """Some tensors of the version, whole. index: from 0. count: so many versions in a row have all tensors in their slices."""
-
-    index: int
-    count: int
-    names: tuple[str, ...]
-    shards: tuple[Shard, ...]
-
-
 class TensorEntry(msgspec.Struct, frozen=True):
     """A tensor of the version. dtype: a safetensors name. shape: of the whole tensor. xxh3: xxh3-128 of its data, hex."""
 
@@ -79,10 +68,10 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A version. anchor: the newest version with one. chain_bytes: of the deltas since then. tensors: all of them.
+    """A version. anchor: the newest version with one. num_deltas: since then. tensors: all of them.
 
     sources: ways to obtain them. probe: what an engine checks itself by. adapter: what the tensors are an adapter of;
-    None where they are the whole model. slice: None with an anchor.
+    None where they are the whole model.
     """
 
     policy: str
@@ -91,13 +80,12 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
     parent: int
     step: int
     anchor: int
-    chain_bytes: int
+    num_deltas: int
     tensors: tuple[TensorEntry, ...]
     sources: tuple[WeightSource, ...]
     probe: Probe | None = None
     format: int = FORMAT
     adapter: Adapter | None = None
-    slice: Slice | None = None
 
     def source(self, kind: Literal["anchor", "delta"], base: int = -1) -> WeightSource | None:
         """The source of that kind and base, if there is one."""
@@ -142,38 +130,25 @@ def hash_tensor(tensor: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(tensor.data)
 
 
-class Look:
-    """The bytes of one tensor as they pass by: hashed, and looked at for what is not finite, while they are in the processor's
-    cache. dtype: of the tensor. is_finite: whether that is known already, and not looked at. finite: whether all values so
-    far are.
-    """
+class Look(NamedTuple):
+    """xxh3: of a tensor's data, as in TensorEntry. finite: True if all values are."""
 
-    def __init__(self, dtype: str, *, is_finite: bool = False) -> None:
-        self._dtype = dtype
-        self._is_finite = is_finite
-        self._hash = xxhash.xxh3_128()
-        self.finite = True
-
-    def take(self, data: bytes | memoryview) -> None:
-        for chunk in chunks(np.frombuffer(data, f"<u{ITEM_BYTES[self._dtype]}")):
-            self._hash.update(chunk.data)
-            self.finite = self.finite and (self._is_finite or are_finite(chunk, self._dtype))
-
-    @property
-    def xxh3(self) -> str:
-        return self._hash.hexdigest()
+    xxh3: str
+    finite: bool
 
 
-def looked_at(tensors: Mapping[str, Tensor], *, is_finite: bool = False) -> dict[str, Look]:
-    """All of them, by name, in threads; tied ones once. is_finite: see Look."""
+def look_at(tensor: Tensor) -> Look:
+    """Hash a tensor, and look for what is not finite while its bytes are in the processor's cache."""
+    hasher, finite = xxhash.xxh3_128(), True
+    for chunk in chunks(bits(tensor)):
+        hasher.update(chunk.data)
+        finite = finite and are_finite(chunk, tensor.dtype)
+    return Look(hasher.hexdigest(), finite)
 
-    def look_at(tensor: Tensor) -> Look:
-        look = Look(tensor.dtype, is_finite=is_finite)
-        look.take(tensor.data)
-        return look
 
-    looks = in_threads(look_at, tensors.values(), size=byte_count, same=id)
-    return dict(zip(tensors, looks, strict=True))
+def look_at_all(tensors: Mapping[str, Tensor]) -> dict[str, Look]:
+    """All of them, by name, in threads; tied ones once."""
+    return dict(zip(tensors, in_threads(look_at, tensors.values(), size=byte_count, same=id), strict=True))
 
 
 def tensor_entries(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:

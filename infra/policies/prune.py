@@ -14,7 +14,7 @@ from schemas.errors import NotInStore, PolicyRefused
 log = logging.getLogger(__name__)
 
 _MANIFEST = re.compile(r"(\d+)/manifests/(\d+)\.json")
-_OBJECT = re.compile(r"(\d+)/(?:anchors|deltas|slices)/(?:\d+-)?(\d+)/")
+_OBJECT = re.compile(r"(\d+)/(?:anchors|deltas)/(?:\d+-)?(\d+)/")
 
 
 def remove_unfinished(store: Store, policy: str, *, before: int) -> int:

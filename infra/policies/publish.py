@@ -4,9 +4,9 @@ A version is visible only complete: nothing names it before its manifest, and it
 Publishing the same (token, version) again returns the same event; with other content it is refused. Where several processes
 have the tensors, each puts its own (`infra.policies.share`), and the one that leads decides and writes the manifest.
 
-The first version of a lease is an anchor, and each that changes too much for a delta. Every other one is a delta from its
-parent and a slice: a sixteenth of the tensors, whole. So no version costs much more than another, and a late joiner reads the
-slices of sixteen versions and the deltas between them, however old the anchor is.
+The first version of a lease is an anchor, as is each that changes too much for a delta, and each sixteenth in a row. Every
+other version is a delta from its parent; anchors have one too, unless nearly all of it changed. So a late joiner reads an
+anchor and at most fifteen deltas.
 """
 
 import logging
@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from infra.observe.failpoint import reach
-from infra.policies.chain import NUM_SLICES, names_of_slice, next_index, read_manifest
+from infra.policies.chain import ANCHOR_EVERY, read_manifest
 from infra.policies.manifest import (
     DeltaPart,
     PolicyManifest,
     Shard,
-    Slice,
     TensorEntry,
     WeightSource,
     encode_manifest,
@@ -104,23 +103,15 @@ def publish_shares(
     parent, parent_sha256 = _parent(store, new, shares, entries)
     if wrong := next((share.not_finite for share in shares if share.not_finite), ""):
         raise PolicyRefused(f"version {new.version}: {wrong} holds values that are not finite")
-    num_bytes = {entry.name: math.prod(entry.shape) * ITEM_BYTES[entry.dtype] for entry in entries}
-    has_delta, has_anchor = (False, True) if parent is None else _ways(shares, entries, sum(num_bytes.values()))
+    has_delta, has_anchor = (False, True) if parent is None else _ways(parent, shares, entries)
     wanted = WantedObjects(
         folder=folder,
         version=new.version,
         parent=new.parent,
         delta=has_delta,
         anchor=has_anchor,
-        slice=names_of_slice(num_bytes, next_index(parent.slice)) if parent and not has_anchor else (),
-    )
-    sources, slice_shards = _sources(
-        wanted, put(wanted), new, parent_sha256, sum(share.num_changed for share in shares)
     )
     since = None if has_anchor else parent
-    sliced = None
-    if since is not None:
-        sliced = Slice(index=next_index(since.slice), count=NUM_SLICES, names=wanted.slice, shards=slice_shards)
     manifest = PolicyManifest(
         policy=new.policy,
         token=new.token,
@@ -128,12 +119,11 @@ def publish_shares(
         parent=new.parent,
         step=new.step,
         anchor=new.version if since is None else since.anchor,
-        chain_bytes=0 if since is None else since.chain_bytes + sources[0].num_bytes,
+        num_deltas=0 if since is None else since.num_deltas + 1,
         tensors=entries,
-        sources=sources,
+        sources=_sources(wanted, put(wanted), new, parent_sha256, sum(share.num_changed for share in shares)),
         probe=probe,
         adapter=new.adapter,
-        slice=sliced,
     )
     data = encode_manifest(manifest)
     reach("weights.before_manifest")
@@ -184,18 +174,21 @@ def _parent(
     return manifest, digest
 
 
-def _ways(shares: list[EncodedShare], entries: tuple[TensorEntry, ...], full_bytes: int) -> tuple[bool, bool]:
+def _ways(parent: PolicyManifest, shares: list[EncodedShare], entries: tuple[TensorEntry, ...]) -> tuple[bool, bool]:
+    """True for each of a delta and an anchor that the version has."""
+    num_values = {entry.name: math.prod(entry.shape) for entry in entries}
+    full_bytes = sum(num_values[entry.name] * ITEM_BYTES[entry.dtype] for entry in entries)
     delta_bytes = sum(share.delta_bytes for share in shares)
     if delta_bytes > full_bytes // 2:
         return False, True
-    num_values = sum(math.prod(entry.shape) for entry in entries)
-    changed = sum(share.num_changed for share in shares) / max(num_values, 1)
-    return True, max(changed, delta_bytes / max(full_bytes, 1)) > CHANGED_SHARE
+    changed = sum(share.num_changed for share in shares) / max(sum(num_values.values()), 1)
+    is_large = max(changed, delta_bytes / max(full_bytes, 1)) > CHANGED_SHARE
+    return True, is_large or parent.num_deltas + 1 >= ANCHOR_EVERY
 
 
 def _sources(
     wanted: WantedObjects, puts: list[StoredShare], new: NewVersion, parent_sha256: str, num_changed: int
-) -> tuple[tuple[WeightSource, ...], tuple[Shard, ...]]:
+) -> tuple[WeightSource, ...]:
     found = []
     if wanted.delta:
         parts: list[DeltaPart] = []
@@ -216,7 +209,7 @@ def _sources(
         )
     if wanted.anchor:
         found.append(WeightSource(kind="anchor", shards=tuple(shard for stored in puts for shard in stored.anchor)))
-    return tuple(found), tuple(shard for stored in puts for shard in stored.slice)
+    return tuple(found)
 
 
 def _event(manifest: PolicyManifest, digest: str) -> PolicyEvent:

@@ -13,8 +13,8 @@ import msgspec
 
 from infra.observe.failpoint import reach
 from infra.policies.delta import Encoded, encode_tensor
-from infra.policies.manifest import DeltaPart, Look, Shard, TensorEntry, differing, looked_at
-from infra.policies.tensors import ITEM_BYTES, CopiedTensors, Tensor, in_threads, pieces_of
+from infra.policies.manifest import DeltaPart, Look, Shard, TensorEntry, differing, look_at_all
+from infra.policies.tensors import ITEM_BYTES, Tensor, in_threads, pieces_of
 from infra.store.store import Pieces, Store, digest_of, name_of, total_bytes
 
 SHARD_BYTES = 128 * 1024 * 1024  # as much as one connection should be asked to begin again
@@ -25,13 +25,9 @@ LEAST_BYTES = 16 * 1024 * 1024  # of whole tensors: less is not worth an object 
 class HashedTensors(dict[str, Tensor]):
     """Tensors of one process, hashed once: a version, and then the parent of the next one. They no longer change."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__(tensors)
-        self._known = tensors.not_finite if isinstance(tensors, CopiedTensors) else None
-
     @functools.cached_property
     def _looks(self) -> dict[str, Look]:
-        return looked_at(self, is_finite=self._known is not None)
+        return look_at_all(self)
 
     @functools.cached_property
     def entries(self) -> tuple[TensorEntry, ...]:
@@ -44,8 +40,6 @@ class HashedTensors(dict[str, Tensor]):
     @functools.cached_property
     def not_finite(self) -> str:
         """Name of the first tensor that holds NaN or infinity, "" for none."""
-        if self._known is not None:
-            return self._known
         return next((name for name, look in self._looks.items() if not look.finite), "")
 
     def encoded_since(self, old: "HashedTensors") -> dict[str, Encoded]:
@@ -90,14 +84,13 @@ class EncodedShare(msgspec.Struct, frozen=True):
 
 
 class WantedObjects(msgspec.Struct, frozen=True, kw_only=True):
-    """Objects to put. parent: the delta's base. delta, anchor: put one. slice: names, of all tensors."""
+    """Objects to put. parent: the delta's base. delta, anchor: put one."""
 
     folder: str
     version: int
     parent: int
     delta: bool
     anchor: bool
-    slice: tuple[str, ...]
 
 
 class StoredShare(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +99,6 @@ class StoredShare(msgspec.Struct, frozen=True, kw_only=True):
     delta: tuple[Shard, ...] = ()
     parts: tuple[DeltaPart, ...] = ()
     anchor: tuple[Shard, ...] = ()
-    slice: tuple[Shard, ...] = ()
 
 
 class _NewShard(NamedTuple):
@@ -146,20 +138,16 @@ class Share:
     def put(self, wanted: WantedObjects) -> StoredShare:
         """Store the wanted objects, several at once. Raises StoreError."""
         delta, parts = self._delta(wanted) if wanted.delta else ([], ())
-        anchor = self._whole(wanted, "anchors", sorted(self._sizes)) if wanted.anchor else []
-        sliced = self._whole(wanted, "slices", [name for name in wanted.slice if name in self._sizes])
+        anchor = self._anchor(wanted) if wanted.anchor else []
         shards = tuple(
             in_threads(
                 self._put_shard,
-                [*delta, *anchor, *sliced],
+                [*delta, *anchor],
                 most=PUT_AT_ONCE,
                 size=lambda shard: total_bytes(shard.pieces),
             )
         )
-        whole_from, slice_from = len(delta), len(delta) + len(anchor)
-        return StoredShare(
-            delta=shards[:whole_from], parts=parts, anchor=shards[whole_from:slice_from], slice=shards[slice_from:]
-        )
+        return StoredShare(delta=shards[: len(delta)], parts=parts, anchor=shards[len(delta) :])
 
     @functools.cached_property
     def _sizes(self) -> dict[str, int]:
@@ -169,12 +157,12 @@ class Share:
     def _changed(self) -> list[str]:
         return [] if self._previous is None else differing(self._tensors.entries, self._previous.entries)
 
-    def _whole(self, wanted: WantedObjects, folder: str, names: list[str]) -> list[_NewShard]:
-        sizes = {name: self._sizes[name] for name in names}
+    def _anchor(self, wanted: WantedObjects) -> list[_NewShard]:
+        sizes = dict(sorted(self._sizes.items()))
         limit = min(self._shard_bytes, max(LEAST_BYTES, sum(sizes.values()) // PUT_AT_ONCE))
         return [
             _NewShard(
-                f"{wanted.folder}/{folder}/{wanted.version}",
+                f"{wanted.folder}/anchors/{wanted.version}",
                 "safetensors",
                 list(pieces_of({name: self._tensors[name] for name in run})),
             )

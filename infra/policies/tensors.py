@@ -6,7 +6,6 @@ reading is bounded and strict (no gaps, no overlaps, no unknown dtypes) and neve
 
 import math
 import os
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar
@@ -19,37 +18,6 @@ from infra.store.store import joined
 
 if TYPE_CHECKING:
     import torch
-
-
-LEAST_BYTES = 1024 * 1024  # what is smaller comes from memory that the process has anyway
-
-
-class Rooms:
-    """Memory of which nothing is in use any more, by its size. Threads may share it.
-
-    Guarantee: a room is given out again only once the array that was given before, and all views of it, are gone. So at most
-    as much lies here as was in use at once.
-    """
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[np.ndarray]] = {}
-
-    def take(self, num_bytes: int) -> np.ndarray:
-        """[num_bytes] u8, that holds anything. It comes back by itself."""
-        if num_bytes < LEAST_BYTES:
-            return np.empty(num_bytes, np.uint8)
-        try:
-            room = self._free[num_bytes].pop()  # one step of the interpreter, as `append` is: no lock is needed
-        except LookupError:
-            room = np.empty(num_bytes, np.uint8)
-        given = np.frombuffer(room.data, np.uint8)  # NumPy has a slice of `room[:]` hold `room`, and not what was given
-        weakref.finalize(given, self._free.setdefault(num_bytes, []).append, room).atexit = False
-        return given
-
-    def clear(self) -> None:
-        """Give what is not in use back to the machine."""
-        for rooms in self._free.values():
-            rooms.clear()
 
 
 Item = TypeVar("Item")
@@ -116,14 +84,6 @@ _TORCH_NAMES: dict[str, str] = {
     "F8_E5M2": "float8_e5m2", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 _FROM_TORCH: dict[str, str] = {f"torch.{name}": dtype for dtype, name in _TORCH_NAMES.items()}
-
-
-Seen = Callable[[memoryview], None]
-"""Is shown the bytes of a tensor piece by piece, while they are in the processor's cache."""
-
-
-def unseen(piece: memoryview) -> None:
-    """Look at nothing."""
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -213,9 +173,22 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
     return np.frombuffer(tensor.data, dtype=_NUMPY_NAMES[tensor.dtype]).reshape(tensor.shape)
 
 
-def from_torch(tensor: "torch.Tensor", rooms: Rooms | None = None) -> Tensor:
-    """A copy of a torch tensor on any device; later in-place changes do not reach it. rooms: where the copy is put."""
-    return _copied(tensor, rooms, unseen)
+def from_torch(tensor: "torch.Tensor") -> Tensor:
+    """A copy of a torch tensor on any device; later in-place changes do not reach it."""
+    import torch
+
+    host = tensor.detach().cpu().contiguous()
+    copy = host.view(-1).view(torch.uint8).numpy()
+    if host.data_ptr() == tensor.data_ptr():
+        copy = copy.copy()  # by numpy, which asks for large pages, unlike torch
+    copy.flags.writeable = False
+    return Tensor(_dtype_name(tensor), tuple(tensor.shape), copy.data if copy.size else b"")
+
+
+def from_torch_all(values: Mapping[str, "torch.Tensor"]) -> dict[str, Tensor]:
+    """A copy of each, by name, made in threads; tied ones are copied once, for each of their names."""
+    copies = in_threads(from_torch, values.values(), size=lambda tensor: int(tensor.nbytes), same=place_of)
+    return dict(zip(values, copies, strict=True))
 
 
 def in_place(tensor: "torch.Tensor") -> Tensor:
@@ -233,69 +206,11 @@ def place_of(tensor: "torch.Tensor") -> Hashable:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-class CopiedTensors(dict[str, Tensor]):
-    """Copies of torch tensors, looked at while they are made. not_finite: name of the first that holds NaN or infinity, ""
-    where none does.
-    """
-
-    not_finite: str = ""
-
-    def add(self, values: Mapping[str, "torch.Tensor"], rooms: Rooms | None = None) -> None:
-        """Copy more, in threads; tied ones once, for each of their names. rooms: where the copies are put."""
-
-        def copied(tensor: "torch.Tensor") -> tuple[Tensor, bool]:
-            dtype, finite = _dtype_name(tensor), True
-
-            def look(piece: memoryview) -> None:
-                nonlocal finite
-                finite = finite and are_finite(np.frombuffer(piece, f"<u{ITEM_BYTES[dtype]}"), dtype)
-
-            return _copied(tensor, rooms, look), finite
-
-        copies = in_threads(copied, values.values(), size=lambda tensor: int(tensor.nbytes), same=place_of)
-        for name, (tensor, finite) in zip(values, copies, strict=True):
-            self[name] = tensor
-            self.not_finite = self.not_finite or ("" if finite else name)
-
-
-def from_torch_all(values: Mapping[str, "torch.Tensor"], rooms: Rooms | None = None) -> CopiedTensors:
-    """A copy of each, by name. rooms: where the copies are put; what lies there besides, which these did not need, is given
-    back.
-    """
-    found = CopiedTensors()
-    found.add(values, rooms)
-    if rooms is not None:
-        rooms.clear()
-    return found
-
-
 def _dtype_name(tensor: "torch.Tensor") -> str:
     name = str(tensor.dtype)
     if name not in _FROM_TORCH:
         raise ValueError(f"tensor: got {name}, expected one of {', '.join(_FROM_TORCH)}")
     return _FROM_TORCH[name]
-
-
-def _copied(tensor: "torch.Tensor", rooms: Rooms | None, seen: Seen) -> Tensor:
-    import torch
-
-    dtype = _dtype_name(tensor)
-    # Both copy without holding the interpreter, which `tobytes` does not; numpy in this thread alone, and it asks for large
-    # pages, which torch does not.
-    copy = np.empty(tensor.nbytes, np.uint8) if rooms is None else rooms.take(tensor.nbytes)
-    source = None
-    if copy.size and tensor.device.type == "cpu" and tensor.is_contiguous():
-        source = tensor.detach().view(-1).view(torch.uint8).numpy()
-    elif copy.size:
-        torch.from_numpy(copy).view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-    step = CHUNK_VALUES * ITEM_BYTES[dtype]
-    for start in range(0, copy.size, step):
-        piece = copy[start : start + step]
-        if source is not None:
-            np.copyto(piece, source[start : start + step])
-        seen(piece.data)
-    copy.flags.writeable = False
-    return Tensor(dtype, tuple(tensor.shape), copy.data if copy.size else b"")
 
 
 def to_torch(tensor: Tensor) -> "torch.Tensor":

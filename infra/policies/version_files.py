@@ -24,12 +24,10 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from infra.observe.metrics import Metrics
-from infra.policies.delta import Part, decode_chain, decode_pieces
 from infra.policies.manifest import TensorEntry
-from infra.policies.tensors import Seen, Tensor, layout, load_tensors, unseen
+from infra.policies.tensors import Tensor, layout, load_tensors
 from schemas.errors import PolicyRefused
 
 log = logging.getLogger(__name__)
@@ -39,13 +37,8 @@ WAIT_S = 600.0  # 140 GB from a store that gives 250 MB/s
 POLL_S = 0.02
 
 
-class Put(Protocol):
-    """Puts tensors where they should lie."""
-
-    def __call__(self, name: str, tensor: Tensor, since: Sequence[Part], seen: Seen = unseen) -> Tensor:
-        """The tensor, moved on by these deltas, that lies there now. ValueError for deltas that do not fit."""
-
-
+Put = Callable[[str, Tensor], Tensor]
+"""Puts a tensor where it should lie, and returns the one that lies there now."""
 Fill = Callable[[Put], object]
 """Puts all tensors of a version, and raises PolicyRefused unless they are what its manifest says."""
 Check = Callable[[dict[str, Tensor]], object]
@@ -63,11 +56,9 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def as_it_is(name: str, tensor: Tensor, since: Sequence[Part], seen: Seen = unseen) -> Tensor:
-    """Leave it where it is, or make a copy that is moved on."""
-    found = decode_chain(since, tensor) if since else tensor
-    seen(memoryview(found.data))
-    return found
+def leave(name: str, tensor: Tensor) -> Tensor:
+    """Leave a tensor where it is."""
+    return tensor
 
 
 class VersionFiles:
@@ -188,28 +179,19 @@ def _filled(file: int, header: bytes, places: Mapping[str, tuple[int, int]], num
 def _putting(file: int, mapped: mmap.mmap, places: Mapping[str, tuple[int, int]]) -> Put:
     """Puts each tensor into its place of a file; a tensor without a place, or of another size, stays where it is.
 
-    The room of a tensor is reserved, while other threads decode: a mapping of what is not there would kill the process. It is
-    written, since a mapping that is written to costs a fault for each new page.
+    The room of a tensor is reserved before: a mapping of what is not there would kill the process. It is written, since a
+    mapping that is written to costs a fault for each new page.
     """
     view = memoryview(mapped)
-    lying: dict[str, Tensor] = {}
 
-    def put(name: str, tensor: Tensor, since: Sequence[Part], seen: Seen = unseen) -> Tensor:
+    def put(name: str, tensor: Tensor) -> Tensor:
         start, stop = places.get(name, (0, -1))
         if stop - start != tensor.num_bytes:
-            return as_it_is(name, tensor, since, seen)
-        if not since and lying.get(name) is tensor:
-            seen(memoryview(tensor.data))
             return tensor
         if stop > start:
             os.posix_fallocate(file, start, stop - start)
-        at = start
-        for piece in decode_pieces(since, tensor):
-            _write(file, piece, at)
-            seen(piece)
-            at += len(piece)
-        lying[name] = Tensor(tensor.dtype, tensor.shape, view[start:stop])
-        return lying[name]
+            _write(file, tensor.data, start)
+        return Tensor(tensor.dtype, tensor.shape, view[start:stop])
 
     return put
 

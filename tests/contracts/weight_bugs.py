@@ -25,7 +25,8 @@ from infra.policies.chain import read_manifest
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy import Policy
 from infra.policies.publish import NewVersion, publish
-from infra.policies.tensors import CopiedTensors, Tensor
+from infra.policies.share import HashedTensors
+from infra.policies.tensors import Tensor
 from infra.store.memory import MemoryStore
 from schemas import PolicyEvent
 from schemas.errors import PolicyRefused
@@ -221,13 +222,14 @@ async def copied_during_a_step(room: Room) -> PolicyEvent:
     return room.publish(partial(half, room))
 
 
-def spoiled(tensors: Tensors) -> CopiedTensors:
-    """One value is not a number, and whoever copied it says that all are finite."""
-    copied = CopiedTensors(tensors)
+def spoiled(tensors: Tensors) -> HashedTensors:
+    """One value is not a number, and who hashed them says that all are finite."""
+    copied = HashedTensors(tensors)
     tensor = tensors[MATRIX]
     data = np.frombuffer(tensor.data, np.uint8).copy()
     data[:4] = 0xFF  # a NaN, or two
     copied[MATRIX] = Tensor(tensor.dtype, tensor.shape, data.data)
+    copied.not_finite = ""
     return copied
 
 

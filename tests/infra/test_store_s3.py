@@ -1,6 +1,5 @@
 """The stores beyond the contract: settings, errors, what S3 keeps to itself, and what a killed writer leaves in a folder."""
 
-import gc
 import itertools
 import json
 import logging
@@ -21,12 +20,10 @@ from typing import ClassVar
 from urllib.parse import parse_qs, urlsplit
 
 import certifi
-import numpy as np
 import pytest
 from minio.credentials import Credentials
 
 from infra.files import free_and_usable
-from infra.policies.tensors import LEAST_BYTES, Rooms
 from infra.store.directory import STALE_AFTER_S, DirectoryStore
 from infra.store.open import open_store
 from infra.store.s3 import RANGE_BYTES, S3Store, body_of, connections, fixed_keys, keys_of, open_s3
@@ -475,26 +472,3 @@ def test_a_failed_put_leaves_the_old_object_and_nothing_else(tmp_path: Path) -> 
     assert caught.value.retriable
     assert store.get("file") == b"x"
     assert list((tmp_path / ".incoming").iterdir()) == []
-
-
-def place_of(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
-def test_a_room_comes_back_once_nothing_of_it_is_in_use() -> None:
-    rooms = Rooms()
-    first = rooms.take(LEAST_BYTES)
-    place = place_of(first)
-    first.flags.writeable = False
-    piece = first.data[5:10]
-    patterns = np.frombuffer(first.data, np.uint16)[3:]
-    del first
-    for _ in range(2):
-        assert place_of(rooms.take(LEAST_BYTES)) != place
-    del piece
-    assert place_of(rooms.take(LEAST_BYTES)) != place
-    del patterns
-    gc.collect()
-    taken = [rooms.take(LEAST_BYTES) for _ in range(3)]
-    assert place in map(place_of, taken) and all(one.flags.writeable for one in taken)
-    assert len({*map(place_of, taken)}) == 3

@@ -11,7 +11,7 @@ import torch
 
 from infra.model.names import published
 from infra.policies.share import HashedTensors
-from infra.policies.tensors import CopiedTensors, Rooms
+from infra.policies.tensors import Tensor, from_torch_all
 from infra.roles.memory import give_back_freed
 from schemas.fields import Lane
 from trainer.batch.batch import Microbatch, PackedBatch
@@ -56,7 +56,6 @@ class RankStep:
         self.move_reference = shards.move_reference
         self._objectives = objectives
         self._shards = shards
-        self._rooms = Rooms()
 
     def step(self, order: Order, phase: Phase, given: Sequence[PackedBatch] | None) -> StepStats | None:
         """One optimizer step over all ranks, on the minibatches that rank 0 is given; its result, on rank 0."""
@@ -115,7 +114,7 @@ class RankStep:
         self._shards.count_step()
         return math.isfinite(norm), norm
 
-    def tensors(self) -> CopiedTensors:
+    def tensors(self) -> dict[str, Tensor]:
         """On rank 0 a copy of the policy."""
         return self._copied(1)
 
@@ -133,15 +132,14 @@ class RankStep:
         }
 
     @torch.no_grad()
-    def _copied(self, ranks: int) -> CopiedTensors:
+    def _copied(self, ranks: int) -> dict[str, Tensor]:
         """A copy of this rank's share of `ranks`. One weight at a time is whole on a rank that does not hold it."""
-        found, values = CopiedTensors(), self._published()
+        found, values = dict[str, Tensor](), self._published()
         shares = publishing_ranks(map(num_bytes, values.values()), ranks)
         for (name, value), rank in zip(values.items(), shares, strict=True):
             with self._shards.gathered(value):
                 if rank == self.channel.rank:
-                    found.add(published(self.model.module, {name: value.detach()}), self._rooms)
-        self._rooms.clear()
+                    found |= from_torch_all(published(self.model.module, {name: value.detach()}))
         return found
 
     @torch.no_grad()

@@ -503,7 +503,7 @@ def in_a_file(files: VersionFiles, tensors: Mapping[str, Tensor]) -> FileTensors
 
     def fill(put: Put) -> None:
         for name, tensor in tensors.items():
-            put(name, tensor, ())
+            put(name, tensor)
 
     entries = tensor_entries(tensors)
     placed = files.place(sha256_hex(repr(entries).encode()), entries, fill, lambda found: None)

@@ -20,7 +20,7 @@ from infra.cli.settings import Settings
 from infra.model.adapter import named_adapter
 from infra.model.model import gpu_bytes
 from infra.model.size import ModelSize, model_size
-from infra.policies.chain import NUM_SLICES
+from infra.policies.chain import ANCHOR_EVERY
 from infra.policies.policy import Adapter
 from infra.settings.config import Use, duration_s
 from schemas.errors import ConfigError
@@ -214,12 +214,12 @@ def _store_needs(settings: Settings, size: ModelSize, plan: LearnerPlan, step_s:
     version = size.published * WIDTH[plan.dtype]
     # In float32 nearly every value changes in every step, and in an adapter's, so that every version is stored whole.
     is_whole = plan.dtype == "float32" or size.frozen > 0
-    delta = version if is_whole else version * (1 / NUM_SLICES + DELTA_SHARE)
+    delta = version if is_whole else version * (1 / ANCHOR_EVERY + DELTA_SHARE)
     saved = MOMENTS_AND_WEIGHT + (4 if plan.reference else 0) + (MOMENTS_AND_WEIGHT if plan.critic else 0)
     versions = duration_s(settings.keep.replay) / (step_s * settings.pacing.steps_per_version)
     return {
         "a whole version": version,
-        "each later version": delta,
+        "each later version, on average": delta,
         "a checkpoint": saved * size.trained,
         "in the long run": versions * delta + settings.trainer.keep_checkpoints * saved * size.trained,
     }

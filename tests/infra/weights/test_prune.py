@@ -1,10 +1,8 @@
 """Old versions: what is pruned, and how a late joiner rebuilds what stays."""
 
-import threading
-
 import pytest
 
-from infra.policies.chain import NUM_SLICES
+from infra.policies.chain import ANCHOR_EVERY
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.prune import prune
 from infra.store.memory import MemoryStore
@@ -21,7 +19,7 @@ def test_every_kept_version_can_still_be_joined(oldest: int) -> None:
     for version in range(oldest, 40):
         assert dict(PolicyFetcher(store, "main").fetch(events[version]).tensors) == weights[version]
     left = {int(key.split("/")[4].removesuffix(".json").split("-")[-1]) for key in store.keys("")}
-    assert oldest - NUM_SLICES < min(left) or min(left) == 0
+    assert min(left) == oldest - oldest % ANCHOR_EVERY
     for version in range(min(left)):
         with pytest.raises(PolicyRefused, match="incomplete"):
             PolicyFetcher(store, "main").fetch(events[version])
@@ -56,39 +54,6 @@ def test_pruning_crosses_leases_and_leaves_other_policies_alone() -> None:
     assert dict(PolicyFetcher(store, "main").fetch(event).tensors) == step
 
 
-class LiveObject(bytes):
-    """An object that was read; the store counts those that somebody still holds."""
-
-    store: "CountingLiving"
-
-    def __del__(self) -> None:
-        self.store.count(-1)
-
-
-class CountingLiving(MemoryStore):
-    """A store that knows how many of the anchor's shards that it gave are held at the same time. most: at the worst."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = self.most = self.given = 0
-        self._counting = threading.Lock()
-
-    def get(self, key: str) -> bytes:
-        data = super().get(key)
-        if "/anchors/" not in key:
-            return data
-        shard = LiveObject(data)
-        shard.store = self
-        self.count(1)
-        return shard
-
-    def count(self, change: int) -> None:
-        with self._counting:
-            self.held += change
-            self.given += change > 0
-            self.most = max(self.most, self.held)
-
-
 @pytest.mark.parametrize("dense", [False, True])
 def test_a_late_joiner_holds_what_a_step_by_step_follower_holds(dense: bool) -> None:
     store = MemoryStore()
@@ -108,19 +73,15 @@ def test_a_late_joiner_holds_what_a_step_by_step_follower_holds(dense: bool) -> 
         assert policy.version == late.version == event.version
 
 
-def test_what_a_late_joiner_reads_has_a_bound_however_old_the_anchor_is() -> None:
+def test_what_a_late_joiner_reads_has_a_bound_however_old_the_policy_is() -> None:
     store = Counting()
-    events, weights = put_run(store, 60)
-    read = []
-    for version in (20, 40, 59):
+    events, weights = put_run(store, 64)
+    for version, num_deltas in ((16, 0), (20, 4), (63, 15)):
         store.read.clear()
         assert dict(PolicyFetcher(store, "main").fetch(events[version]).tensors) == weights[version]
-        read.append(sum(len(MemoryStore.get(store, key)) for key in store.read))
         kinds = [key.split("/")[3] for key in store.read]
-        assert (kinds.count("anchors"), kinds.count("slices")) == (0, 3)
-        assert kinds.count("deltas") < NUM_SLICES
-        assert kinds.count("manifests") <= NUM_SLICES
-    assert max(read) < 1.5 * sum(tensor.num_bytes for tensor in weights[0].values())
+        assert kinds.count("anchors") == 1
+        assert (kinds.count("deltas"), kinds.count("manifests")) == (num_deltas, num_deltas + 1)
 
 
 @pytest.mark.parametrize(("behind", "begins_anew"), [(1, False), (4, False), (16, False), (17, True), (30, True)])
@@ -131,7 +92,7 @@ def test_a_follower_that_slept_takes_the_deltas_it_lacks_or_begins_anew(behind: 
     follower.fetch(events[39 - behind])
     store.read.clear()
     assert dict(follower.fetch(events[39]).tensors) == weights[39]
-    assert any("/slices/" in key for key in store.read) == begins_anew
-    assert sum("/deltas/" in key for key in store.read) <= min(behind, NUM_SLICES)
+    assert any("/anchors/" in key for key in store.read) == begins_anew
+    assert sum("/deltas/" in key for key in store.read) <= min(behind, ANCHOR_EVERY)
     follower.fetch(events[0])  # pinned back
     assert dict(follower.fetch(events[11]).tensors) == weights[11]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.policies.chain import NUM_SLICES, read_manifest
+from infra.policies.chain import ANCHOR_EVERY, read_manifest
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy import Adapter, Probe
 from infra.policies.publish import NewVersion, publish, publish_shares
@@ -91,8 +91,7 @@ def test_the_manifest_is_written_last_and_the_event_names_it() -> None:
     store = Recording()
     event = put_run(store, 4)[0][0]
     kinds = [key.split("/")[3] for key in store.written]
-    assert kinds[:6] == ["anchors", "manifests", "deltas", "manifests", "deltas", "manifests"], "two slices of nothing"
-    assert sorted(kinds[6:-1]) == ["deltas", "slices"] and kinds[-1] == "manifests", "objects go at once"
+    assert kinds == ["anchors", "manifests", *["deltas", "manifests"] * 3]
     assert event.manifest == "policies/main/17/manifests/0.json"
     assert read_manifest(store, event.manifest, event.manifest_sha256)[0].version == 0
     assert all(key.startswith("policies/main/17/") for key in store.written)
@@ -110,17 +109,13 @@ def test_a_small_step_costs_little_and_an_unchanged_tensor_nothing() -> None:
     assert event.stats["bytes"] == 0.0
 
 
-def test_after_the_first_anchor_every_version_is_a_delta_and_a_slice() -> None:
+def test_every_version_but_the_first_is_a_delta_and_each_sixteenth_an_anchor_too() -> None:
     store = MemoryStore()
     events, _ = put_run(store, 40)
-    assert [event.version for event in events if event.stats["anchor"]] == [0]
-    manifests = [read_manifest(store, event.manifest)[0] for event in events[1:]]
-    assert {tuple(source.kind for source in one.sources) for one in manifests} == {("delta",)}
-    slices = [one.slice for one in manifests if one.slice is not None]
-    assert [one.index for one in slices] == [version % NUM_SLICES for version in range(39)]
-    for first in range(39 - NUM_SLICES):
-        names = [name for one in slices[first : first + NUM_SLICES] for name in one.names]
-        assert sorted(names) == sorted(NAMES), "so many in a row hold each tensor once"
+    assert [event.version for event in events if event.stats["anchor"]] == [0, 16, 32]
+    for event in events:
+        kinds = [source.kind for source in read_manifest(store, event.manifest)[0].sources]
+        assert kinds == [*["delta"] * (event.version > 0), *["anchor"] * (event.version % ANCHOR_EVERY == 0)]
 
 
 def test_a_version_that_changes_more_than_an_eighth_has_an_anchor_beside_its_delta() -> None:
@@ -133,7 +128,6 @@ def test_a_version_that_changes_more_than_an_eighth_has_an_anchor_beside_its_del
     manifest, _ = read_manifest(store, event.manifest)
     assert event.stats["changed_share"] > 1 / 8
     assert [source.kind for source in manifest.sources] == ["delta", "anchor"]
-    assert manifest.slice is None
 
 
 def test_weights_that_change_everywhere_are_anchors_without_a_delta() -> None:
@@ -312,7 +306,6 @@ def test_the_version_of_several_shares_is_the_version_of_one(ranks, moves) -> No
         assert [(way.kind, way.base, way.num_changed) for way in got.sources] == [
             (way.kind, way.base, way.num_changed) for way in expected.sources
         ]
-        assert (got.slice and got.slice.names) == (expected.slice and expected.slice.names)
         assert follower.fetch(event).tensors == PolicyFetcher(several, "main").fetch(event).tensors == weights
         before = weights
 

@@ -29,7 +29,7 @@ ROOMY = 10**9
 def fill(to: Put) -> None:
     """With the weights."""
     for name, tensor in WEIGHTS.items():
-        to(name, tensor, ())
+        to(name, tensor)
 
 
 def check(tensors: dict[str, Tensor]) -> None:
@@ -224,20 +224,3 @@ def test_a_version_that_another_fills_is_waited_for_and_not_filled_twice(tmp_pat
     other.told.send("go on")
     other.process.join()
     assert other.process.exitcode == 0 and left(tmp_path) == [placed.path]
-
-
-def made(files: VersionFiles, number: int, *, num_values: int = 2**18) -> tuple[FileTensors, dict[str, Tensor]]:
-    """A version of more than a MiB in a file, and what it should be."""
-    wanted = {"l": from_numpy(np.arange(num_values, dtype=np.float32) + number), "s": bf16(number)}
-
-    def look(found: dict[str, Tensor]) -> None:
-        if found != wanted:
-            raise PolicyRefused("other values")
-
-    def put_all(to: Put) -> None:
-        for name, tensor in wanted.items():
-            to(name, tensor, ())
-
-    placed = files.place(f"{number:064}", tensor_entries(wanted), put_all, look)
-    assert placed is not None
-    return placed, wanted
