@@ -38,7 +38,7 @@ from trainer.replay.replay import find_start, replay
 FORMULAS = ("test_losses.py", "test_sequence_losses.py")
 ARCHIVES = ROOT / "tests" / "archives"
 MAX_BYTES = 1_500_000
-SIZE = Size(hidden=16, layers=1, head_dim=8)
+SIZE = Size(hidden=16, layers=1)
 STEPS = 4
 # A rate at which later steps meet ratios far from 1, so that clips and masks act.
 RUN = (
