@@ -1,4 +1,4 @@
-"""Every record of the log but the block and the journal's: what it means and its units.
+"""Records of the log, except the block and the journal's records.
 
 Evolution: new fields come last and have defaults; nothing is reordered, retyped or reused; readers ignore fields they
 do not know. An incompatible change raises `MAJOR`, which stops older readers before they acknowledge anything.

@@ -1,4 +1,4 @@
-"""The role `serve`: an engine behind HTTP, following the policy, writing what it served.
+"""The role `serve`: an engine behind HTTP that follows the policy and records its answers.
 
     HTTP ─> Site ─> Gateway ─> engine <── PolicyFollower <── policies
                        └─> Outbox ─> experiences, feedback        KeyBook <── object store
@@ -9,9 +9,9 @@
     unblocked by    an answer that ends; a client that disconnects
     durable first   nothing before an answer; feedback before its status 202, in the log or in the spool on disk
 
-Guarantees: requests are served while the log, the store and every other role are away, at the start too: then with the
-version this gateway served last (its event is kept beside the spool), or with the model folder; a reload drops no
-request; at a stop running requests get `drain_s`, and what was served is written or spooled.
+Guarantees: it serves requests while the log, the store and all other roles are down. A start during an outage serves the last
+version of this gateway (its event is stored next to the spool), or the model folder. A reload drops no request. A stop gives
+running requests `drain_s`, and sends or spools all recorded answers.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ async def run_gateway(
     steps = processor_steps(config)
     # A folder of its own kind: it holds the version served last, and a stable gateway must not find a canary's.
     claimed = ClaimedFolder(floor.folder / config.spool, "canary" if config.channel == "canary" else ROLE)
-    sock = bound(config.listen)  # first: an address that is taken ends the start before a model is loaded
+    sock = bound(config.listen)  # first: an address in use ends the start before a model is loaded
     try:
         memory = claimed.path / "policy.json"
         follower = PolicyFollower(
@@ -189,7 +189,7 @@ class _Loops(msgspec.Struct, frozen=True):
             is_canary=gateway.config.channel == "canary",
             release=full_release(),
         )
-        with suppress(BrokerUnavailable, TimeoutError):  # a report is of now: a late one is of no use
+        with suppress(BrokerUnavailable, TimeoutError):  # a late report is useless
             async with asyncio.timeout(gateway.config.report_s):
                 await self.role.log.publish(REPORTS, progress)
 

@@ -4,9 +4,8 @@ A request is a suite answered by exactly one version, with a group per task and 
 
     eval-<suite>-<version>.<index>
 
-Guarantees: a result is made once per (suite, version), after a restart too (what is in the log counts); a task is
-counted once whatever arrives twice; an answer with a token of another version makes the request missed, never a wrong
-number.
+Guarantees: a (suite, version) has one result, also after a restart (the log counts). Repeated records count a task once. An
+answer with a token of another version makes the request missed, so it never gives a wrong number.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,7 @@ from actors.config import EvalSuite
 from schemas import Closure, EvalResult, Experience, Issued
 from schemas.fields import VERSION_PASSED
 
-POISSON_LOW = (0.0, 0.0253, 0.2422, 0.6187)  # of so many events: the mean of which so many or more have chance 2.5 %
+POISSON_LOW = (0.0, 0.0253, 0.2422, 0.6187)  # events -> mean under which at least this number has probability 2.5 %
 _PREFIX = "eval-"
 
 

@@ -1,4 +1,4 @@
-"""The master: issues groups as fast as learning can take them, issues again what was not finished, and asks for evals.
+"""The master: issues groups as fast as the trainer uses them, reissues unfinished groups, and requests evals.
 
     taskset ─────┐                            ┌──> tasks      groups, re-issues, eval tasks
     progress ────┤                            │
@@ -11,12 +11,12 @@
     produces        tasks, evals (results), policies (its lease, decisions of the gate), reports
     waits for       room for a group: fewer outstanding than the bound on age allows
     unblocked by    a drawn or dropped group in progress; a version or a directive in policies; a report
-    durable first   the lease before the count of what was issued; a decision before the next; both before a snapshot
+    durable first   the lease before the count of issued groups; a decision before the next; both before a snapshot
 
-Waits for the log alone: each batch read wakes the one loop that decides. Delivery: what is issued is confirmed by the
-broker before the next decision; a restart continues from a snapshot (`actors.master.snapshot`), or recounts everything from the
-log, so nothing is issued twice under one attempt and no result is published twice. A second master takes the lease and the
-first one ends; what it still issues meanwhile are attempts of their own numbers, never the same ids with other content.
+It waits only for the log: each batch of records wakes the loop that decides. Delivery: the broker confirms issued records
+before the next decision. A restart continues from a snapshot (`actors.master.snapshot`) or recounts the log, so no attempt is
+issued twice and no result is published twice. A second master takes the lease and the first master ends; groups that it still
+issues meanwhile have their own attempt numbers, never the same ids with other content.
 """
 
 import asyncio

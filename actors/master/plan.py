@@ -1,10 +1,9 @@
 """The plan: the master's knowledge and its decisions. State without clock, task or client.
 
-Inputs are records of the log in the order of their topics. `decide` says which records to publish and changes nothing;
-`apply` counts them as published. Time is the log's:
-the newest log-append timestamp seen; for re-issues the time during which explorers were reporting, so that a fleet that
-is starting or gone makes nothing overdue; for the stop rule the time during which anything was reporting. Everything is
-recounted from the log at a restart, except how long groups have been waiting: that begins anew.
+Inputs are records of the log in the order of their topics. `decide` returns the records to publish and changes nothing; `apply`
+counts them as published. Time is the log's: the newest log-append timestamp. Reissues count only the time in which explorers
+reported, so a fleet that starts or is down makes no group overdue; the stop rule counts the time in which any role reported. A
+restart recounts everything from the log except the waiting times of groups, which start again.
 """
 
 import logging

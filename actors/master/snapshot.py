@@ -1,17 +1,17 @@
-"""Snapshots of a master's state beside the place in the log that it was read up to, in the object store.
+"""Snapshots in the object store of a master's state, with its position in the log.
 
-    KEPT    attribute -> type: state that cannot be had without the log that was read
+    KEPT    attribute -> type: state that only the log can restore
     PARTS   attributes that hold such parts themselves
 
-A class names in KEPT and PARTS what a snapshot holds of it. Everything else is made anew: caches, settings, and what a start
-begins anew.
+A class names the attributes of its snapshots in KEPT and PARTS. A start rebuilds everything else: caches, settings, and state
+of a start.
 
-Guarantee: a master that begins with a snapshot and reads the log from its place on decides as one that read all of it in the
-order in which this one did. The log has no order between topics: whether an eval whose task was issued again is missed, where
-an explorer was past the version when it met the second attempt, depends on whether the first one's answer was read before. So
-none is used that is not whole, that other settings or another log made, or whose place the log has not any more: a line says
-which, and the log is read from its beginning. Two masters at once do no harm: the position of a snapshot begins with its
-master's lease, what was taken while a later master may have issued is thrown away, and none removes what a later one wrote.
+Guarantee: a master that starts from a snapshot and reads the log from its position decides like a master that read the whole
+log in the same order. The log has no order between topics: an eval with a reissued task is missed or not, depending on which of
+two answers was read first. So a master uses no snapshot that is incomplete, that other settings or another log made, or whose
+position the log has deleted; it logs the reason and reads the log from its beginning. Two masters at once do no harm: the
+position of a snapshot starts with its master's lease, snapshots taken while a later master may have issued groups are
+discarded, and no master removes a later master's snapshot.
 """
 
 import asyncio
@@ -106,11 +106,11 @@ class Snapshots:
         self._waiting.put_nowait((plan.token * NUMBERS + self._number, facts, packed(plan)))
 
     async def write(self) -> None:
-        """Write what is handed over, without end. After a failure the next snapshot is tried."""
+        """Write the submitted snapshots until cancelled. After a failure it continues with the next snapshot."""
         while True:
             position, facts, state = await self._waiting.get()
             try:
-                # Asked behind the state: where nothing newer lies in `policies`, no later master had issued anything by then.
+                # Read after the state: if `policies` has no newer record, no later master had issued a group by then.
                 if facts.places[POLICIES.name] != (await self._log.bounds(POLICIES))[1]:
                     self._due_s = self._clock()
                     continue
@@ -179,7 +179,7 @@ def filled(places: Places, bounds: Bounds) -> Places:
 
 
 def require_reach(places: Places, bounds: Bounds) -> None:
-    """Raise Unfit where the log does not hold all that lies behind the places."""
+    """Raise Unfit if the log lacks records behind these positions."""
     for topic, (begins, ends) in bounds.items():
         for part, begin in begins.items():
             at = places.get(topic, {}).get(part, 0)

@@ -1,7 +1,7 @@
 """Continuation of a conversation after a sampled answer: the tokens that the chat template adds, and no others.
 
-Guarantee: nothing sampled is tokenized again. What was sampled is kept as it is, also where the template spells it otherwise,
-or leaves out what was thought; where the template does not say what follows an answer, nothing is invented.
+Guarantee: sampled tokens are never tokenized again. They stay unchanged even if the template spells them differently or leaves
+thoughts out. If the template does not define what follows an answer, no tokens are invented.
 """
 
 import re

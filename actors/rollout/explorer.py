@@ -1,9 +1,9 @@
-"""The explorer: takes issued tasks, runs their episodes on one engine, publishes what was sampled, follows the policy.
+"""The explorer: runs the episodes of issued tasks on an engine, publishes the samples, and follows the policy.
 
     tasks ──> intake ──> Scheduler ──> dispatch ──> run_group (many) ──> experiences, drop markers, closures
              (commits)    ^ ended, reloaded          │ generate
     policies ──> PolicyFollower ───── load ──────> engine
-    progress ──> groups that are over: what runs of them is stopped
+    progress ──> groups that are over: their episodes are stopped
 
     consumes        tasks (as a consumer group), policies, progress
     produces        experiences, verified (markers of episodes without an answer), progress (closures of evals), reports
@@ -11,9 +11,9 @@
     unblocked by    a record of tasks; the end of an episode; a loaded version
     durable first   the offset of a task before its first token
 
-Delivery: an offset is committed on receipt, before the task is started: a task is run at most once per attempt. What it
-holds it reports; what dies with this process is reported no more, and the master issues it again, as another attempt.
-Nothing is started whose commit was refused.
+Delivery: it commits an offset on receipt, before it starts the task, so a task runs at most once per attempt. It reports its
+tasks; if the process dies, the reports stop, and the master issues the tasks again as another attempt. A task with a refused
+commit does not start.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The token sequences of one episode, and which of them a conversation continues.
 
-Guarantee: a turn continues the sequence that it extends, whichever of them that is; one that extends none, or one that is being
-extended right now, begins a new sequence, and `reason` says why. Each sampled token is in one sequence, once.
+Guarantee: a turn continues the sequence that it extends. A turn that extends no sequence, or a sequence that another turn is
+extending, starts a new sequence with a `reason`. Each sampled token is in one sequence, once.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,9 +1,8 @@
-"""Runs one issued task: its episodes at once, each published as soon as it is worth a block.
+"""Runs the episodes of an issued task concurrently, and publishes them in blocks.
 
-Guarantees: every episode ends as an experience, or, where nothing was sampled, as a drop marker that lets its group complete
-(for an eval, a closure), and so does a task whose workflow no setting names; one episode's failure is its own; a
-straggler holds back finished ones for at most `linger_s`; what is stopped because it can no longer be of use ends as a
-drop marker with the reason, and its tokens are counted.
+Guarantees: every episode ends as an experience, or, without samples, as a drop marker that lets its group complete (for an
+eval, a closure); so does a task with an unknown workflow. A failure affects only its episode. A straggler delays finished
+episodes by at most `linger_s`. A stopped episode ends as a drop marker with the reason, and its tokens are counted.
 """
 
 import asyncio
@@ -55,7 +54,7 @@ class RolloutRuntime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Ended(msgspec.Struct, frozen=True):
-    """One episode: what it recorded, or why there is nothing. stopped: why it was not let to its end."""
+    """One episode: its record, or the reason why there is none. stopped: reason of a stop before its end."""
 
     episode: int
     experiences: list[Experience]

@@ -1,4 +1,4 @@
-"""The explorer's scheduler: what waits, what runs, and who must be woken. Shared by its loops in one event loop.
+"""The explorer's scheduler of waiting and running groups, shared by the loops of the explorer in one event loop.
 
 Guarantees: a group starts only under a version it allows, the oldest first; an eval only under exactly its version; the
 same attempt never starts twice, and of two attempts of one group that both wait only the newer starts.

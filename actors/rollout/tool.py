@@ -1,8 +1,7 @@
-"""Tools: functions a policy may call by name with JSON arguments, and how a call of one is guarded.
+"""Tools: functions that a policy can call by name with JSON arguments, and the guards of a call.
 
-A tool is named by `use`: a function (plain ones run in a thread) whose keyword-only or positional parameters are
-annotated; its docstring tells the policy what it does. Its JSON schema follows from the annotations, or is what the
-object says itself in `parameters`.
+`use` names a tool: a function with annotated parameters (a synchronous function runs in a thread), whose docstring the policy
+reads. Its JSON schema comes from the annotations, or from the object's attribute `parameters`.
 
 Guarantee: whatever the policy writes and whatever a tool does, a call ends as text for the policy within its timeout.
 """
@@ -143,7 +142,7 @@ def read_call(text: str) -> ParsedCall:
 
 
 async def answer(call: ParsedCall, tools: Sequence[ToolSpec], *, timeout_s: float) -> ToolResult:
-    """Check the call against the tool's schema, run it, and say what came of it."""
+    """Check the call against the tool's schema and run it."""
     if call.fault:
         return ToolResult(f"error: {call.fault}", failed=True)
     tool = next((known for known in tools if known.name == call.name), None)

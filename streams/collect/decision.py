@@ -1,4 +1,4 @@
-"""Decisions of a fold: how attempts ended, the blocks that go on, what was dropped and why."""
+"""Decisions of a fold: ends of attempts, blocks for the buffer, and drops with their reasons."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence

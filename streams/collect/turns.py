@@ -3,11 +3,11 @@
     turn     1        2        3   <- feedback v
     credit   γ²·v     γ·v      v
 
-Rules: the named answer is credited in full; the `MAX_TURNS` turns before it get a discounted credit, whatever is delivered
-twice and in whatever order answers and feedback come; a retraction takes the credit back too. The credit is for learning
-alone: it does not count as a rating, does not end a turn's wait for its own feedback, and trains nothing a second time. A turn
-is known by how many messages come before its answer, since gateways that spool write out of order. A turn with several choices
-gives no credit and gets none: which of them the session went on from is not known.
+Rules: the named answer gets the full credit; the `MAX_TURNS` turns before it get a discounted credit, for any order of answers
+and feedback and with repeated deliveries. A retraction withdraws the credit too. The credit is only for learning: it is not a
+rating, does not end a turn's wait for its own feedback, and trains nothing a second time. The number of messages before its
+answer identifies a turn, since gateways with a spool write out of order. A turn with several choices gives and gets no credit,
+since the choice that the session continued from is unknown.
 
 Turns of a session wait for each other and are closed together, so that what their prompts share is trained once.
 
@@ -15,12 +15,11 @@ Turns of a session wait for each other and are closed together, so that what the
     turn 2  waits for feedback ─┼─ the session is over and all are ready ──> closed in their order, joined
     turn 3  ready ──────────────┘
 
-A turn is ready when nothing more is waited for that is about itself: every source has spoken, or its window has passed. A
-session is over for its open turns when no turn came for `session_ms`, when its client said that none follows, or when the next
-one rewrote its history; what comes then begins anew.
+A turn is ready when every source gave feedback or its window has passed. A session is over for its open turns when no turn came
+for `session_ms`, when its client ended it, or when the next turn rewrote its history; later turns start a new session.
 
-Guarantees: what counts of a turn is its own, as if it were alone; a turn waits for the slowest of its session and no longer;
-a session that never ends is closed in runs of MAX_JOINED turns. All follows from the log and its times.
+Guarantees: a turn's verdict is the same as for a turn alone. A turn waits at most for the slowest turn of its session. A
+session without an end is closed in runs of MAX_JOINED turns. Everything follows from the log and its times.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

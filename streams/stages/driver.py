@@ -1,6 +1,6 @@
 """Drives a stage without state: many records in flight, acknowledged in order.
 
-    recall what came before the first delivery ─┐
+    recall records before the first delivery ───┐
                        ┌─> handle ─> publish, confirmed ─┐
     deliveries ─> window (64 per partition)              ├─> window ─> acknowledge, in offset order
                        └─> handle ─> publish, confirmed ─┘
@@ -11,11 +11,11 @@
     unblocked by    a record; an acknowledgement by the broker; a time limit of the record or of a step
     durable first   all outputs of a record, and those of the records before it, before its offset
 
-Guarantees: at least once, whatever dies when; outputs of records with one key keep the order of the records; what a stage
-remembers sees the records of a partition in log order, and after a rebalance it is rebuilt, as far as retention kept it, from
-the log before the first of them is handled; nothing escapes: what fails is retried, then dead-lettered, else the process ends
-before the acknowledgement. Records are acknowledged in offset order, each once every earlier record of its partition is done,
-so a crash repeats records and never skips one.
+Guarantees: at least once, at any crash. Outputs of records with the same key keep the order of the records. The memory of a
+stage sees the records of a partition in log order; after a rebalance it is rebuilt from the log, as far as retention kept it,
+before the first record is handled. A failure is retried, then dead-lettered; otherwise the process ends before the
+acknowledgement. Records are acknowledged in offset order, after all earlier records of the partition are done, so a crash
+repeats records and skips none.
 """
 
 import asyncio

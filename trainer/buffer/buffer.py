@@ -112,7 +112,7 @@ class Uses:
         return known.count
 
     def add(self, key: bytes, offset: int) -> None:
-        """One more use of what lies at `offset`."""
+        """Count a use of the experience at `offset`."""
         known = _known(self._packed.get(key, 0))
         self.put(key, Known(known.count + 1, max(offset, known.offset)))
 

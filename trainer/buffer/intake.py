@@ -2,11 +2,11 @@
 
     buffer ────> Intake.buffer (candidates)  ─┐
     progress ──> Intake.closed (issue order)  ├─ `changed` wakes the loop in train.py
-    reports ───> whether more groups come     │
+    reports ───> end of new groups            │
     policies ──> FencedOut, Intake.paused,    ─┘
                  Intake.must_forget
 
-Loss: a record of `buffer` that cannot be read or trained is dropped with a reason that the audit finds; the rest is taken.
+Loss: a record of `buffer` that cannot be read or trained is dropped with a reason that the audit finds.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from trainer.buffer.pool import missing
 logger = logging.getLogger(__name__)
 
 TellDropped = Callable[[dict[str, str]], Awaitable[None]]
-REPEATS = frozenset({"already trained", "duplicate"})  # what they repeat is accounted for
+REPEATS = frozenset({"already trained", "duplicate"})  # the first copy is accounted for
 
 
 class Intake:
@@ -63,7 +63,7 @@ class Intake:
         return missing(sorted(self._arrived), self._closed, self.floor)
 
     def settle(self, sequences: list[int]) -> None:
-        """Everything up to the newest of these has been drawn or given up; what lies below is no longer waited for."""
+        """Stop waiting for groups below the newest of these, which were drawn or dropped."""
         absent = self.absent()
         top = max(sequences, default=-1)
         self.floor = max(self.floor, min([number for number in absent if number <= top], default=top + 1))
@@ -104,11 +104,11 @@ class Intake:
 
 
 async def follow_buffer(log: Log, intake: Intake, metrics: Metrics, tell_dropped: TellDropped) -> None:
-    """Read `buffer` for ever, in offset order."""
+    """Read `buffer` until cancelled, in offset order."""
     async with aclosing(log.tail(topics.BUFFER, {0: intake.buffer_next})) as messages:
         async for message in messages:
             await take_in(log, intake, metrics, tell_dropped, message)
-            intake.buffer_next = message.offset + 1  # a checkpoint may come any time: what it passes has been counted
+            intake.buffer_next = message.offset + 1  # a checkpoint at any time has counted all earlier records
             intake.changed.set()
 
 
@@ -139,7 +139,7 @@ async def follow_progress(log: Log, intake: Intake) -> None:
 
 
 async def follow_reports(log: Log, intake: Intake) -> None:
-    """Read reports for ever, from the last hour on: of the master's the newest counts."""
+    """Read the reports of the last hour, then new reports until cancelled; the master's newest report counts."""
     async with aclosing(log.tail(topics.REPORTS, await lately(log))) as messages:
         async for message in messages:
             if isinstance(message.value, Progress):

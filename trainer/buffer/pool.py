@@ -173,8 +173,8 @@ Columns = dict[str, np.ndarray]
 class Pool:
     """N candidates in an order.
 
-    row_N: int64, where each lies in `held` and in the columns. held: candidates by row, None in a free one. columns:
-    by name, see COLUMNS. codes: of tenants and users.
+    row_N: int64, row of each candidate in `held` and in the columns. held: candidates by row, None in a free row. columns:
+    columns by name, see COLUMNS. codes: codes of tenants and users.
 
     Example: pool.chosen(pool.column("uses") < 4)[0].group
     """

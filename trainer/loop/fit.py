@@ -1,9 +1,8 @@
-"""A checkpoint under other lanes than it was made under: what it lacks beside the policy begins, what is not asked for goes.
+"""Restores a checkpoint whose lanes differ from the settings: initializes missing parts, drops unused parts.
 
-Beside the policy and its optimizer a state may hold a reference, which some losses compare with, and a critic.
+The parts are the reference, which some losses need, and the critic, next to the policy and its optimizer.
 
-Guarantee: a reference that a new lane asks for begins as the policy of the checkpoint, a critic as policy.model. Both are said
-in the log.
+Guarantee: a missing reference starts as the policy of the checkpoint, a missing critic as policy.model. The trainer logs both.
 """
 
 import logging

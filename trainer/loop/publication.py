@@ -1,10 +1,10 @@
 """Publishing policies: weights to the store, then the event; a version number never has two contents.
 
-Order: shards, manifest, event. After a restart the executed steps are compared with what was published: equal content is
-not published again, different content takes the next free number and the old one is marked orphaned.
+Order: shards, manifest, event. After a restart the executed steps are compared with the published versions: equal content is
+not published again, different content gets the next free number and the old version is marked orphaned.
 
-Guarantee: after SUMMARIZE_EVERY records of `policies` the next version is followed by a summary in the store, so that no start
-reads more of them than lie behind the newest summary (see `infra.policies.beginning`).
+Guarantee: after SUMMARIZE_EVERY records of `policies` the next version is followed by a summary in the store, so that a start
+reads at most the records behind the newest summary (see `infra.policies.beginning`).
 """
 
 import asyncio
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 SUMMARIZE_EVERY = 256  # records of `policies`
 PROBE_TOKENS = 64  # of a sequence that a loaded policy is checked with
-KNOWN_VERSIONS = 256  # newest ones of which the events are kept in memory
+KNOWN_VERSIONS = 256  # newest versions with their events in memory
 
 
 class WeightPublisher:
@@ -174,6 +174,6 @@ def same_content(store: Store, event: PolicyEvent, weights: Weights, adapter: Ad
 def probe_sequences(
     sequences: Sequence[Sequence[int]], *, most: int = 4, longest: int = PROBE_TOKENS
 ) -> tuple[tuple[int, ...], ...]:
-    """A few token sequences to check a loaded policy with, cut to what is cheap to score."""
+    """A few token sequences that check a loaded policy, short enough to score cheaply."""
     kept = [tuple(tokens[:longest]) for tokens in sequences if len(tokens) >= 2]
     return tuple(dict.fromkeys(kept))[:most]

@@ -3,9 +3,9 @@
 Counters only grow within one process; a sum over restarts adds the instances up. Nothing reads the event files back; a step
 that is executed again writes its points again.
 
-FLOPs count a forward and a backward of the policy over what was trained, a prompt once for all of its answers. A reference, a
+FLOPs count a forward and a backward of the policy over the trained tokens, a prompt once for all of its answers. A reference, a
 critic, a second forward of a loss that looks ahead, padding and recomputation are left out, so that the share of the GPUs' peak
-(MFU, see `infra.model.size`) falls where a step spends time on them.
+(MFU, see `infra.model.size`) falls if a step spends time on them.
 """
 
 import asyncio
@@ -112,7 +112,7 @@ class Board:
         self._write(Point({f"eval/{result.suite}": result.accuracy, **shares}, "version", result.version))
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Flush the buffer."""
         if self._writer is not None:
             self._writer.close()
         for tracker in self._trackers:
@@ -226,7 +226,7 @@ async def report_progress(log: Log, report: TrainerReport, version: Callable[[],
 
 
 async def publish_progress(log: Log, report: TrainerReport, version: int) -> None:
-    """Publish what was counted so far."""
+    """Publish the counts."""
     progress = Progress(
         role="train",
         instance=report.owner,

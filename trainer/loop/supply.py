@@ -1,6 +1,6 @@
 """The draw of a step from all lanes: the paced lane decides, the others follow in proportion.
 
-Nothing is taken out of the buffer or dropped here: the caller does that.
+The caller removes and drops groups.
 """
 
 import math
@@ -18,7 +18,7 @@ from trainer.losses.loss import Objective, open_objectives
 
 NO_SIGNAL = "no advantage in the step"
 TOO_MANY = "too many waiting"
-QUIET_S = 2.0  # nothing has arrived for so long: what is missing at the end of a run is late
+QUIET_S = 2.0  # time without arrivals after which groups missing at the end of a run are late
 
 
 @dataclass(kw_only=True)

@@ -1,10 +1,10 @@
-"""From nothing, or from a killed process, to a trainer that can go on.
+"""Start of a trainer, from nothing or from the state of a killed trainer.
 
-    policies ─> what was published        checkpoint ─> weights, uses, references
-    batches ──> what was journaled since ─> executed again, published where the event is missing
+    policies ─> published versions        checkpoint ─> weights, uses, references
+    batches ──> journaled batches since ─> executed again, published if the event is missing
 
-Guarantee: in one process on one model of CPU the weights are those of a run that never died; off it, the batches are. What was
-forgotten between a step and the next checkpoint is excepted: it is left out, reported and counted.
+Guarantee: in one process on the same CPU model the weights equal those of a run without a kill; elsewhere the batches do. Data
+forgotten between a step and the next checkpoint is the exception: it is left out, reported and counted.
 """
 
 import asyncio
@@ -124,10 +124,10 @@ async def read_policies(log: Log, policy: str, version: int) -> tuple[dict[int, 
 
 
 async def restore_buffer(run: Run, references: tuple[int, ...]) -> None:
-    """Put undrawn blocks back. Raises OffsetOutOfRange naming one that is gone."""
+    """Put undrawn blocks back. Raises OffsetOutOfRange with the offset of a missing block."""
     for offset, stored in sorted((await read_blocks(run.log, references)).items()):
         run.supply.intake.keep(offset, stored.frame, stored.block, stored.digest)
-    run.supply.intake.buffer.await_no_more()  # of a join, what was drawn or refused is not here
+    run.supply.intake.buffer.await_no_more()  # drawn or refused turns of a join are not here
 
 
 async def execute_again(run: Run, todo: list[Pending | Rollback]) -> None:

@@ -2,9 +2,9 @@
 
     load v8:   make room ── add v8 (no request has it) ── probe under v8 ── serve v8 ── v7 leaves when its last request ends
 
-Guarantees: an adapter lives while a request uses it; at most `slots` live at once, the base among them. Where a new one finds
-them all taken, the requests of the oldest stop where they are and go on under the version that serves, in a span of its own: a
-request sees `slots` - 1 loads at most under one version, and a load never waits for requests to end.
+Guarantees: an adapter stays loaded while a request uses it; at most `slots` are loaded, including the base. If a load finds no
+free slot, the requests of the oldest adapter continue under the serving version, in a new span. A request keeps its version
+over at most `slots` - 1 loads, and a load never waits for requests to end.
 """
 
 import asyncio
@@ -19,10 +19,10 @@ from schemas.errors import ConfigError, PolicyRefused
 
 
 class Attempts:
-    """Labels of load attempts. Tokens of one that is undecided must not leave; those of a refused one never do.
+    """Labels of load attempts. Tokens of an undecided attempt are held; tokens of a refused attempt never leave.
 
-    kv: what a load does with the keys and values of running requests. Where they are kept, those of a request are at most as
-    old as the label it began under, and as the last attempt at which they were rebuilt after all (a refused one is undone so).
+    kv: treatment of the keys and values of running requests at a load. If they are kept, a request's are at most as old as the
+    label it began under, and as the last attempt that rebuilt them (the undoing of a refused attempt rebuilds them).
     """
 
     def __init__(self, kv: KvMode = "rebuild") -> None:
@@ -83,7 +83,7 @@ def _number(label: str) -> int:
 
 
 _log = logging.getLogger(__name__)
-MIN_SLOTS = 2  # what serves, and what is being proved
+MIN_SLOTS = 2  # the serving adapter, and the adapter under test
 
 
 class LoadedAdapter:
@@ -117,7 +117,7 @@ class Adapters:
 
     @contextmanager
     def used(self, adapter: LoadedAdapter | None = None) -> Iterator[LoadedAdapter]:
-        """Keep an adapter while the `with` lasts: `adapter`, or the one that serves."""
+        """Keep an adapter loaded inside the `with`: `adapter`, or the serving adapter."""
         adapter = adapter or self.serving
         adapter.users += 1
         try:
@@ -144,7 +144,7 @@ class Adapters:
         await self.close()
 
     async def close(self) -> None:
-        """Wait for what is leaving."""
+        """Wait for the adapters that are being removed."""
         await asyncio.gather(*self._removals)
 
     async def add(self, label: str, path: str) -> tuple[LoadedAdapter, float]:

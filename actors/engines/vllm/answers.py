@@ -10,7 +10,7 @@ from typing import Any
 from infra.model.writing import NONE, Writing
 from schemas.errors import ConfigError
 
-# A model's folder says how they parse: patterns from outside, which may take for ever.
+# Parsers with patterns from the model's folder: foreign regular expressions, which may never end.
 _BY_FOLDER = ("hf",)
 _HARMONY = ("openai", "openai_gptoss")
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -80,7 +80,7 @@ class VllmAnswers:
                 is_harmony=bool({tools, reasoning} & set(_HARMONY)),
                 tokenizer=self._tokenizer,
             )
-        except Exception as error:  # a parser says in words of its own what it misses
+        except Exception as error:  # each parser raises its own errors
             raise ConfigError(
                 f"policy: {self._writing.shown}: vLLM's parsers do not fit the tokenizer: {error}"
             ) from error

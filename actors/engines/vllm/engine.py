@@ -3,20 +3,19 @@
     write tensors ── pause · apply · caches · label · resume ── probe enters ── probe's scores ── verdict
                      \\_______ no token is sampled _______/  \\____ completions are held _______/
 
-Guarantees: vLLM labels every token with the weights that sampled it, and each load attempt has a label of its own, so
-spans are exact; keys and values of running requests are rebuilt under the new weights, or kept and said to be older (`kv`),
-and then what a request that begins later finds in vLLM's caches is of the new ones; a completion with tokens of an
-attempt not yet proved waits for the verdict, and one with tokens of a refused attempt is cut before them and goes on. An
-answer held to a schema cannot go on (vLLM's grammars begin with the answer), so it begins again. After a refused attempt
-keys and values are always rebuilt.
+Guarantees: vLLM labels every token with the weights that sampled it, and each load attempt has its own label, so spans are
+exact. A load rebuilds keys and values of running requests under the new weights, or keeps them and records their age (`kv`);
+then later requests find only keys and values of the new weights in vLLM's caches. A completion with tokens of an undecided
+attempt waits for the verdict. After a refusal it is cut before the tokens of that attempt and continues; an answer under a
+schema starts again, since vLLM's grammars begin with the answer. After a refused attempt keys and values are always rebuilt.
 The tensors go through this host's memory, so the workers must run on it.
 
     stage ── pause ── salt ── apply ── caches ── label ── resume, and the probe enters ── probe's scores ── compare
     (between steps)   keep: new requests begin with another salt                                  (between steps)
-                      rebuild: running requests are preempted, and what was cached is forgotten
+                      rebuild: running requests are preempted, and caches are emptied
 
-No request has a salt before vLLM's last step under older weights: a pause is in vLLM's queue before whatever is sent after it,
-and nothing is sent between its sending and the change of the salt.
+No request has a salt before vLLM's last step under older weights: the pause is in vLLM's queue before all later requests, and
+no request is sent between the pause and the change of the salt.
 """
 
 import asyncio
@@ -167,9 +166,10 @@ class Swap:
 def reload_parts(
     changed: Iterable[str], tensors: Mapping[str, Tensor], part_bytes: int = PART_BYTES
 ) -> list[list[str]]:
-    """Names of the tensors to send, in the order of `tensors`, cut into parts of about so many bytes. tensors: that vLLM takes.
+    """Names of the tensors to send, in the order of `tensors`, in parts of about `part_bytes`. tensors: tensors of vLLM's
+    model.
 
-    vLLM rebuilds a module from all its sources, so each layer with a changed tensor goes whole, and lies in one part.
+    vLLM rebuilds a module from all its sources, so each layer with a changed tensor is sent whole, in a single part.
     """
     layers = {layer_name(name) for name in changed if name in tensors}
     by_layer: dict[str, list[str]] = {}
@@ -338,9 +338,8 @@ class VllmEngine:
     async def prepare(self, json_schema: str) -> None:
         """Check the schema, also that it compiles in time. Raises SchemaRefused.
 
-        vLLM compiles it once more, in its own process and in threads that sample nothing: whoever waits for that has a schema
-        that took no longer than the deadline on one thread here. Schemas arrive there one after the other, as they pass here,
-        so they do not pile up; what vLLM let go of is compiled again, within the same time.
+        vLLM compiles it again in its own process, in threads that sample nothing. Only schemas that compiled here within the
+        deadline arrive there, in sequence, so they do not pile up. vLLM recompiles evicted schemas within the same time.
         """
         await self._grammars.compiled(json_schema)
         self._running().special = self._grammars.vocabulary.special

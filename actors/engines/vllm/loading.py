@@ -1,25 +1,25 @@
-"""Loads a version into vLLM's model with vLLM's own loaders, reads it back and compares it with what was sent.
+"""Loads a version into vLLM's model with vLLM's own loaders, reads it back and compares it with the sent tensors.
 
     stage(part) ── step ── stage(part) ── step ── take_over ── compare(group) ── step ── compare(group) …
       stand-in of the model: new modules           swap of pointers, in the pause
 
-On a CPU a version is loaded into a stand-in of the model: modules of their own that share what no load changes. Until the model
-takes over what was loaded there, a worker holds the weights twice. On a GPU, and where a kernel keeps a state of its own
-(quantized matrices, experts), a version is loaded in place, in the pause.
+On a CPU a version is loaded into a stand-in of the model: new modules that share everything that no load changes. Until the
+model takes over their weights, a worker holds the weights twice. On a GPU, and for kernels with their own state (quantized
+matrices, experts), a version is loaded in place, during the pause.
 
-Guarantee: nothing of a version that was replaced or refused stays in memory. A stand-in's modules and parameters refer to each
-other (a parameter knows its module's loader), so they are taken apart once the load has ended; Python's collector, which comes
-when it likes, would keep several versions.
+Guarantee: no part of a replaced or refused version stays in memory. A stand-in's modules and parameters refer to each other (a
+parameter knows its module's loader), so the references are cut after the load; Python's garbage collector would run too late
+and keep several versions.
 
     sent ── loaders: fuse, shard ──> plain ── pack, pad, shuffle ──> ready ── copy ──> held ── kernel ──> logits
                                        │                               └─ sums = sums ──┘        │
                                        └─────────── some columns = output of one-hot inputs ─────┘
 
-The sums are exact: the bits of each row and of each column, added as integers, so that every changed or moved value shows. On a
+The sums are exact: the bits of each row and of each column are added as integers, so every changed or moved value shows. On a
 CPU vLLM packs a matrix into a kernel that cannot be read. There the output for a one-hot input is a column of the matrix to the
-bit, since all other products are zero; each load compares other columns. A module that a load does not send must hold what it
-held when the engine started. A module that a load sends must be loaded. The comparison trusts vLLM's loaders to put a
-tensor where it belongs in its module: what they do otherwise, the probe has to show.
+bit, since all other products are zero; each load compares other columns. A module that a load does not send must be unchanged
+since the start of the engine. A module that a load sends must be loaded. The comparison trusts vLLM's loaders with a tensor's
+place in its module; the probe finds errors of that kind.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -185,7 +185,7 @@ class Staged(NamedTuple):
 
 
 class Stage:
-    """A version on its way into vLLM's model beside its steps. Nothing of the model changes before `take_over`.
+    """A version that is loaded between the steps of vLLM's model. The model does not change before `take_over`.
 
     Use `close` at its end, whether the model took over or not.
     """
@@ -198,7 +198,7 @@ class Stage:
         self._stand_in = _stand_in(model, self._made)
         self._modules = {name: self._made[id(module)] for name, module in held.modules.items()}
         layerwise.initialize_layerwise_reload(self._stand_in)
-        for module in self._modules.values():  # it keeps what is loaded: nothing has to be copied elsewhere
+        for module in self._modules.values():  # the module keeps the loaded tensors: no copy is needed
             layerwise.get_layerwise_info(module).kernel_tensors = None
         self._staged: dict[str, Staged] = {}
         self._expected: dict[str, Expected] = {}
@@ -222,7 +222,7 @@ class Stage:
             raise HoldsOther(name)
 
     def take_over(self) -> None:
-        """Have the model compute with what was loaded."""
+        """Let the model compute with the loaded weights."""
         for name, staged in self._staged.items():
             module = self._held.modules[name]
             for held in (module._parameters, module._buffers):
@@ -305,8 +305,8 @@ def _loaded(modules: Mapping[str, Any]) -> list[str]:
 
 
 def can_be_staged(model: Any) -> bool:
-    """True if all matrices of a model lie on a CPU, in kernels that vLLM makes anew at each load, and its attention does not
-    process them. The loaders of vision towers are no methods of their modules, so a stand-in cannot have them.
+    """True if all matrices of a model are on a CPU, in kernels that vLLM rebuilds at each load, and its attention does not
+    process them. The loaders of vision towers are not methods of their modules, so a stand-in cannot have them.
     """
     from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod

@@ -1,7 +1,7 @@
 """Requests to vLLM: tokens in; tokens, logprobs and exact versions out.
 
-Calls of one loop turn with the same prompt, pictures and sampling (a group) become one vLLM request, which costs far
-less; since it answers when its last member ends, only short ones are joined. Seeded and greedy calls are not.
+Calls of one loop turn with the same prompt, pictures and sampling (a group) become a single vLLM request, which costs far
+less. It returns when its last member ends, so only short calls are joined. Seeded and greedy calls are not joined.
 """
 
 import asyncio
@@ -199,9 +199,8 @@ class Requests:
     ) -> Completion:
         """The completion, once all its tokens are a proved policy's.
 
-        Tokens of a refused one, and those after them, are cut off, and sampling goes on from there, as it does where an
-        adapter had to leave; from the beginning where the answer is held to a schema, since vLLM's grammar takes what it is
-        asked to go on from for the prompt.
+        Tokens of a refused policy and all later tokens are cut off, and sampling continues from there, as after the removal of
+        an adapter. An answer under a schema starts again, since vLLM's grammar would treat the kept tokens as the prompt.
         """
         tokens: list[int] = []
         logprobs: list[float] = []
@@ -386,7 +385,9 @@ def layer_name(name: str) -> str:
 
 
 def prompt_input(tokens: Sequence[int], pictures: RequestImages, vision: Vision | None, salt: str = "") -> Input:
-    """A prompt with what it shows. Prepares the pictures, so call it from a thread where there are any. salt: of text alone."""
+    """A prompt with its pictures. Prepares them, so call it from a thread if there are any. salt: salt of a prompt without
+    pictures.
+    """
     if vision is None or not pictures.images:
         return _text_input(tokens, salt)
     places = vision.places(tokens, len(pictures.images))

@@ -1,6 +1,6 @@
 """Start of vLLM: engine arguments and environment, for exact logprobs and hot reload.
 
-What the user sets always wins, except where another value would break the engine's contract: that is an error.
+Values of the user always win; a value that would break the engine's contract is an error.
 """
 
 import ast
@@ -36,7 +36,7 @@ REQUIRED: dict[str, object] = {
     "logprobs_mode": "processed_logprobs",
     "generation_config": "vllm",  # else the model folder's top_p and top_k apply silently
     "scheduling_policy": "priority",  # the probe goes first after a reload
-    # Tokens in, tokens out; but a grammar must know what they spell, and an image processor comes with its tokenizer.
+    # The engine needs only token ids, but grammars need their texts, and an image processor needs its tokenizer.
     "skip_tokenizer_init": False,
     "structured_outputs_config": GRAMMARS,
 }
@@ -46,7 +46,7 @@ DEFAULTS: dict[str, object] = {
     "disable_log_stats": True,
     "mm_processor_cache_gb": 0,  # pictures come with every request, so nothing need keep them
 }
-# One process fewer, no compilation, exact arithmetic, and memory that fits beside a trainer.
+# One process less, no compilation, exact arithmetic, and memory that leaves room for a trainer.
 CPU_DEFAULTS: dict[str, object] = {
     "dtype": "float32",
     "distributed_executor_backend": "uni",
@@ -62,8 +62,8 @@ CPU_ENVIRONMENT = {
     # them again costs nothing measurable.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
     "MALLOC_ARENA_MAX": "2",
-    # The logits of a step are allocated anew at each step: mapping their pages again took a third of the CPU time. What a load
-    # replaces goes back to the machine at its end.
+    # Each step allocates its logits: mapping their pages again took a third of the CPU time. Weights that a load replaced go
+    # back to the machine at its end.
     "MALLOC_MMAP_THRESHOLD_": str(2**25),
     "MALLOC_TRIM_THRESHOLD_": str(2**29),
 }
@@ -172,9 +172,9 @@ def routing_options(asked: bool, *, on_cpu: bool, known: frozenset[str]) -> Mapp
 
 
 def give_cache(config: Any, free_bytes: Callable[[], int] | None = None) -> None:
-    """Set the memory for keys and values on a CPU: enough for all requests in flight, at most CACHE_BYTES where one request
-    does not need more, and at most half of what is free. config: vLLM's, changed. Raises ConfigError where one request of
-    `max_model_len` does not fit, or does not fit what the settings give.
+    """Set the memory for keys and values on a CPU: enough for all requests in flight, at most CACHE_BYTES unless a single
+    request needs more, and at most half of the free memory. config: vLLM's config, which this changes. Raises ConfigError if a
+    request of `max_model_len` does not fit this memory or the limit of the settings.
     """
     cache, model, parallel = config.cache_config, config.model_config, config.parallel_config
     token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
@@ -243,7 +243,7 @@ class ChildErrors:
         config.logging_config = replace(config.logging_config, pylogging_config_file=str(self._settings))
 
     def explained(self, error: Exception, model: str) -> Exception:
-        """The first error of vLLM's processes: ConfigError for one that a restart does not mend; `error` if there is none."""
+        """The first error of vLLM's processes: a ConfigError if a restart cannot help; `error` if there is none."""
         lines = self.log.read_bytes().splitlines() if self.log.exists() else []
         if not lines:
             return error
@@ -282,7 +282,7 @@ def environment(*, on_cpu: bool) -> Iterator[None]:
 
 @contextmanager
 def cached_byte_code() -> Iterator[None]:
-    """Keep the byte code of what is imported inside, away from the packages, where writing it there is switched off."""
+    """Cache the byte code of imports inside the `with` outside of the packages, if Python may not write it there."""
     before = sys.dont_write_bytecode, sys.pycache_prefix
     if sys.dont_write_bytecode and sys.pycache_prefix is None:
         sys.dont_write_bytecode, sys.pycache_prefix = False, _byte_code_folder()

@@ -1,9 +1,9 @@
-"""What headrace adds to vLLM's worker, inside the core process: loading weights and adapters, and reading them back.
+"""Extension of vLLM's worker in the core process: loads weights and adapters, and reads them back.
 
-vLLM mixes this class into its own worker, hence the prefix of every name. It imports nothing that the worker has not.
+vLLM mixes this class into its own worker, hence the prefix of every name. It imports only modules that the worker imports.
 
-Guarantee: a version that one of several workers cannot load is refused for all of them. A method that loads raises nothing but
-returns the reason: vLLM reads the workers' answers up to the first that failed, and takes the others for answers to its next
+Guarantee: if one of several workers cannot load a version, all of them refuse it. A method that loads returns the reason
+instead of raising it: vLLM reads the workers' answers up to the first failure, and would take the other answers for its next
 call.
 """
 
@@ -32,7 +32,7 @@ from infra.roles.memory import give_back_freed
 
 # It warns of every layer without weights (rotary embeddings) at every reload; the probe checks what matters.
 _NOISY = "vllm.model_executor.model_loader.reload.layerwise"
-GROUP_BYTES = 16 * 2**20  # a model on a CPU is compared in groups of about so many bytes, some milliseconds each
+GROUP_BYTES = 16 * 2**20  # size of a group in the comparison of a model on a CPU, which takes some milliseconds
 _log = logging.getLogger(__name__)
 # Milliseconds without a step, or the time at which they began; and the reason to refuse the version, "" for none.
 Loaded = tuple[float, str]
@@ -81,8 +81,8 @@ class WeightsExtension:
             name.unlink(missing_ok=True)
 
     def headrace_begin(self) -> tuple[bool, int]:
-        """Note what the model holds; once, before the first load. Whether versions can be staged, and the number of groups in
-        which the model is compared.
+        """Take checksums of the model, once, before the first load. Returns True if versions can be staged, and the number of
+        groups of the comparison.
         """
         logging.getLogger(_NOISY).setLevel(logging.ERROR)
         model = self.model_runner.get_model()
@@ -93,8 +93,8 @@ class WeightsExtension:
         return is_staged, len(self.headrace_groups)
 
     def headrace_stage(self, path: str, names: list[str], is_first: bool) -> Loaded:
-        """Load some tensors of a safetensors file beside the steps, all sources of every fused module among them; the
-        milliseconds that it took.
+        """Load tensors of a safetensors file between the steps, with all sources of every fused module. Returns the
+        milliseconds.
         """
         began_s = time.perf_counter()
 
@@ -109,9 +109,9 @@ class WeightsExtension:
         return (time.perf_counter() - began_s) * 1e3, reason
 
     def headrace_apply(self, path: str, names: list[str], clears: bool) -> Loaded:
-        """Take over what was staged; where nothing was, load these tensors. Returns when it began, by `time.perf_counter`,
-        which all processes of a Linux host share. clears: after a refused version no NaN of its keys and values may stay, since
-        vLLM's attention multiplies what lies behind the end of a sequence by zero.
+        """Take over staged tensors, or load these tensors if none are staged. Returns the start by `time.perf_counter`, which
+        all processes of a Linux host share. clears: True to clear keys and values after a refused version, since vLLM's
+        attention multiplies values behind the end of a sequence by zero, and NaN would spread.
         """
         began_s = time.perf_counter()
 
@@ -132,7 +132,7 @@ class WeightsExtension:
         return began_s, reason
 
     def headrace_compare(self, group: int) -> Loaded:
-        """Compare a group of modules with what they should hold; groups beyond this worker's last hold nothing."""
+        """Compare a group of modules with their checksums; a group beyond this worker's last is empty."""
         began_s = time.perf_counter()
         self._headrace_leave()
         names = self.headrace_groups[group] if group < len(self.headrace_groups) else []
@@ -158,7 +158,7 @@ class WeightsExtension:
         return not_adapted(self.model_runner.get_model(), names)
 
     def headrace_memory(self) -> float:
-        """Anonymous memory of this process in MB; what is no longer used but not yet given back counts."""
+        """Anonymous memory of this process in MB, including unused memory that was not returned to the system."""
         with open("/proc/self/smaps_rollup") as rollup:
             return sum(int(line.split()[1]) for line in rollup if line.startswith("Anonymous:")) * 1024 / 1e6
 
@@ -194,7 +194,7 @@ def _with_tensors(path: str, names: list[str], load: Callable[[dict[str, Any]], 
 def add_adapter(runner: Any, request: Any) -> None:
     """Make an adapter ready for requests. request: names it and its folder.
 
-    Raises HoldsOther where a matrix is not what was sent, and what vLLM's loader raises.
+    Raises HoldsOther if a matrix differs from the sent matrix, and the errors of vLLM's loader.
     """
     model, manager = runner.get_model(), runner.lora_manager
     lora = manager._load_adapter(request)

@@ -1,10 +1,10 @@
-"""Conversations as clients send them: what the chat template is given, and the plain text that is compared and kept.
+"""Conversations of clients: the input of the chat template, and the plain text for comparison and recording.
 
-A tool call is text to the model, in a format of its own (`infra.model.writing`). What is compared and kept has Hermes': a JSON
-object between `<tool_call>` and `</tool_call>`.
+A model writes tool calls as text in its own format (`infra.model.writing`). Compared and recorded texts use Hermes' format: a
+JSON object between `<tool_call>` and `</tool_call>`.
 
-Guarantees of pictures: nothing is fetched; what is decoded is within the request's bound of pixels, which is known before
-anything is decompressed; a picture that is wrong is one ApiError that names it.
+Guarantees of pictures: nothing is fetched. The number of pixels is known, and compared with the request's limit, before
+decompression. An invalid picture is one ApiError that names it.
 """
 
 import base64
@@ -96,7 +96,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def assistant_message(thought: str, texts: Sequence[str], calls: Sequence[ToolCall]) -> ChatMessage:
-    """An assistant's message with what was thought, said and called in a row."""
+    """An assistant's message with thoughts, text and calls in a row."""
     said = "\n".join(texts)
     return ChatMessage(role="assistant", content=said, reasoning=thought or None, tool_calls=list(calls) or None)
 

@@ -1,7 +1,7 @@
 """A request while it is served, and the sampling of its choices, as text that grows.
 
-Guarantees: the text streamed while it grows is the text that is returned; a stop string ends the sampling and is not
-streamed; every token that was sampled is kept with its logprob and version, streamed or not.
+Guarantees: the streamed text equals the returned text. A stop string ends the sampling and is not streamed. Every sampled token
+is kept with its logprob and version, streamed or not.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class Growing:
         self.may_stop = bool(stops)
 
     def take(self, chunk: Chunk) -> None:
-        """Take what was sampled next."""
+        """Take the next sampled tokens."""
         answer = self.answer
         if self._stops.found:
             return

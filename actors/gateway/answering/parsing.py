@@ -1,7 +1,7 @@
-"""What an answer says: what was thought before it, its words, and its calls of tools.
+"""Parts of an answer: thoughts, text and tool calls.
 
-Guarantees: what was sampled is recorded unchanged; a call that cannot be read stays text, and is counted; the pieces of a
-stream, joined, begin the answer that is read at its end.
+Guarantees: sampled tokens are recorded unchanged. An unreadable call stays text and is counted. The joined pieces of a stream
+are a prefix of the answer that is parsed at its end.
 """
 
 import importlib.util

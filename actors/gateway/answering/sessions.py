@@ -1,8 +1,8 @@
 """Turns of one conversation: the tokens that a next turn continues. In memory, per gateway, bounded in number and in bytes.
 
-A session holds the ends of its newest conversations: parallel calls, sub-agents and branches each go on from their own. What is
-not known here (another replica served it, it was forgotten, its history was rewritten) is rendered anew by the chat template:
-nothing is lost but the exact spelling of earlier turns. Of a conversation itself digests are kept, whatever its key's consent.
+A session holds the ends of its newest conversations: parallel calls, sub-agents and branches each continue from their own end.
+The chat template renders unknown conversations again (another replica served it, it was evicted, its history was rewritten);
+only the exact spelling of earlier turns is lost. Only digests of a conversation are kept, with and without consent.
 """
 
 import hashlib

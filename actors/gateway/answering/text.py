@@ -1,7 +1,7 @@
-"""From tokens to the text a client sees: whole characters only, and nothing of a stop string. Pure.
+"""Text of tokens for clients: whole characters, without stop strings. Pure.
 
-Guarantee: the pieces joined are the text of all tokens, up to a stop string; a character whose bytes lie in several
-tokens comes in one piece; a piece that may be the beginning of a stop string is held until that is decided.
+Guarantee: the joined pieces are the text of all tokens, up to a stop string. A character with bytes in several tokens is in a
+single piece. A piece that may start a stop string is held until this is decided.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,17 +1,16 @@
-"""The way to the canary: a second gateway that answers a sticky share of the sessions with what is on trial.
+"""Requests to the canary: a second gateway that answers a sticky share of the sessions with the version on trial.
 
-    request ─ checked here ─┬─ outside the share, or the canary is away ──────────────> this gateway's engine
+    request ─ checked here ─┬─ outside the share, or the canary is down ──────────────> this gateway's engine
                             └─ inside ──> canary ── 200 ──> passed on as it comes
                                             └── anything else, nothing, or silence ──> this gateway's engine
 
-Guarantees: which sessions are inside depends on their names, the version on trial and the gateways' secret, so any number
-of gateways send one session the same way as long as a trial lasts, and a larger share takes more sessions in and none out.
-A canary that serves another version than the one that the session was drawn for does not answer it, so that two gateways of
-which one has read further in the log show nobody a version from outside its share.
-If the canary fails before its first word (in a stream: of the answer, not of its opening), the request is answered here.
-Every second it is asked whether it is there; if it goes, the answer that it began is broken off with an error event. It has
-to say that it is a canary, so gateways cannot send requests round in circles. One that has been away for MISSING_S is an
-alarm (a warning, a metric, a line of `headrace status`).
+Guarantees: the assignment of a session depends on its name, the version on trial and the gateways' secret. So all gateways
+assign a session alike for the whole trial, and a larger share adds sessions and removes none. A canary answers only with the
+version that the session was assigned to, so gateways at different positions of the log show no user a version outside its
+share. If the canary fails before the first token of its answer, this gateway answers the request. It polls the canary every
+second; if the canary dies, an answer that it began ends with an error event. A canary must identify itself as a canary, so
+gateways cannot send requests in circles. A canary that is down for MISSING_S raises an alarm (a warning, a metric, a line of
+`headrace status`).
 """
 
 import asyncio
@@ -36,7 +35,7 @@ from schemas.fields import CANARY_MISSING
 _log = logging.getLogger(__name__)
 
 ASK_EVERY_S = 1.0
-SILENT_S = 3.0  # one that does not say in so long that it is there is away
+SILENT_S = 3.0  # a canary that does not answer the poll within this time is down
 CONNECT_S = 1.0
 EVENT_END, ERROR_EVENTS = b"\n\n", (b'data: {"error"', b"event: error\n")
 VERSION_HEADER = "x-headrace-version"  # the only version that may answer
@@ -77,7 +76,7 @@ class Canary:
         await self._client.aclose()
 
     async def watch(self) -> None:
-        """Ask whether it is there, until cancelled; what waits for one that is not is let go."""
+        """Poll the canary until cancelled; release requests that wait for a canary that is down."""
         while True:
             there = await self._is_there()
             if there == self._away.is_set():
@@ -201,8 +200,8 @@ class Canary:
 def position_in_trial(session: str, trial: int, secret: bytes) -> float:
     """The place of a session between 0 and 1 in a trial; every larger share takes the session in.
 
-    secret: of the gateways, without which no client can tell which sessions are drawn. Each trial draws anew, so that not
-    the same people try everything.
+    secret: secret of the gateways; without it no client can predict the assignment. Each trial assigns sessions again, so
+    different people try each version.
 
     >>> round(position_in_trial("acme/7", 44, b"secret"), 3)
     0.58

@@ -1,11 +1,11 @@
-"""What people say about answers: /v1/feedback and webhooks, checked and handed to the outbox as they came.
+"""Feedback on answers from /v1/feedback and webhooks, checked and passed to the outbox as received.
 
-Guarantees: a client gets "accepted" once the log or the disk has it, redacted, with what people wrote sealed
-(`infra.store.seal`): of a webhook all of the body, where it names an answer (one that names none is counted); a forged
-webhook is refused before it is read, one that comes again is one record; nothing about an answer is written that its key
-may not have trained on, nor anything sealed for an answer that never was. What it means is a feedback source's business.
+Guarantees: a client gets "accepted" once the feedback is in the log or on disk, redacted, with texts sealed
+(`infra.store.seal`); a webhook's whole body is sealed if it names an answer, and counted if it does not. A forged webhook is
+refused before it is parsed; a repeated webhook is a single record. Feedback is not written for an answer whose key does not
+consent to training, nor sealed for an answer that does not exist. Feedback sources interpret the feedback.
 
-Who says it is a pseudonym of the rater a key names; "key <id>" where it names none; "answer <id>" of a browser's token.
+A rater is a pseudonym of the name that the key gives, "key <id>" without a name, or "answer <id>" for a browser's token.
 """
 
 import asyncio
@@ -48,10 +48,10 @@ Long = Annotated[str, Meta(min_length=1, max_length=100_000)]
 class FeedbackRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of /v1/feedback.
 
-    answer_id: as the response named it. id: of the feedback; the same one is recorded once. choice: which answer of a
-    response with several. value: 0 to 1, or thumbs as true, false. label: a word of your own. text: what the person
-    wrote. correction: the answer as it should have been. retract: takes back what this rater said. kind: which of these
-    it is; found by itself where it is not given. rater: who says it, in your own words.
+    answer_id: id in the response. id: id of the feedback, recorded once. choice: index of the answer in a response with
+    several. value: 0 to 1, or thumbs as true, false. label: a label of your own. text: the person's text. correction: the
+    correct answer. retract: True to withdraw this rater's feedback. kind: kind of the feedback; derived from the other fields
+    by default. rater: your name for the rater.
     """
 
     answer_id: Short
@@ -119,7 +119,7 @@ def named_choice(answer: str) -> int:
 def check_signature(webhook: Webhook, headers: Mapping[str, str], body: bytes, now_s: float) -> None:
     """Raises ApiError unless the body carries the webhook's HMAC-SHA256, in hexadecimal or base64.
 
-    With a timestamp header what is signed is timestamp + body, and old ones are refused: they may be replayed.
+    With a timestamp header the signature covers timestamp + body, and old timestamps are refused, since they may be replayed.
     """
     signed = body
     if webhook.timestamp_header:
@@ -162,7 +162,7 @@ class FeedbackIntake:
         secret, rater = self._secret(), fallback_rater("answer", answer) if by_token else fallback_rater("key", key.id)
         if request.rater and not by_token:
             rater = pseudonym(secret, "rater", key.tenant, request.rater)
-        # A browser's ids are its answer's alone, so none is taken that a server will use.
+        # A browser's ids belong to its answer, so they never collide with the ids of a server.
         place = answer if by_token else ""
         identity = secrets.token_hex(12)
         if request.id:

@@ -1,12 +1,12 @@
-"""Keys that are made while the object store is away, kept beside the spool until it is back.
+"""Keys created while the object store is unavailable, kept on disk next to the spool until the store is back.
 
-    store away: of(subject) -> <folder>/<key id>, 0600 -> what is sealed under it goes to the spool
-    store back: deposit() -> keys/… in the store, file removed -> what waits is sent
+    store down: of(subject) -> <folder>/<key id>, 0600 -> records sealed under it go to the spool
+    store back: deposit() -> keys/… in the store, file removed -> waiting records are sent
 
-Guarantees: nothing sealed under a key leaves for the log before the store has the key, so readers can open it; a user who was
-forgotten meanwhile stays so: their key is put into the store destroyed. The folder is its owner's alone. More than MAX_HELD
-keys are not made: then what was to be sealed is dropped, counted as "no key". A user who was forgotten long before, and came
-back while the store was away, is taken for one of them.
+Guarantees: no record is sent to the log before the store has its key, so readers can open it. A user who was forgotten
+meanwhile stays forgotten: the store gets the key destroyed. Only the owner can read the folder. At most MAX_HELD keys are held;
+beyond it records are dropped, counted as "no key". A user who was forgotten long before, and returns during the outage, counts
+as forgotten meanwhile.
 """
 
 import os
@@ -19,7 +19,7 @@ from infra.store.store import Store
 from schemas.errors import StoreError
 
 MAX_HELD = 65_536
-AWAY_S = 5.0  # a store that failed is not asked for so long: one that is silent would stop all that is written
+AWAY_S = 5.0  # pause after a failure of the store; a store that does not answer would block all writes
 
 
 class HeldKeys(Keys):
@@ -58,7 +58,7 @@ class HeldKeys(Keys):
         return held if held is not None and held.key_id == key_id else super().find(key_id)
 
     def deposit(self) -> None:
-        """Hand what is held over to the store. Raises StoreError where it is away still."""
+        """Put the held keys into the store. Raises StoreError if it is still unavailable."""
         for subject, key in tuple(self._held.items()):
             path = self._folder / key.key_id
             # As the store has them now: this one may lie there already, put by a deposit that was not confirmed.

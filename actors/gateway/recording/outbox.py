@@ -1,4 +1,4 @@
-"""The outbox: what the gateway writes, on its way to the log, so that serving never waits for it.
+"""The outbox: a queue of the gateway's records in front of the log, so that serving never waits for the log.
 
     offer ─> queue (memory, bounded) ─> writer ──broker answers──> log
                │ full                      │ it does not                 ^
@@ -6,13 +6,13 @@
             shed, counted              spool (disk, bounded) ────────> drain, when it answers again
                                            │ full: shed, counted
 
-Delivery: at least once from the queue on; a send that timed out may have been stored, and a kill forgets what of the oldest
-segment was sent: ids absorb it. What the broker confirmed is not sent again. Order: of what waits on disk, as it was
-offered, and nothing overtakes it; of the 32 that go out together, those that a broker took come before those it refused
-meanwhile. A record sealed under a key that the object store does not have yet waits on disk, too, and all behind it.
-Loss: what a kill finds in the memory queue (no client got "accepted" for it), and what is shed, with a reason and a
-counter. A segment that cannot be read holds nothing up once the broker answers: it counts as shed, and stays for the next
-start. Answers go first: the event loop is given back before each record, of a batch and of what is drained.
+Delivery: at least once from the queue on. A send that timed out may have been stored, and a killed gateway resends the oldest
+segment; readers drop repeated ids. Confirmed records are not sent again. Order: records on disk are sent as offered, and no
+record overtakes them; within a batch of 32, confirmed records precede records that the broker refused. A record whose key is
+not in the object store yet waits on disk, with all records behind it. Loss: records in the memory queue at a kill (no client
+got "accepted" for them), and shed records, with a reason and a counter. An unreadable segment blocks nothing once the broker
+answers: it counts as shed, and stays for the next start. Answers have priority: the outbox yields to the event loop before each
+record.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from schemas.topics import EXPERIENCES, Topic, by_name
 _log = logging.getLogger(__name__)
 
 MAX_BATCH = 256
-DRAIN_BATCH = 32  # what is served meanwhile has most of the processor: between batches the drain waits for the broker
+DRAIN_BATCH = 32  # small, so that serving keeps most of the processor: the drain waits for the broker between batches
 FIRST_PAUSE_S = 0.2
 MAX_PAUSE_S = 5.0
 
@@ -103,7 +103,7 @@ class Outbox:
         return len(self._queue) + self._in_hand + len(self._spool)
 
     async def write(self) -> None:
-        """Take from the queue until cancelled; what was taken is written first."""
+        """Write records of the queue until cancelled; records already taken are written first."""
         while True:
             await self._offered.wait()
             writing = asyncio.create_task(self._write_batch())
@@ -114,7 +114,7 @@ class Outbox:
                 raise
 
     async def drain(self) -> None:
-        """Send what is on disk, as soon as the broker answers, until cancelled."""
+        """Send the records on disk as soon as the broker answers, until cancelled."""
         pause_s = FIRST_PAUSE_S
         while True:
             await self._to_drain.wait()
@@ -271,7 +271,7 @@ class Outbox:
         """Go on without a segment that cannot be read; False if the broker is away, too: the disk may come back first."""
         if not await self._answers():
             return False
-        count = self._spool.leave_oldest() - len(self._confirmed)  # what was sent is not given up
+        count = self._spool.leave_oldest() - len(self._confirmed)  # confirmed records do not count
         self._metrics.counter("shed", reason="spool unreadable").inc(count)
         _log.error("spool_unreadable records=%d stay on disk for the next start: %s", count, error)
         self._confirmed.clear()

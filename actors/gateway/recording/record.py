@@ -1,8 +1,8 @@
-"""From a served request to what is written of it: experiences, redacted before anyone sees them.
+"""Makes experiences of served requests, redacted before they are written.
 
-Guarantee: where redaction finds something, or a processor changes text, the tokens written are those of the changed
-text: token ids spell what they say as plainly as letters do. Such spans have no ratio. What is served to a named user is
-sealed under their key when it leaves here, so before queue, spool and log. Nothing is sent here.
+Guarantee: if redaction or a processor changes a text, the written tokens are those of the changed text, since token ids reveal
+a text as letters do. Such spans have no ratio. Answers to a named user are sealed under their key here, before queue, spool and
+log. This module sends nothing.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ THREAD_CHARS = 4096
 
 
 class Recorder:
-    """Makes blocks of what was served. origin: this gateway. steps: custom processors. keys: of named users. images: takes the
-    pictures that were shown.
+    """Makes blocks of served answers. origin: this gateway. steps: custom processors. keys: keys of named users. images: stores
+    the pictures of the prompts.
     """
 
     def __init__(

@@ -3,11 +3,10 @@
     segment   <number>.spool: entries one after the other
     entry     length u32 · crc32 u32 · payload
 
-Durable: `append` returns after one fsync of all it was given, so what it took survives a kill and a power cut. A torn
-tail (killed in the middle of a write) is cut off when the spool is opened; an entry damaged before that is counted with
-all behind it in its segment, and the segment is kept aside. A segment is removed once all of it is sent: after a kill
-its entries are sent again, and their ids absorb it. One that cannot be read stays where it is, for the next start.
-Blocking: call from a thread. For one process.
+Durable: `append` returns after one fsync of all its records, so they survive a kill and a power cut. Opening the spool cuts off
+a torn tail (a kill during a write). An entry damaged before the tail is counted, with all entries behind it in its segment, and
+the segment is kept. A segment is removed once all of it is sent; after a kill its entries are sent again, and readers drop
+repeated ids. An unreadable segment stays for the next start. Blocking: call it from a thread, in a single process.
 """
 
 import errno

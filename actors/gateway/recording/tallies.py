@@ -1,9 +1,8 @@
-"""What this gateway served of each version: counts for the gate, of every answer, without any text.
+"""Counts of this gateway's answers by version, for the gate, without any text.
 
-Beside all answers it counts the sessions of each tenant, and in how many of them something happened: a prompt may ask for a
-refusal, so what happens to one who asks often must not look like what happens to many. Bounded: `MAX_VERSIONS` versions,
-`MAX_CLIENTS` tenants of each by name (the rest are one, without), and `MAX_SEEN` sessions of these versions remembered as
-counted.
+It also counts the sessions of each tenant, and the sessions with a failure or refusal: prompts can provoke refusals, so many
+requests of a single client must not look like many clients. Bounded: `MAX_VERSIONS` versions, `MAX_CLIENTS` named tenants of
+each (the rest are pooled), and `MAX_SEEN` counted sessions of these versions.
 """
 
 from collections.abc import Sequence

@@ -1,13 +1,12 @@
-"""Counts of what people said of the answers of each version, and of sessions with a failed or refused answer.
+"""Counts of ratings by version, and of sessions with a failed or refused answer.
 
-Sums by block of time and tenant, of each pair of a version that answered and the version that canaries served meanwhile.
+Sums by block of time and tenant, for each pair of an answering version and the version of the canaries at that time.
 
-Guarantees: of one person (a named rater, else a session) one word counts in a comparison, that of the first of their answers
-which has one; of one answer the newest revision counts, and what was taken back counts for nothing; a rating that comes later
-than `rating_window` after its answer counts for nothing, good or bad, so that how fast people praise or complain decides
-nothing; a record that comes twice changes nothing. A restart that counts the log anew counts alike. Bounded: the ratings of an
-answer that is older than MAX_ANSWERS others no longer change, a person counts again after MAX_PEOPLE others, and the newest
-MAX_COMPARISONS comparisons and MAX_STRATA sums of each are kept.
+Guarantees: a person (a named rater, else a session) has one rating in a comparison: the rating of their first rated answer. The
+newest revision of an answer counts; a withdrawn rating does not count. A rating later than `rating_window` after its answer
+does not count, so the speed of praise and complaints has no influence. A repeated record changes nothing, and a recount of the
+log gives the same counts. Bounded: ratings of answers older than the newest MAX_ANSWERS no longer change, a person counts again
+after MAX_PEOPLE others, and only the newest MAX_COMPARISONS comparisons and MAX_STRATA sums of each are kept.
 """
 
 from collections import OrderedDict
@@ -120,7 +119,7 @@ class Counts:
             self._revise(closure.group, answer, closure.ratings)
 
     def progress(self, progress: Progress, at_ms: int) -> None:
-        """A gateway reports what it has served since it started."""
+        """Take a gateway's counts since its start."""
         for answered in progress.answered:
             comparison = self._stored(answered.trial)
             for client in answered.clients:
@@ -200,5 +199,5 @@ class Counts:
 
 
 def identify_person(group: str, rating: Rating) -> str:
-    """The person behind a rating, as far as it is known: a rater of a tenant, else the session."""
+    """The person behind a rating: a tenant's named rater, else the session."""
     return f"{tenant_in(group)}/{rating.rater}" if is_person(rating.rater) else session_of(group) or group

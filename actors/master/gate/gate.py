@@ -1,10 +1,10 @@
-"""The gate before customers: which version becomes the stable one, and whether it stays that. Pure.
+"""The gate: chooses the stable version and decides if it stays. Pure.
 
-A candidate is weighed once all suites of [master.gate] have a result for it (`actors.master.gate.suites`). Newer candidates
-come first: one that is older than the newest decided is left out. With [master.gate.canary] what passes is tried by a share of
-sessions first, and after a promotion the version before keeps that share for a while; one test compares both sides of either
-(`actors.master.gate.trial`). Every decision is an event with its numbers, so a restart decides nothing twice; a version taken
-back, or tried once, is not weighed again.
+The gate decides on a candidate once all suites of [master.gate] have its results (`actors.master.gate.suites`). Newer
+candidates come first: a candidate older than the newest decided version is skipped. With [master.gate.canary] a passing version
+first goes to a share of the sessions, and after a promotion the previous version keeps that share for a time; the same test
+compares both sides (`actors.master.gate.trial`). Every decision is an event with its numbers, so a restart decides nothing
+twice. The gate does not decide again on a version that was rolled back or tried.
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,9 @@
-"""Reads of the pages: from the index, and from the log itself.
+"""Reads of the pages, from the index and from the log.
 
     log ─> keeper of the index ─> state/index.sqlite ─> search, curves, lists      see `infra.ledger.index`
-    log ─> status, decisions, one answer                                           when asked, then held for HELD_S
+    log ─> status, decisions, one answer                                           on request, then cached for HELD_S
 
-It only reads; no role waits for it. While the log is away the pages show what was read before, and say so.
+It only reads; no role waits for it. While the log is unavailable the pages show the last values with a banner.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ Found = TypeVar("Found")
 
 
 class NotReadYet(HeadraceError):
-    """The request may concern records that are not read yet."""
+    """The request may concern records that the index does not have yet."""
 
 
 class IndexState(msgspec.Struct, frozen=True):
@@ -90,7 +90,7 @@ def history_in(words: PolicyWords) -> History:
 
 
 class Reading:
-    """One run, as the pages read it. state: folder of the index."""
+    """Reads of a run. state: folder of the index."""
 
     def __init__(self, settings: Settings, log: Log, state: Path) -> None:
         self.settings = settings
@@ -116,11 +116,11 @@ class Reading:
         self.index.close()
 
     async def rows(self, question: Callable[..., Found], *values: Any) -> Found:
-        """The answer of the index to a question, asked in a thread."""
+        """Result of a query of the index, in a thread."""
         return await asyncio.to_thread(lambda: question(self._reader(), *values))
 
     async def look(self, wait_s: float) -> IndexState:
-        """Progress of the index, at most HELD_S old; the last known where the log does not say within `wait_s`."""
+        """Progress of the index, at most HELD_S old; the last known value if the log does not answer within `wait_s`."""
 
         async def read() -> IndexState:
             bounds = await bounds_now(self.log, PAGED)
@@ -165,7 +165,7 @@ class Reading:
         return await self.held("history", read, wait_s=wait_s)
 
     async def history_since(self, version: int, wait_s: float) -> History:
-        """Events since a version was published, where that is older than what `history` has."""
+        """Events since a version was published, if that is older than the events of `history`."""
         known = await self.history(wait_s)
         if known.is_whole or any(event.event == "published" and event.version == version for _, event in known.events):
             return known
@@ -186,14 +186,14 @@ class Reading:
         raise NotReadYet(f"{ref[:200]}: {known.unread} Look again in a moment.")
 
     async def letter(self, partition: int, offset: int) -> tuple[int, DeadLetter]:
-        """A dead letter and its time in ms, by where it lies. Raises NotInLog."""
+        """A dead letter and its time in ms, by its partition and offset. Raises NotInLog."""
         message = (await self.log.messages_at(topics.DEAD_LETTERS, partition, [offset])).get(offset)
         if message is None or not isinstance(message.value, DeadLetter) or message.value.stage == MARK:
             raise NotInLog(f"no dead letter at {partition}@{offset}; retention may have deleted it")
         return message.timestamp_ms, message.value
 
     async def learned(self, version: int) -> PolicyTrace:
-        """Answers that a version learned from. Raises NotInLog."""
+        """Answers that a version was trained on. Raises NotInLog."""
         async with self._turn("trace"):
             return await trace_policy(self.log, self.index, version)
 
@@ -239,12 +239,12 @@ class Reading:
         finally:
             if self._readings.get(name) is asyncio.current_task():
                 del self._readings[name]
-        # What was read before a decision made here is old.
+        # Values read before a decision of this console are old.
         self._held[name] = (time.monotonic() if decided == self._decided else -math.inf, value)
         return value
 
     def forget_fresh(self) -> None:
-        """Read again, since a decision was made here; old values stay for when the log is away."""
+        """Read again after a decision of this console; old values stay for an outage of the log."""
         self._decided += 1
         self._readings.clear()
         self._held = {name: (-math.inf, value) for name, (_, value) in self._held.items()}
