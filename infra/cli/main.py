@@ -55,7 +55,6 @@ COMMANDS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "load tasks": ("data.load:tasks", "Load tasks of a file or of a taskset."),
         "load experts": ("data.load:experts", "Load demonstrations, tokenized as the model does."),
         "load pairs": ("data.load:pairs", "Load preference pairs, for a lane with dpo."),
-        "load prompts": ("data.load:prompts", "Load recorded production prompts as an eval suite."),
         "topic create": ("data.topic:create", "Create a topic for a feedback source, if it does not exist."),
     },
     "Serve": {

@@ -32,7 +32,7 @@ from schemas.ids import partition_key
 from schemas.topics import Topic
 
 FILE = "index.sqlite"
-LAYOUT = 2
+LAYOUT = 3
 # In this order a record is read after those that it is about.
 PAGED = (
     topics.EXPERTS, topics.EXPERIENCES, topics.VERIFIED, topics.EVALS, topics.BUFFER, topics.PROGRESS, topics.REPORTS,

@@ -63,7 +63,7 @@ CREATE TABLE answers (
 );
 CREATE TABLE scores (name TEXT, n INTEGER, value REAL, PRIMARY KEY (name, n)) WITHOUT ROWID;
 CREATE TABLE uses (step INTEGER, n INTEGER, PRIMARY KEY (step, n)) WITHOUT ROWID;
-CREATE TABLE texts (n INTEGER PRIMARY KEY, asked TEXT, answered TEXT, size INTEGER, digest INTEGER);
+CREATE TABLE texts (n INTEGER PRIMARY KEY, asked TEXT, answered TEXT);
 CREATE VIRTUAL TABLE words USING fts5 (asked, answered, content = 'texts', content_rowid = 'n');
 CREATE TABLE tasks (task TEXT PRIMARY KEY, judged INTEGER, total REAL, newest INTEGER, time_ms INTEGER) WITHOUT ROWID;
 CREATE TABLE curves (name TEXT, version INTEGER, time_ms INTEGER, value REAL, kept INTEGER,
@@ -168,8 +168,8 @@ class Folder:
             rows,
         )
         texts = [(n, *_answer_texts(answer)) for n, _, answer in numbered if not answer.key_id]
-        self._many("INSERT OR REPLACE INTO texts VALUES (?, ?, ?, ?, ?)", texts)
-        self._many("INSERT INTO words (rowid, asked, answered) VALUES (?, ?, ?)", [text[:3] for text in texts])
+        self._many("INSERT OR REPLACE INTO texts VALUES (?, ?, ?)", texts)
+        self._many("INSERT INTO words (rowid, asked, answered) VALUES (?, ?, ?)", texts)
 
     def _next(self, table: str, time_ms: int, taken: dict[int, int]) -> int:
         """The number of a new row: rows are in the order of their times, whatever order they are read in."""
@@ -380,12 +380,12 @@ def _answer_row(time_ms: int, answer: Experience) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _answer_texts(answer: Experience) -> tuple[str, str, int | None, int | None]:
-    """The last question and the answer, cut; characters and hash of the whole answer. "" and None for what cannot be read."""
+def _answer_texts(answer: Experience) -> tuple[str, str]:
+    """The last question and the answer, cut to MAX_TEXT; "" for unreadable texts."""
     try:
         messages = answer.messages
     except BadFrame:
-        return "", "", None, None
+        return "", ""
     asked = next((each.content for each in reversed(messages) if each.role != "assistant"), "")
     answered = next((each.content for each in reversed(messages) if each.role == "assistant"), "")
-    return asked[:MAX_TEXT], answered[:MAX_TEXT], len(answered), number(answered)
+    return asked[:MAX_TEXT], answered[:MAX_TEXT]

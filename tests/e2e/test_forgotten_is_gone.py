@@ -15,7 +15,6 @@ import pytest
 
 from actors.gateway.access.keys import create_key
 from actors.gateway.config import Webhook
-from infra.cli.data.load import newest_prompts, recorded
 from infra.ledger.forget import ForgetReport, complete, destroy, tell
 from infra.ledger.index import LogIndex
 from infra.log.bus import Partition
@@ -190,7 +189,6 @@ async def test_seeded_words_are_nowhere_in_plain_text_and_after_forget_nowhere(
     later = Log(bus, "test", store=store)
     assert not found_in(await everything(later), [*hers, *his, *names])
     assert found_in(await opened(later), [*hers, *his]) == set(his), "hers is gone, his is as it was"
-    assert not list(newest_prompts(await recorded(later), "production")), "and nobody is asked it again"
 
 
 async def opened_without_keys(log: Log) -> bytes:

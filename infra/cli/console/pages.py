@@ -166,27 +166,11 @@ async def version(console: Console, request: Request) -> Values:
         made = None
     found = (await reading.rows(versions.evals)).get(number, ())
     learned = await reading.rows(search, Query(learned=number))
-    before = [each.version for each in history.decisions if each.event == "promoted" and each.version < number]
     gate = reading.settings.master.gate
     return {
         "number": number, "events": events, "made": made, "word": versions.word, "decision_numbers": versions.decision_numbers,
         "decided": [each for each in history.decisions if each.version == number], "evals": found, "stable": history.stable,
-        "learned": learned.rows[:SHOWN], "rival": before[-1] if before else max(0, number - 1),
-        "has_gate": bool(gate.suites), "command": " ".join(console.command[:2]),
-    }  # fmt: skip
-
-
-async def compare(console: Console, request: Request) -> Values:
-    asked, rows = request.query_params, console.reading.rows
-    numbers = sorted(await rows(versions.evals))
-    left = _version(asked.get("a") or str(numbers[0] if numbers else 0))
-    right = _version(asked.get("b") or str(numbers[-1] if numbers else 0))
-    suites = await rows(versions.suites_both, left, right)
-    suite, everything = asked.get("suite") or (suites[0] if suites else ""), asked.get("all") == "1"
-    pairs, counts = await rows(versions.pairs, suite, left, right, everything)
-    return {
-        "left": left, "right": right, "suites": suites, "suite": suite, "pairs": pairs, "counts": counts, "numbers": numbers,
-        "everything": everything,
+        "learned": learned.rows[:SHOWN], "has_gate": bool(gate.suites), "command": " ".join(console.command[:2]),
     }  # fmt: skip
 
 
@@ -264,7 +248,6 @@ PAGES: Mapping[str, tuple[str, Callable[[Console, Request], Awaitable[Values | R
     "/answers": ("answers.html", answers),
     "/answers/{ref:path}": ("answer.html", answer),  # an id may hold "/", as those of some benchmarks do
     "/versions": ("versions.html", all_versions),
-    "/versions/compare": ("compare.html", compare),
     "/versions/{version}": ("version.html", version),
     "/data": ("data.html", all_data),
     "/data/letters/{partition}/{offset}": ("letter.html", letter),

@@ -1,14 +1,10 @@
 """`headrace load tasks|experts|pairs`: rows of a file, or of a taskset, into the log, with a progress bar."""
 
 import asyncio
-import hashlib
-import json
-import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,8 +21,8 @@ from infra.cli.run.roles import model_folder
 from infra.cli.terminal import Screen, printable
 from infra.log.log import Log
 from infra.settings.plugin import add_plugin_folders, load
-from schemas import Block, Experience, Task, topics
-from schemas.errors import BadFrame, ConfigError
+from schemas import Task
+from schemas.errors import ConfigError
 from schemas.experience import MAX_TOKENS
 
 if TYPE_CHECKING:
@@ -269,64 +265,3 @@ def tell(kind: str, done: "LoadResult", bar: Bar) -> int:
     broken = f", {bar.num_broken} broken and passed over" if bar.num_broken else ""
     console.print(f"{done.loaded} {kind} loaded, {done.repeated} repeated, {done.known} there already{broken}")
     return 0
-
-
-@command
-async def prompts(
-    chosen: SettingsFile,
-    count: Annotated[int, typer.Argument(min=1, help="Maximum number of newest prompts.")] = 200,
-    suite: Annotated[str, typer.Option(help="Eval suite of the prompts, as in [[master.evals]].")] = "production",
-) -> int:
-    """Load recorded production prompts as an eval suite. The console shows the answers of two versions to them side by side.
-    The command skips prompts of named users, because they are encrypted.
-
-    Example: [cyan]headrace load prompts 200[/]
-    """
-    from actors.tasksets.loader import load_tasks
-
-    async with connected(chosen.load()) as log:
-        found = await recorded(log)
-        sealed = sum(bool(experience.key_id) for _, experience in found)
-        newest = list(islice(newest_prompts(found, suite), count))
-        with progress_bar("recorded prompts", len(newest)) as bar:
-            done = await load_tasks(log, newest, on_progress=bar.moved)
-    if sealed:
-        print(
-            f"{sealed} answers were given to named users: what they asked is left out, for they may be forgotten",
-            file=sys.stderr,
-        )
-    return tell("prompts", done, bar)
-
-
-async def recorded(log: Log) -> list[tuple[int, Experience]]:
-    """Production answers in the log with their times, ms."""
-    found = []
-    async for message in log.read_all(topics.EXPERIENCES):
-        if isinstance(message.value, Block):
-            found += [
-                (message.timestamp_ms, experience)
-                for experience in message.value.experiences
-                if experience.lane == "live"
-            ]
-    return found
-
-
-def newest_prompts(found: list[tuple[int, Experience]], suite: str) -> Iterator[Task]:
-    """Tasks of different prompts, the newest first; those that are sealed or cannot be read are passed over."""
-    seen: set[str] = set()
-    for _, experience in sorted(found, key=lambda pair: pair[0], reverse=True):
-        if experience.key_id:
-            continue
-        try:
-            prompt = experience.messages[:-1]
-        except BadFrame:
-            continue
-        name = hashlib.blake2b(json.dumps(msgspec.to_builtins(prompt)).encode(), digest_size=8).hexdigest()
-        if prompt and name not in seen:
-            seen.add(name)
-            yield Task(
-                id=f"{suite}-{name}",
-                messages=prompt,
-                split=suite,
-                meta={"experience": experience.id},
-            )

@@ -35,7 +35,7 @@ from tests.infra.cli.console_rig import (
 
 SCOPES: Mapping[str, Scope] = {name: scope for name, (scope, _) in ACTIONS.items()}
 PAGES = (
-    "/", "/learning", "/answers", f"/answers/{SESSION}.1-0.0-0-0", "/versions", "/versions/5", "/versions/compare", "/data",
+    "/", "/learning", "/answers", f"/answers/{SESSION}.1-0.0-0-0", "/versions", "/versions/5", "/data",
     "/privacy", "/help/see-what-happened",
 )  # fmt: skip
 FORM = {"version": "3", "why": "for a test", "answer": f"{SESSION}.1-22.0-0-0", "stage": "verify"}

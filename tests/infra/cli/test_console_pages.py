@@ -5,25 +5,20 @@ import re
 import sqlite3
 from collections.abc import Mapping
 from contextlib import closing
-from html import unescape
 from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from infra.cli.console.app import HEADERS, MAX_FIELDS
 from infra.cli.console.flow import alarms
 from infra.cli.console.pages import ARCHIVED, BEING_READ, HELP, HOWTO
 from infra.cli.console.reading import IndexState, NotReadYet
 from infra.cli.console.serve import open_source
-from infra.cli.console.versions import MAX_PIECES, MAX_TASKS, marked
 from infra.cli.options import SettingsFile
 from infra.cli.repeat.export import fill as fill_archive
 from infra.cli.repeat.source import ReplaySource
 from infra.cli.settings import Settings
-from infra.cli.terminal import printable
 from infra.ledger.archive import writing
 from infra.ledger.index import FILE, PAGED
 from infra.log.bus import Partition, Reader
@@ -60,10 +55,10 @@ from trainer.replay.replay import find_start
 
 FIRST = f"/answers/{SESSION}.1-0.0-0-0"
 PAGES = (
-    "/", "/learning", "/learning?over=time", "/answers", FIRST, "/versions", "/versions/5", "/versions/compare?a=0&b=5",
+    "/", "/learning", "/learning?over=time", "/answers", FIRST, "/versions", "/versions/5", 
     "/data", "/privacy",
 )  # fmt: skip
-OF_THE_INDEX = ("/learning", "/answers", "/answers?text=refunds", "/versions/compare", "/data", "/privacy")
+OF_THE_INDEX = ("/learning", "/answers", "/answers?text=refunds", "/data", "/privacy")
 SCRIPTED = "trainer.learners.scripted:ScriptedLearner"
 
 
@@ -244,7 +239,6 @@ def test_a_run_of_which_nothing_is_there_says_so_on_every_page(tmp_path: Path) -
     told = {
         "/": "No role has reported yet.", "/learning": "No measurements yet.", "/answers": "No matches.",
         "/versions": "No version was published yet.", "/data": "no scored task", "/privacy": "no openings",
-        "/versions/compare": "No answers to compare.",
     }  # fmt: skip
     pages = look(tmp_path, *told, log=log, more=lambda empty: empty.create_topics(partitions=1, keep_ms=-1))
     for page, (path, words) in zip(pages, told.items(), strict=True):
@@ -351,43 +345,3 @@ def test_a_version_that_nobody_decided_says_why_which_version_customers_get_and_
         held = page_text(client.get("/versions/5"))
         assert "Held back by gate: dev: 0.500, expected at least 0.600. Customers get version 2 ." in held
         assert client.get("/versions/99").status_code == client.get("/versions/x").status_code == 404
-
-
-def test_whole_answers_are_compared_and_what_is_not_shown_of_them_is_said(tmp_path: Path) -> None:
-    """One pair differs behind what the index holds, one is the same; more pairs than are shown; a second sample of a task."""
-    long = "so on " * 500
-
-    def said(version: int, task: int, text: str, sample: int = 0) -> Block:
-        answer = suite_answer(version, task)
-        both = (answer.messages[0], msgspec.structs.replace(answer.messages[1], content=text))
-        name = f"{answer.group}.0-{sample}-0"
-        return Block((msgspec.structs.replace(answer, id=name, episode=sample, group_size=2).with_bulk(messages=both),))
-
-    async def more(log: Log) -> None:
-        await log.create_topics(partitions=1, keep_ms=-1)
-        for version in (1, 4):
-            result = EvalResult(policy="main", version=version, suite="dev", num_tasks=MAX_TASKS + 3, num_correct=1)
-            await log.publish(topics.EVALS, result)
-            await log.publish(topics.EXPERIENCES, said(version, 0, long + str(version)))
-            await log.publish(topics.EXPERIENCES, said(version, 0, "another sample", sample=1))
-            await log.publish(topics.EXPERIENCES, said(version, 1, long + "the same"))
-            for task in range(2, MAX_TASKS + 3):
-                await log.publish(topics.EXPERIENCES, said(version, task, f"version {version}"))
-
-    log = Log(MemoryBus(), "t", store=MemoryStore())
-    text = page_text(look(tmp_path, "/versions/compare?a=1&b=4&suite=dev", log=log, more=more)[0])
-    assert f"{MAX_TASKS + 2} answers differ, 1 are the same" in text
-    assert "2 more differences are not shown." in text and "2 more answers are not compared" in text
-    assert "They differ only in the 1,001 characters that follow." in text
-
-
-@given(st.text(max_size=60), st.text(max_size=60))
-def test_marks_of_a_comparison_are_the_only_markup_and_nothing_is_left_out(left: str, right: str) -> None:
-    for text, tag, whole in zip(marked(left, right), ("del", "ins"), (left, right), strict=True):
-        assert set(re.findall(r"</?(\w+)", text)) <= {tag}
-        assert unescape(re.sub(r"</?(?:del|ins)>", "", text)) == printable(whole)
-
-
-def test_long_texts_are_not_compared_piece_by_piece() -> None:
-    left, right = marked("so " + "b a " * MAX_PIECES, "so " + "a b " * MAX_PIECES)
-    assert left.startswith("<del>so") and left.count("<del>") == right.count("<ins>") == 1

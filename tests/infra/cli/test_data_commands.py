@@ -1,4 +1,4 @@
-"""The commands about data: topics, tasks that are loaded and validated, and prompts that become an eval suite."""
+"""The commands about data: topics, and tasks that are loaded and validated."""
 
 import asyncio
 import importlib.util
@@ -6,23 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 from typer.testing import CliRunner, Result
 
 from infra.chain.processor import score
-from infra.cli.data.load import newest_prompts, recorded
 from infra.cli.main import app
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
-from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
-from schemas import Block, Experience, Feedback, Message, topics
+from schemas import Experience, Feedback, topics
 from streams.sources.event import EventSource
 from streams.sources.received import rating
 from streams.sources.source import run_sources
 from tests.actors.rig import until
 from tests.infra.cli.test_commands_on_a_broker import call, printed
-from tests.schemas.record_samples import group_block
 from tests.streams.deliveries import until_stored
 
 
@@ -66,41 +62,6 @@ def test_a_source_that_waits_for_its_topic_reads_it_once_the_command_has_made_it
     assert (said.id, said.source, said.value) == ("1", "csat", 1.0)
     assert call(config, "topic", "create", f"{app_name}.feedback").exit_code == 2
     assert "expected at most 249 letters" in call(config, "topic", "create", "a topic").stderr
-
-
-def asked(number: int, prompt: str, lane: str = "live") -> Experience:
-    base = group_block(num_members=1).experiences[0]
-    messages = (Message(role="user", content=prompt), Message(role="assistant", content="yes"))
-    changed = replace(base.with_bulk(messages=messages), id=f"g{number}.0-0-0", group=f"g{number}", subject="ann")
-    return replace(changed, lane=lane)  # type: ignore[arg-type]
-
-
-def test_the_newest_prompt_comes_first_and_each_once() -> None:
-    found = [(1, asked(1, "old?")), (3, asked(3, "new?")), (2, asked(2, "new?"))]
-    tasks = list(newest_prompts(found, "production"))
-    assert [task.messages[0].content for task in tasks] == ["new?", "old?"]
-    assert all(task.split == "production" and len(task.messages) == 1 for task in tasks)
-    assert tasks[0].meta == {"experience": "g3.0-0-0"}
-    assert [task.id for task in tasks] == [task.id for task in newest_prompts(found, "production")]
-
-
-def test_what_is_sealed_becomes_no_task() -> None:
-    open_, shut = asked(1, "open?"), replace(asked(2, "sealed?"), key_id="ann-00")
-    tasks = newest_prompts([(1, open_), (2, shut)], "production")
-    assert [task.messages[0].content for task in tasks] == ["open?"]
-
-
-async def recorded_lanes() -> list[str]:
-    log = Log(MemoryBus(), "t")
-    await log.create_topics(partitions=2, keep_ms=1)
-    for number, lane in enumerate(("live", "usual", "live")):
-        await log.publish(topics.EXPERIENCES, Block(experiences=(asked(number, "why?", lane),)))
-    return [item.lane for _, item in await recorded(log)]
-
-
-def test_only_production_is_taken() -> None:
-
-    assert asyncio.run(recorded_lanes()) == ["live", "live"]
 
 
 JUDGED = """
