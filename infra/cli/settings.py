@@ -56,9 +56,6 @@ class ConsoleConfig(Section, frozen=True):
     hosts: tuple[str, ...] = ()
     """Host names of the console in addition to those of `url`, `listen` and localhost, for a proxy without TLS. The console
     refuses requests for other names."""
-    beside: tuple[str, ...] = ()
-    """Folders of other runs, relative to the TOML, whose curves the console adds. Run `headrace console` on each run once to
-    build its index."""
 
     def __post_init__(self) -> None:
         if self.url and _URL.fullmatch(self.url) is None:

@@ -1,4 +1,4 @@
-"""The Learning page: charts of measurements by version, for this run and other runs, drawn by uPlot.
+"""The Learning page: charts of measurements by version, drawn by uPlot.
 
 A chart is plain data for the page's script and for the table below it: `title`, `x` (versions or minutes), `labels` of each x,
 `series` with a value or None for each x, and how to draw them.
@@ -26,44 +26,30 @@ MAX_POINTS, MAX_BINS = 240, 120
 MAX_FATES = 7
 COLOURS = 8  # of the stylesheet
 
-Run = tuple[str, sqlite3.Connection]
 Chart = dict[str, Any]
 Point = tuple[float, int, float, float | None, float | None]
 """x, the version, a value, and the ends of its interval."""
 
 
-def charts(runs: Sequence[Run], *, by_time: bool) -> list[Chart]:
-    """A chart for each suite and for each group of curves that has values. runs: this one first."""
-    found: dict[str, Chart] = {}
-
-    def draw(title: str, zero: bool, name: str, points: Sequence[Point], colour: int, run: int) -> None:
-        chart = found.setdefault(
-            title, {"title": title, "zero": zero, "stacked": False, "by_time": by_time, "lines": []}
-        )
-        chart["lines"].append(({"name": printable(name), "colour": colour % COLOURS, "dashed": run > 0}, thin(points)))
-
-    for place, (run, database) in enumerate(runs):
-        start = _start(database)
-        suites: dict[str, list[Point]] = {}
-        for row in database.execute("SELECT * FROM evals WHERE asked > 0 ORDER BY suite, version"):
-            point = (*_x(row, start, by_time), row["right"] / row["asked"], row["low"], row["high"])
-            suites.setdefault(row["suite"], []).append(point)
-        for suite, points in suites.items():
-            draw(f"Suite {suite}", True, run, points, place, place)
-    for place, (run, database) in enumerate(runs):
-        start = _start(database)
-        names = [row["name"] for row in database.execute("SELECT DISTINCT name FROM curves ORDER BY name")]
-        for title, ends, zero in CURVES:
-            mine = [
-                name for name in names if any(name == end or (end[0] == "/" and name.endswith(end)) for end in ends)
-            ]
-            for colour, name in enumerate(mine):
+def charts(run: str, database: sqlite3.Connection, *, by_time: bool) -> list[Chart]:
+    """A chart for each suite and for each group of curves that has values. run: name of the lines of suites."""
+    lines: dict[tuple[str, bool], list[tuple[str, list[Point]]]] = {}
+    start = _start(database)
+    for row in database.execute("SELECT * FROM evals WHERE asked > 0 ORDER BY suite, version"):
+        ((_, points),) = lines.setdefault((f"Suite {row['suite']}", True), [(run, [])])
+        points.append((*_x(row, start, by_time), row["right"] / row["asked"], row["low"], row["high"]))
+    names = [row["name"] for row in database.execute("SELECT DISTINCT name FROM curves ORDER BY name")]
+    for title, ends, zero in CURVES:
+        for name in names:
+            if any(name == end or (end[0] == "/" and name.endswith(end)) for end in ends):
                 rows = database.execute("SELECT * FROM curves WHERE name = ? ORDER BY version", (name,))
                 points = [(*_x(row, start, by_time), row["value"], None, None) for row in rows]
-                is_alone = len(runs) == 1
-                label, shade = (name, colour) if is_alone else (f"{run} {name}", place + 2 * colour)
-                draw(title, zero, label, points, shade, place)
-    return [_aligned(chart) for chart in found.values() if any(points for _, points in chart["lines"])]
+                lines.setdefault((title, zero), []).append((name, points))
+    found = [
+        _aligned(title, zero, by_time, [(name, thin(points)) for name, points in of_title])
+        for (title, zero), of_title in lines.items()
+    ]
+    return [chart for chart in found if chart["x"]]
 
 
 def _x(row: sqlite3.Row, start_ms: int, by_time: bool) -> tuple[float, int]:
@@ -71,17 +57,18 @@ def _x(row: sqlite3.Row, start_ms: int, by_time: bool) -> tuple[float, int]:
     return x, row["version"]
 
 
-def _aligned(chart: Chart) -> Chart:
-    lines = chart.pop("lines")
+def _aligned(title: str, zero: bool, by_time: bool, lines: Sequence[tuple[str, Sequence[Point]]]) -> Chart:
     places = sorted({point[:2] for _, points in lines for point in points})
-    chart |= {"x": [x for x, _ in places], "labels": [f"v{version}" for _, version in places], "series": []}
-    for about, points in lines:
+    series = []
+    for colour, (name, points) in enumerate(lines):
         known = {point[:2]: point[2:] for point in points}
         values, low, high = ([known[at][part] if at in known else None for at in places] for part in range(3))
-        has_band = any(end is not None for end in low)
-        band = {"low": low if has_band else None, "high": high if has_band else None}
-        chart["series"].append(about | {"values": values} | band)
-    return chart
+        band = {"low": low, "high": high} if any(end is not None for end in low) else {"low": None, "high": None}
+        series.append({"name": printable(name), "colour": colour % COLOURS, "values": values, **band})
+    return {
+        "title": title, "zero": zero, "stacked": False, "by_time": by_time, "x": [x for x, _ in places],
+        "labels": [f"v{version}" for _, version in places], "series": series,
+    }  # fmt: skip
 
 
 def thin(points: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
@@ -121,7 +108,7 @@ def fates_chart(database: sqlite3.Connection, *, by_time: bool) -> Chart:
         "labels": [f"{mark}{low}" + (f" to {mark}{high}" if width > 1 else "") for low, high in ranges],
         "series": [
             {
-                "name": printable(name) or "pending", "colour": colour % COLOURS, "dashed": False, "values": values,
+                "name": printable(name) or "pending", "colour": colour % COLOURS, "values": values,
                 "low": None, "total": sum(values),
             }
             for colour, (name, values) in enumerate(layers.items())

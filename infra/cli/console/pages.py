@@ -13,7 +13,6 @@ from starlette.responses import RedirectResponse, Response
 from infra.cli.console import data, learning, versions
 from infra.cli.console.answers import Spell, beside, list_scores, shown
 from infra.cli.console.flow import IN_TABLE, MAX_ALARMS, alarms, figures, rates, sentence
-from infra.cli.console.learning import Run
 from infra.cli.console.letters import shown_letter
 from infra.cli.console.reading import PAGE_S, NotReadYet, Reading, has_answer
 from infra.cli.console.search import Query, choices, parse_query, search
@@ -47,21 +46,18 @@ Values = dict[str, Any]
 
 
 class Console:
-    """A run for the pages. command: the arguments that name it for a command, none for an archive. beside: indexes
-    of other runs. load_spell: loads a function from token ids to texts, None where there is no tokenizer; blocks.
-    is_comparing: a reprocess runs.
+    """A run for the pages. command: the arguments that name it for a command, none for an archive. load_spell: loads a
+    function from token ids to texts, None where there is no tokenizer; blocks. is_comparing: a reprocess runs.
     """
 
     def __init__(
         self,
         reading: Reading,
         command: Sequence[str] = (),
-        beside: Sequence[Run] = (),
         load_spell: Callable[[], Spell | None] = lambda: None,
     ) -> None:
         self.reading = reading
         self.command = tuple(command)
-        self.beside = beside
         self.is_comparing = False
         self._load_spell = load_spell
         self._spell: tuple[Spell | None] | None = None
@@ -98,11 +94,10 @@ async def learn(console: Console, request: Request) -> Values:
     app = reading.settings.app
 
     def charts(database: Any) -> list[Values]:
-        runs = [(app, database), *console.beside]
-        return [*learning.charts(runs, by_time=by_time), learning.fates_chart(database, by_time=by_time)]
+        return [*learning.charts(app, database, by_time=by_time), learning.fates_chart(database, by_time=by_time)]
 
     found = await reading.held(f"charts {by_time}", lambda: reading.rows(charts), held_s=DRAWN_S)
-    return {"charts": found, "by_time": by_time, "runs": [app, *(name for name, _ in console.beside)]}
+    return {"charts": found, "by_time": by_time}
 
 
 async def answers(console: Console, request: Request) -> Values | Response:

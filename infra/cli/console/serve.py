@@ -6,7 +6,6 @@ import os
 import secrets
 import signal
 import socket
-import sqlite3
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -22,7 +21,6 @@ from infra.cli.connect import app_store, log_to_stderr, reading
 from infra.cli.console.access import ConsoleAccess
 from infra.cli.console.answers import Spell
 from infra.cli.console.app import make_app
-from infra.cli.console.learning import Run
 from infra.cli.console.pages import Console
 from infra.cli.console.reading import NotReadYet, Reading
 from infra.cli.exit_codes import INTERRUPTED
@@ -31,13 +29,13 @@ from infra.cli.options import SettingsFile, command
 from infra.cli.repeat.source import opened
 from infra.cli.run.up import CONSOLE_LINK, CONSOLE_READY, Stopped
 from infra.cli.settings import DEFAULT_FILE, Settings
-from infra.ledger.index import EVERY_S, FILE, follow, read_only
+from infra.ledger.index import EVERY_S, follow
 from infra.local.http_server import HttpBounds, bound, make_server, serve_on
 from infra.local.idle_time import take_small_share
 from infra.log.log import Log
 from infra.roles.process import unless
 from infra.store.store import Store
-from schemas.errors import ConfigError, HeadraceError
+from schemas.errors import HeadraceError
 
 CONSOLE_BOUNDS = HttpBounds(connections=200)
 DRAIN_S = 2.0  # at a stop, for the pages that are being made
@@ -147,10 +145,9 @@ async def made(
     host, port = address.lower().rpartition(":")[::2]
     with tempfile.TemporaryDirectory(prefix="headrace-console-") as spare:
         folder = state if writable(state) else Path(spare)
-        beside = open_beside(settings)
         known = Reading(settings, log, folder)
         index = open_index(settings, folder, pages=True)
-        console = Console(known, command, beside, partial(load_speller, settings))
+        console = Console(known, command, partial(load_speller, settings))
         hosts = ("localhost", "127.0.0.1", "[::1]", host, *settings.console.names)
         app = make_app(console, access, hosts=hosts, port=port, own=settings.console.origin)
         keeping = asyncio.create_task(follow(log, index, every_s=every_s)) if keeps or folder != state else None
@@ -162,8 +159,6 @@ async def made(
                 await asyncio.gather(keeping, return_exceptions=True)
             await known.close()
             index.close()
-            for _, database in beside:
-                database.close()
 
 
 def shown_host(sock: socket.socket) -> str:
@@ -181,23 +176,6 @@ def writable(folder: Path) -> bool:
     except OSError:
         return False
     return os.access(folder, os.W_OK)
-
-
-def open_beside(settings: Settings) -> list[Run]:
-    """The indexes of the runs that the charts show with this run. Raises ConfigError for one that was never looked at."""
-    found: list[Run] = []
-    for name in settings.console.beside:
-        path = settings.folder / name / "state" / FILE
-        try:
-            database = read_only(path)
-            if not database.execute("SELECT 1 FROM meta WHERE name = 'pages'").fetchone():
-                raise sqlite3.OperationalError("without pages")
-        except sqlite3.Error as error:
-            raise ConfigError(
-                f"console.beside: {name}: no index in {path}: run `headrace console` on that run once"
-            ) from error
-        found.append((Path(name).name, database))
-    return found
 
 
 def load_speller(settings: Settings) -> Spell | None:

@@ -1,6 +1,5 @@
 """The Flow and Learning pages: figures, rates, alarms and charts."""
 
-import asyncio
 import json
 import re
 from html import unescape
@@ -18,17 +17,14 @@ from infra.cli.console.flow import (
 )
 from infra.cli.console.learning import CURVES
 from infra.cli.look.status import State
-from infra.cli.settings import ConsoleConfig
 from infra.cli.terminal import clock
-from infra.ledger.index import LogIndex
 from infra.log.log import Log
 from infra.log.memory import MemoryBus, wall_ms
 from infra.policies.fold import Stable
 from infra.store.memory import MemoryStore
 from schemas import Block, DropMarker, PolicyEvent, Progress, topics
-from schemas.errors import ConfigError
 from schemas.fields import KEPT_FIGURES
-from tests.infra.cli.console_rig import fill, filled, folded, live, look, looking, page_text
+from tests.infra.cli.console_rig import live, look, looking, page_text
 from tests.infra.cli.test_status_command import START_MS, progress, state_of
 
 CHI2 = "alarms{alarm=live/chi2}"
@@ -225,29 +221,3 @@ def test_every_chart_is_also_a_table_that_a_keyboard_opens(tmp_path: Path, over:
     assert re.search("v5</th>(<td>[^<]*</td>)?<td>0.6667, 0.2 to 0.9</td>", suite)
     assert charts_in(page)["Suite dev"]["series"][0]["low"] == [0.2] * 8
     assert "outcomes of answers as a table" in page_text(page).lower()
-
-
-def test_runs_are_drawn_over_one_another_each_by_its_name(tmp_path: Path) -> None:
-    """Two other runs beside this one, each with suites and curves of its own; a run that was never looked at is refused."""
-    for name in ("last-week", "last-month"):
-        folded(tmp_path / name / "state", fill).close()
-    LogIndex(tmp_path / "untold" / "state" / "index.sqlite", run="t", policy="main").close()
-
-    async def main() -> None:
-        console = ConsoleConfig(beside=("../last-week", "../last-month"))
-        async with looking(tmp_path / "now", await filled(), console) as (client, _):
-            page = await client.get("/learning")
-            charts = charts_in(page)
-            lines = charts["Suite dev"]["series"]
-            assert [(line["name"], line["dashed"]) for line in lines] == [
-                ("t", False), ("last-week", True), ("last-month", True),
-            ]  # fmt: skip
-            assert len({line["colour"] for line in lines}) == 3
-            entropy = {line["name"]: line["values"] for line in charts["Entropy"]["series"]}
-            assert entropy["last-week live/entropy"][3] == 0.25 and len(entropy) == 3
-        for nowhere in ("../nowhere", "../untold"):
-            with pytest.raises(ConfigError, match="run `headrace console` on that run once"):
-                async with looking(tmp_path / "now", await filled(), ConsoleConfig(beside=(nowhere,))):
-                    pass
-
-    asyncio.run(main())

@@ -23,7 +23,7 @@ function layers(chart) { // data and series of uPlot
   for (const line of chart.series) {
     const stroke = colour(`s${line.colour}`);
     data.push(line.values);
-    series.push({ stroke, width: 1.6, dash: line.dashed ? [4, 3] : [], spanGaps: true, points: { show: chart.x.length <= 60, size: 4, fill: stroke } });
+    series.push({ stroke, width: 1.6, spanGaps: true, points: { show: chart.x.length <= 60, size: 4, fill: stroke } });
     if (line.low) {
       data.push(line.high, line.low);
       series.push({ width: 0, spanGaps: true, points: { show: false } }, { width: 0, spanGaps: true, points: { show: false } });
