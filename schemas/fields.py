@@ -24,7 +24,7 @@ End = Literal["terminal", "truncated", "failed"]
 Outcome = Literal["buffered", "dropped", "superseded"]
 Channel = Literal["candidate", "canary", "stable"]
 PolicyEventKind = Literal["lease", "published", "promoted", "pinned", "rolled_back", "orphaned", "held"]
-DirectiveKind = Literal["lease", "drain", "pause", "continue", "eval", "forget", "open"]
+DirectiveKind = Literal["lease", "drain", "pause", "continue", "forget", "open"]
 # Of a role: it gets ready, does its work, or ended in order.
 Life = Literal["starting", "working", "ended"]
 # Of the master: issuing has not begun, goes on, has ended while groups are outstanding, and nothing is outstanding any more

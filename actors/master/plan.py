@@ -229,11 +229,6 @@ class Plan:
         if directive.order == "lease":
             if offset > self.token:
                 raise FencedOut(f"this master holds lease {self.token}, {directive.owner} took lease {offset}")
-        elif directive.order == "eval":
-            if directive.suite in self.evals.suites and directive.version >= 0:
-                self.evals.request(directive.suite, directive.version)
-            else:
-                _log.warning("eval_unknown suite=%s version=%d", directive.suite, directive.version)
         elif directive.is_of_learning:
             self.drained_by = (directive.owner or "an operator") if directive.order == "drain" else ""
             self.paused = directive.order == "pause"

@@ -44,7 +44,6 @@ COMMANDS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "peek": ("look.peek:peek", "Show the newest records of a topic in readable form."),
         "audit": ("look.audit:audit_log", "Account for every published experience: trained, dropped for a reason, pending."),
         "trace": ("look.trace:trace", "Follow an answer to the steps that trained on it, or a policy back to its answers."),
-        "eval": ("govern.evaluate:evaluate", "Evaluate exactly one version on a suite, and print the result."),
     },
     "Data": {
         "forget": ("data.forget:forget", "Destroy a user's keys, so that the user's texts cannot be decrypted again."),

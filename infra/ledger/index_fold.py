@@ -296,7 +296,7 @@ class Folder:
                     self._many("INSERT OR IGNORE INTO policies VALUES (?, ?, ?, ?, ?)", [row])
                     if self._pages and value.event == "published":
                         self._measured(value.version, time_ms, value.stats, kept=1)
-                case Directive() if self._pages and value.order not in ("lease", "eval"):
+                case Directive() if self._pages and value.order != "lease":
                     self._many(
                         "INSERT OR IGNORE INTO orders (offset, time_ms, word, owner, about, reason) VALUES (?, ?, ?, ?, ?, ?)",
                         [(record.offset, time_ms, value.order, value.owner, value.about, value.reason)],

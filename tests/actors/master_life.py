@@ -213,10 +213,8 @@ class MasterLife:
         self.write(REPORTS, Progress(role="serve", instance=f"s{random.randrange(2)}", answered=told, is_canary=True))
 
     def _ordered(self, random: Random) -> None:
-        order = random.choice(["pause", "continue", "continue", "drain", "continue", "eval"])
-        suite = "dev" if order == "eval" else ""
-        directive = Directive(order=order, owner="ann", suite=suite, version=self.version + 1 if suite else -1)  # type: ignore[arg-type]
-        self.write(POLICIES, directive)
+        order = random.choice(["pause", "continue", "continue", "drain", "continue"])
+        self.write(POLICIES, Directive(order=order, owner="ann"))  # type: ignore[arg-type]
 
     def _overtaken(self, random: Random) -> None:
         """A master that lost its lease and did not notice issues a group once more, or a new one."""

@@ -186,27 +186,6 @@ def test_issuing_stops_after_its_groups_versions_or_time() -> None:
     assert by_time.stopped
 
 
-def test_an_eval_on_request_is_issued_once_pinned_to_its_version_and_a_restart_asks_no_more() -> None:
-    config = MasterConfig(first_version=1, evals=(EvalSuite(suite="dev", every=1000, tasks=3),), eval_lead=0)
-    made = plan(config)
-    publish(made, 1)
-    tasks = eval_tasks(made)
-    for index in range(4, 7):
-        publish(made, index)
-    asked = Directive(order="eval", owner="ann", suite="dev", version=6)
-    made.directive(asked, 50)
-    made.directive(asked, 51)
-    tasks = eval_tasks(made)
-    assert [(require_issued(item).version, require_issued(item).suite) for item in tasks] == [(6, "dev")] * 3
-    assert eval_tasks(made) == [] and made.state == "issuing"
-    later = plan(config)
-    for version in (1, 6):
-        publish(later, version)
-        later.result(EvalResult(policy="main", version=version, suite="dev", num_tasks=3, num_correct=1, request=""))
-    later.directive(asked, 50)
-    assert eval_tasks(later) == []
-
-
 def test_what_is_applied_is_not_decided_again_and_read_back_from_the_log_it_changes_nothing() -> None:
     made = plan(dev_config())
     first = made.decide()

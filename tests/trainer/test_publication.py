@@ -255,7 +255,7 @@ async def test_a_summary_of_all_records_is_stored_now_and_then() -> None:
     publisher = await publisher_of(log, store)
     for version in range(10):
         for _ in range(SUMMARIZE_EVERY // 4):
-            await log.publish(topics.POLICIES, Directive(order="eval", suite="dev", version=version))
+            await log.publish(topics.POLICIES, Directive(order="open", about=f"a.{version}"))
         await read_on(log, publisher.past)  # as the trainer does that follows the topic
         await publish(publisher, version, version)
     keys = sorted(store.keys("snapshots/t/policies/manifests/"))
@@ -265,7 +265,7 @@ async def test_a_summary_of_all_records_is_stored_now_and_then() -> None:
     again = PoliciesFold()
     await read_on(log, again, stop=places[-1])
     for _ in range(LOOK):
-        await log.publish(topics.POLICIES, Directive(order="eval", suite="dev", version=3))
+        await log.publish(topics.POLICIES, Directive(order="open", about="a.3"))
     assert await newest_summary(log) == again.summary()
 
 
