@@ -341,8 +341,7 @@ class Directive(Struct, frozen=True, tag_field="kind", tag="directive"):
     (no new groups; what is outstanding is finished), pause (no new groups and no new steps; serving, recording and feedback
     go on), continue (takes a drain or a pause back), forget (a user's keys were destroyed) or open (a sealed answer was shown
     to its owner). Of drain, pause and continue the newest holds. owner: the person or instance that ordered it. reason: why,
-    for people. about: whom it forgets, as a keyed hash, or the answer or dead letter (`dead-letters/<partition>@<offset>`) it
-    opens.
+    for people. about: whom it forgets, as a keyed hash, or the answer that it opens.
     """
 
     order: DirectiveKind

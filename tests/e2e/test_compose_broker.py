@@ -299,53 +299,30 @@ def test_a_role_that_dies_is_started_again_by_itself(stranger: Stranger) -> None
     stranger.sees_that_all_is_well()
 
 
-def test_a_role_that_hangs_is_named_by_status_and_prometheus_and_mended_by_the_lines_of_the_page(
-    stranger: Stranger,
+@pytest.mark.parametrize(
+    ("title", "alarm", "asked", "said"),
+    [
+        ("A role hangs", ("role-missing", "no process runs: .* last reported"), (), ""),
+        ("The broker is down", (), ("status",), "is not reachable"),
+        ("A right at the broker is revoked", ("records-on-disk", "records wait on disk"),
+         ("check", "--connect", "--role", "serve"), "may not write"),
+        ("The bucket is closed to the trainer", ("role-missing", "no train runs: .*AccessDenied"),
+         ("check", "--connect", "--role", "train"), "may not put"),
+    ],
+)  # fmt: skip
+def test_what_is_broken_is_named_while_users_are_served_and_the_lines_of_the_page_mend_it(
+    stranger: Stranger, title: str, alarm: tuple[str, ...], asked: tuple[str, ...], said: str
 ) -> None:
-    broken, mends = blocks("A role hangs")
+    broken, mends = blocks(title)
     stranger.types(broken)
-    stranger.sees_alarm("role-missing", "no process runs: .* last reported")
-
-    def silent() -> bool:
-        alerts: dict[tuple[str, str], str] = stranger.prometheus(Prometheus.alerts)
-        return alerts.get(("HeadraceRoleSilent", "process")) == "firing"
-
-    stranger.sees(silent, "the alert is raised")
-    stranger.is_answered()
-    stranger.types(mends)
-    stranger.sees_that_all_is_well()
-
-
-def test_users_are_served_while_the_broker_is_gone_and_all_is_well_once_it_is_started(stranger: Stranger) -> None:
-    broken, mends = blocks("The broker is down")
-    stranger.types(broken)
-    code, said = stranger.asks("status")
-    assert code == 1 and "is not reachable" in said
-    stranger.is_answered()
-    stranger.types(mends)
-    stranger.sees_that_all_is_well()
-
-
-def test_a_right_that_is_taken_back_is_named_and_granted_by_the_lines_of_the_page(stranger: Stranger) -> None:
-    broken, mends = blocks("A right at the broker is revoked")
-    stranger.types(broken)
-    stranger.sees_alarm("records-on-disk", "records wait on disk")
-    code, said = stranger.asks("check", "--connect", "--role", "serve", user="serve")
-    assert code == 1 and "topic headrace.experiences" in said and "may not write" in said, said
-    stranger.is_answered()
-    assert "permissionType=DENY" in stranger.types(mends[:1])
-    stranger.types(mends[1:])
-    stranger.sees_that_all_is_well()
-
-
-def test_users_are_served_while_the_bucket_is_closed_and_all_is_well_once_it_is_as_the_file_says(
-    stranger: Stranger,
-) -> None:
-    broken, mends = blocks("The bucket is closed to the trainer")
-    stranger.types(broken)
-    code, said = stranger.asks("check", "--connect", "--role", "train", user="train")
-    assert code == 1 and "may not put" in said, said
-    stranger.sees_alarm("role-missing", "no train runs: .*AccessDenied")
+    if alarm:
+        stranger.sees_alarm(*alarm)
+    if asked:
+        code, told = stranger.asks(*asked, user=asked[-1] if "--role" in asked else "operator")
+        assert code == 1 and said in told, told
+    if title == "A role hangs":
+        role = ("HeadraceRoleSilent", "process")
+        stranger.sees(lambda: stranger.prometheus(Prometheus.alerts).get(role) == "firing", "the alert is raised")
     stranger.is_answered()
     stranger.types(mends)
     stranger.sees_that_all_is_well()

@@ -1,35 +1,30 @@
 """A session of twenty turns through the real gateway, the stages and the trainer: each token is computed once."""
 
 import asyncio
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import openai
 import pytest
 
 from actors.gateway.access.keys import create_key
-from infra.local.broker import choose_address
-from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
-from schemas import Batch, Block, Experience
-from schemas.topics import BATCHES, BUFFER, EXPERIENCES, VERIFIED, Topic
+from schemas import Batch, Experience
+from schemas.topics import BATCHES, VERIFIED, Topic
 from streams.sources.source import build_sources, run_sources
 from tests.actors.gateway.gateway_rig import engine, says, serving
-from tests.e2e.test_gateway_kafka import TOML, headrace, running, table_in, wait_until_served
 from tests.e2e.test_live_answer_is_trained import WINDOW_MS, Clock, settings_in
 from tests.role import role_of
 from tests.streams.deliveries import until_stored
 from tests.streams.memory_worker import working
 from tests.trainer.trainer_samples import num_positions
-from trainer.batch.assemble import batch_items, journaled_items
+from trainer.batch.assemble import journaled_items
 from trainer.batch.batch import TrainItem, pack
-from trainer.buffer.buffer import make_candidate, read_blocks
+from trainer.buffer.buffer import read_blocks
 from trainer.learners.scripted import ScriptedLearner
 from trainer.train import run_trainer
 
@@ -96,53 +91,3 @@ async def test_a_session_of_20_turns_is_trained_once_from_the_gateway_to_the_bat
         "each its own"
     )
     check_once(items, turns)
-
-
-@pytest.mark.full
-def test_a_session_of_20_turns_ended_by_its_client_is_trained_once_over_a_real_broker(
-    kafka: str, app_name: str, tmp_path: Path
-) -> None:
-    table_in(tmp_path)
-    port = choose_address().port
-    (tmp_path / "headrace.toml").write_text(TOML.format(app=app_name, bootstrap=kafka, port=port))
-    subprocess.run(headrace(tmp_path, "check", "--create"), check=True, capture_output=True, timeout=120)
-    make_key = headrace(tmp_path, "keys", "create", "--train", "yes")
-    key = subprocess.run(make_key, check=True, capture_output=True, text=True, timeout=120).stdout.strip()
-    client = openai.OpenAI(api_key=key, base_url=f"http://127.0.0.1:{port}/v1", max_retries=0, timeout=60)
-    with running(tmp_path, "serve") as process, running(tmp_path, "process"):
-        wait_until_served(client, process, tmp_path / "serve.log")
-        said: list[Any] = []
-        for number in range(TURNS):
-            said.append({"role": "user", "content": f"{number}+{number}="})
-            ends = {"x-session-end": "true"} if number == TURNS - 1 else {}
-            answer = client.chat.completions.create(model="m", messages=said, extra_headers=SESSION | ends)
-            said.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
-            client.post("/feedback", cast_to=object, body={"answer_id": answer.id, "value": number % 2})
-        turns, blocks = asyncio.run(read_session(kafka, app_name))
-    assert [block.experiences[0].id for block in blocks] == [turn.id for turn in turns]
-    given = [make_candidate(at, block, 0) for at, block in enumerate(blocks)]
-    items = [
-        TrainItem(block.experiences[0], batch_items(one, block)[0]) for one, block in zip(given, blocks, strict=True)
-    ]
-    assert len({item.join for item in given}) == 1
-    check_once(items, turns)
-
-
-async def read_session(bootstrap: str, app: str) -> tuple[list[Experience], list[Block]]:
-    """The turns as they were recorded, and the blocks of the buffer, both by their place in the conversation."""
-    bus = KafkaBus(bootstrap)
-    await bus.start()
-    found: dict[Any, list[Block]] = {EXPERIENCES: [], BUFFER: []}
-    try:
-        async with asyncio.timeout(180):
-            for topic, blocks in found.items():
-                async for message in Log(bus, app).read_all(topic, until_end=False):
-                    if isinstance(message.value, Block):
-                        blocks.append(message.value)
-                    if len(blocks) >= TURNS:
-                        break
-    finally:
-        await bus.close()
-    for blocks in found.values():
-        blocks.sort(key=lambda block: block.experiences[0].turn)
-    return [block.experiences[0] for block in found[EXPERIENCES]], found[BUFFER]

@@ -14,12 +14,11 @@ from starlette.responses import RedirectResponse, Response
 
 from actors.gateway.access.keys import Scope
 from infra.cli.console.access import Viewer
-from infra.cli.console.letters import opened_letter
-from infra.cli.console.pages import Console, answer_values, letter_name, letter_place, letter_values
+from infra.cli.console.pages import Console, answer_values
 from infra.cli.govern.channel import check_move, versions_and_stable
 from infra.policies.fold import MASTERS
 from schemas import Directive, PolicyEvent, topics
-from schemas.errors import BadFrame, ConfigError, Sealed
+from schemas.errors import BadFrame, ConfigError
 from schemas.fields import Channel, DirectiveKind, PolicyEventKind
 
 MOVES: Mapping[str, tuple[PolicyEventKind, Channel]] = {
@@ -148,28 +147,9 @@ async def open_answer(console: Console, viewer: Viewer, action: str, form: Form)
     values = await answer_values(console, trace, opened=True)
     if values["view"]["shut"] == "forgotten":
         raise Refusal("its user was forgotten: it cannot be opened")
-    await _note_opening(console, viewer, trace.id, form)
-    return "answer.html", values
-
-
-async def open_letter(console: Console, viewer: Viewer, action: str, form: Form) -> Done:
-    """Show a sealed letter once, after the log has the viewer and the reason."""
-    place = letter_place(form.get("letter", "").split("/"))
-    time_ms, letter = await console.reading.letter(*place)
-    try:
-        opened = await asyncio.to_thread(opened_letter, letter, console.reading.log.keys)
-    except Sealed as error:
-        raise Refusal("its user was forgotten: it cannot be opened") from error
-    except BadFrame as error:
-        raise Refusal(str(error)) from error
-    await _note_opening(console, viewer, letter_name(place), form)
-    return "letter.html", await letter_values(console, place, time_ms, opened, opened=True)
-
-
-async def _note_opening(console: Console, viewer: Viewer, about: str, form: Form) -> None:
-    """Record in the log that this viewer opens this answer or letter. The text is shown only afterwards."""
-    record = Directive(order="open", owner=viewer.name, about=about, reason=reason_in(form))
+    record = Directive(order="open", owner=viewer.name, about=trace.id, reason=reason_in(form))
     await console.reading.log.publish(topics.POLICIES, record)
+    return "answer.html", values
 
 
 def _back(path: str, done: str) -> Response:
@@ -183,5 +163,4 @@ ACTIONS: Mapping[str, tuple[Scope, Callable[[Console, Viewer, str, Form], Awaita
     "redeliver": ("operate", redeliver),
     "reprocess": ("operate", reprocess),
     "open": ("unseal", open_answer),
-    "open-letter": ("unseal", open_letter),
 }

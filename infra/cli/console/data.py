@@ -1,13 +1,21 @@
-"""Dead letters, tasks, what processors made, what is sealed: rows of the index for the Data and Privacy pages."""
+"""Dead letters, whose sealed texts stay sealed, tasks, answers of processors and sealed answers: the Data and Privacy pages."""
 
+import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from infra.ledger.index import NEWEST
 from infra.ledger.index_fold import number
+from infra.store.seal import is_sealed
+from schemas import DeadLetter
+from schemas.records import MAX_LETTER_BYTES
 
 SHOWN = 100
+MAX_SHOWN = 20_000  # characters of a letter
+SHUT = "(sealed)"
 MAX_NAMED = 5000  # tasks of one beginning that are put in order
 
 Rows = Sequence[sqlite3.Row]
@@ -96,3 +104,30 @@ def openings(database: sqlite3.Connection, about: str) -> Rows:
     return database.execute(
         "SELECT * FROM orders WHERE word = 'open' AND about = ? ORDER BY offset", (about,)
     ).fetchall()
+
+
+def shown_letter(letter: DeadLetter) -> dict[str, Any]:
+    """The record that a letter holds: `text` (its JSON, "" where none can be shown), `why` not, and `cut` (characters that are
+    not shown).
+    """
+    value, shown = letter.value, {"text": "", "why": "", "cut": 0}
+    if not value:
+        return shown | {"why": "The letter is empty."}
+    if value.startswith(b'"sealed:'):
+        return shown | {"why": "Sealed: it concerns an answer of a named user."}
+    try:
+        held = msgspec.json.decode(value)
+        text = json.dumps(_changed(held, lambda text: SHUT if is_sealed(text) else text), indent=2, ensure_ascii=False)
+    except (msgspec.DecodeError, RecursionError):
+        is_whole = len(value) < MAX_LETTER_BYTES
+        size = f"{len(value):,} bytes" if is_whole else f"only the first {len(value):,} bytes were kept"
+        return shown | {"why": f"Not JSON: {size}."}
+    return shown | {"text": text[:MAX_SHOWN], "cut": max(0, len(text) - MAX_SHOWN)}
+
+
+def _changed(value: object, change: Callable[[str], str]) -> object:
+    if isinstance(value, dict):
+        return {name: _changed(part, change) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_changed(part, change) for part in value]
+    return change(value) if isinstance(value, str) else value

@@ -13,17 +13,14 @@ from starlette.responses import RedirectResponse, Response
 from infra.cli.console import data, learning, versions
 from infra.cli.console.answers import Spell, beside, list_scores, shown
 from infra.cli.console.flow import IN_TABLE, MAX_ALARMS, alarms, figures, rates, sentence
-from infra.cli.console.letters import shown_letter
 from infra.cli.console.reading import PAGE_S, NotReadYet, Reading, has_answer
 from infra.cli.console.search import Query, choices, parse_query, search
 from infra.ledger.index import bounds, sizes
 from infra.ledger.index_fold import MAX_TEXT
 from infra.ledger.trace import AnswerTrace
 from infra.observe.alarms import anchor
-from schemas import DeadLetter
 from schemas.errors import NotInLog
 from schemas.ids import ANSWER_PREFIX, group_of, session_of
-from schemas.topics import DEAD_LETTERS
 
 HELP = (
     "see-what-happened",
@@ -186,31 +183,13 @@ async def all_data(console: Console, request: Request) -> Values:
 
 
 async def letter(console: Console, request: Request) -> Values:
-    place = letter_place([str(request.path_params[name]) for name in ("partition", "offset")])
-    return await letter_values(console, place, *await console.reading.letter(*place))
-
-
-async def letter_values(
-    console: Console, place: tuple[int, int], time_ms: int, found: DeadLetter, *, opened: bool = False
-) -> Values:
-    """The page of one letter. opened: True to show its sealed texts, for this view."""
-    rows = console.reading.rows
-    return {
-        "letter": found, "time_ms": time_ms, "mark": await rows(data.mark, *place), "view": shown_letter(found),
-        "openings": await rows(data.openings, letter_name(place)), "place": "/".join(map(str, place)), "opened": opened,
-    }  # fmt: skip
-
-
-def letter_place(place: Sequence[str]) -> tuple[int, int]:
-    """Partition and offset of a letter. Raises NotInLog."""
-    if len(place) != 2 or not all(part.isascii() and part.isdecimal() and len(part) <= 18 for part in place):
+    place = [str(request.path_params[name]) for name in ("partition", "offset")]
+    if not all(part.isascii() and part.isdecimal() and len(part) <= 18 for part in place):
         raise NotInLog(f"got {'/'.join(place)[:80]!r}, expected a partition and an offset")
-    return int(place[0]), int(place[1])
-
-
-def letter_name(place: tuple[int, int]) -> str:
-    """The name of a letter in the record of its opening, such as dead-letters/0@12."""
-    return f"{DEAD_LETTERS.name}/{place[0]}@{place[1]}"
+    partition, offset = map(int, place)
+    time_ms, found = await console.reading.letter(partition, offset)
+    mark = await console.reading.rows(data.mark, partition, offset)
+    return {"letter": found, "time_ms": time_ms, "mark": mark, "view": data.shown_letter(found)}
 
 
 async def privacy(console: Console, request: Request) -> Values:

@@ -44,7 +44,7 @@ LIVES_S = 60.0  # keys that expire in a test
 # Scope → keys that have it; every address that takes a form of a session, with the scope it needs.
 OPENS = {"operate": {"operate"}, "unseal": {"unseal"}, "look": {"look", "operate", "unseal"}}
 POSTS: Mapping[str, Scope] = {**{f"/actions/{name}": scope for name, scope in SCOPES.items()}, "/leave": "look"}
-LET_IN = {"/leave": 303, "/actions/open-letter": 404}  # the form of the table names no letter
+LET_IN = {"/leave": 303}
 FOREIGN = ("https://elsewhere.example", "null", "", "http://127.0.0.1:1", "another site")
 SEALED = f"/answers/{SESSION}.1-22.0-0-0"
 

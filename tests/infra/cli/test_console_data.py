@@ -1,6 +1,5 @@
 """The Data page, sealed letters, which a key that may opens once, and what a search finds, whatever people write."""
 
-import asyncio
 import json
 import re
 import sqlite3
@@ -13,14 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.cli.console.data import SHOWN
-from infra.cli.console.letters import GONE, MAX_OPENED, OF_NOBODY, TOO_MANY, opened_letter
 from infra.cli.console.search import PAGE, Query, choices, parse_query, search
 from infra.ledger.index import bounds
 from infra.log.log import Log
-from infra.store.memory import MemoryStore
-from infra.store.seal import Keys, seal_event, seal_text
-from schemas import Block, DeadLetter, Directive, Feedback, PolicyEvent, Score, topics
-from schemas.errors import BadFrame, Sealed
+from infra.store.seal import seal_event, seal_text
+from schemas import Block, DeadLetter, Feedback, PolicyEvent, Score, topics
 from schemas.ids import answer_id
 from tests.infra.cli.console_rig import (
     ANN,
@@ -28,13 +24,9 @@ from tests.infra.cli.console_rig import (
     MADE,
     SECRET,
     SESSION,
-    Console,
-    browser,
-    console,
     fill,
     filled,
     folded,
-    form_token,
     live,
     look,
     looking,
@@ -101,116 +93,6 @@ async def test_what_a_letter_holds_is_shown_unless_it_is_sealed_or_not_json_and_
             assert (await client.get(f"/data/letters/{nowhere}")).status_code == 404
         client.cookies.clear()
         assert (await client.get(paths[0])).status_code == 401
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[Console]:
-    with console() as found:
-        yield found
-
-
-def published(here: Console, value: bytes) -> str:
-    """Where a letter of an event lies, as its page has it."""
-    lost = DeadLetter(topic="crm", partition=0, offset=1, stage="feedback crm", reason="event invalid", value=value)
-    at = asyncio.run_coroutine_threadsafe(here.log.publish(topics.DEAD_LETTERS, lost), here.loop).result(timeout=20)
-    return f"{at.partition}/{at.offset}"
-
-
-def shut(here: Console, session: str) -> bytes:
-    assert here.log.keys is not None
-    return seal_event(json.dumps({"said": SECRET}).encode(), here.log.keys, [session])
-
-
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_what_is_sealed_in_a_letter_is_opened_once_by_a_key_that_may_and_the_log_says_so(
-    here: Console, is_whole: bool
-) -> None:
-    """The whole event, or texts in it."""
-    assert here.log.keys is not None
-    texts = json.dumps(sealed_feedback(here.log.keys, OF_ANN, SECRET, "and more")).encode()
-    place = published(here, shut(here, SESSION) if is_whole else texts)
-    path, about = f"/data/letters/{place}", f"dead-letters/{place.replace('/', '@')}"
-    with browser(here, "operate") as client:
-        page = client.get(path)
-        assert (
-            "/actions/open-letter" not in page.text
-            and ("Sealed" if is_whole else "2 texts of a named user") in page.text
-        )
-        assert is_whole or (page.text.count("(sealed)") == 2 and OF_ANN in page.text)
-    with browser(here, "unseal") as client:
-        assert SECRET not in client.get(path).text
-        form = {"token": form_token(client, path), "letter": place}
-        assert client.post("/actions/open-letter", data=form | {"why": " "}).status_code == 400
-        assert not [order for order in orders(here) if order.about == about], "no openings without a reason"
-        opened = client.post("/actions/open-letter", data=form | {"why": "a complaint"})
-        assert opened.status_code == 200 and SECRET in opened.text and "Opened for this view only" in opened.text
-        assert (is_whole or "and more" in opened.text) and SECRET not in client.get(path).text
-    record = here.newest(Directive)
-    assert (record.order, record.about, record.reason) == ("open", about, "a complaint")
-
-
-def test_what_is_forgotten_or_not_sealed_or_nowhere_is_not_opened_and_nothing_is_written(here: Console) -> None:
-    assert here.log.keys is not None
-    gone, plain = published(here, shut(here, OTHERS)), published(here, b'{"said": "hello"}')
-    here.log.keys.destroy(OTHERS)
-    before = len(orders(here))
-    with browser(here, "unseal") as client:
-        form = {"token": form_token(client, f"/data/letters/{gone}"), "why": "a complaint"}
-        for place, code in ((gone, 400), (plain, 400), ("0/99999", 404), ("x/1", 404), ("", 404), ("1/2/3", 404)):
-            answer = client.post("/actions/open-letter", data=form | {"letter": place})
-            assert answer.status_code == code and SECRET not in answer.text, place
-        assert "forgotten" in page_text(client.post("/actions/open-letter", data=form | {"letter": gone}))
-    assert len(orders(here)) == before
-
-
-def sealed_feedback(keys: Keys, answer: str, *texts: str) -> dict[str, object]:
-    """What the gateway hands on of somebody's words: in the clear all but the texts."""
-    return {"answer_id": answer_id(answer), "value": 0.5, "said": [seal_text(text, keys, answer) for text in texts]}
-
-
-def test_of_several_texts_in_a_letter_each_opens_under_its_own_key_or_says_why_it_stays_sealed() -> None:
-    keys = Keys(MemoryStore())
-    record = {"a": sealed_feedback(keys, OF_ANN, SECRET), "b": sealed_feedback(keys, OF_OTHER, "of another")}
-    elsewhere = seal_text("of an answer that is not named", keys, f"{SESSION}.1-9.0-0-0")
-    letter = feedback_letter(record | {"c": elsewhere})
-    keys.destroy(OTHERS)
-    found = json.loads(opened_letter(letter, keys).value)
-    assert (found["a"]["said"], found["b"]["said"], found["c"]) == ([SECRET], [GONE], OF_NOBODY)
-    assert found["a"]["value"] == 0.5
-
-
-def test_a_letter_of_which_nothing_opens_is_refused_with_why() -> None:
-    keys = Keys(MemoryStore())
-    with pytest.raises(BadFrame, match="no sealed text"):
-        opened_letter(feedback_letter({"said": "hello"}), keys)
-    with pytest.raises(BadFrame, match="does not name its answer"):
-        opened_letter(feedback_letter({"said": seal_text(SECRET, keys, OF_ANN)}), keys)
-    gone = feedback_letter(sealed_feedback(keys, OF_OTHER, SECRET))
-    keys.destroy(OTHERS)
-    with pytest.raises(Sealed):
-        opened_letter(gone, keys)
-
-
-def test_of_one_letter_a_number_of_texts_is_opened_and_the_rest_says_so() -> None:
-    keys = Keys(MemoryStore())
-    letter = feedback_letter(sealed_feedback(keys, OF_ANN, *(f"text {at}" for at in range(MAX_OPENED + 3))))
-    found = json.loads(opened_letter(letter, keys).value)["said"]
-    assert found == [*(f"text {at}" for at in range(MAX_OPENED)), *[TOO_MANY] * 3]
-
-
-def feedback_letter(record: object) -> DeadLetter:
-    value = json.dumps(record).encode()
-    return DeadLetter(
-        topic="feedback", partition=0, offset=1, stage="feedback crm", reason="event invalid", value=value
-    )
-
-
-def orders(here: Console) -> list[Directive]:
-    async def read() -> list[Directive]:
-        found = [message.value async for message in here.log.read_all(topics.POLICIES)]
-        return [value for value in found if isinstance(value, Directive)]
-
-    return asyncio.run_coroutine_threadsafe(read(), here.loop).result(timeout=20)
 
 
 LONG = "x " * 3000 + "behind"
