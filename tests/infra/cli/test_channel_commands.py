@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from infra.cli.govern.channel import check_move, versions_and_stable
-from infra.cli.govern.evaluate import request
 from infra.cli.govern.words import recent_words, words_about
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -89,9 +88,7 @@ async def long_log(bus: CountingBus, versions: int = LONG) -> Log:
     return log
 
 
-async def test_a_move_and_an_evaluation_read_policies_from_the_newest_summary_and_for_an_old_version_all_of_it() -> (
-    None
-):
+async def test_a_move_reads_policies_from_the_newest_summary_and_for_an_old_version_all_of_it() -> None:
     bus = CountingBus()
     log = await long_log(bus)
     for version, is_old in ((LONG - 1, False), (-1, False), (7, True), (LONG, False)):
@@ -100,9 +97,6 @@ async def test_a_move_and_an_evaluation_read_policies_from_the_newest_summary_an
         assert stable.version == 7 and (version in versions) == (0 <= version < LONG)
         assert (bus.read[log.name(POLICIES)] > LONG) == is_old
         assert is_old or bus.read[log.name(POLICIES)] <= FEW
-    bus.read.clear()
-    assert await request(log, "main", "dev", None) == LONG - 1
-    assert bus.read[log.name(POLICIES)] <= FEW
 
 
 async def test_what_is_said_of_late_versions_is_read_from_a_summary_before_them_and_is_the_end_of_the_whole() -> None:
