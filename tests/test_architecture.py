@@ -74,8 +74,8 @@ MAX_FUNCTION_LINES = 60
 BUDGETS = {
     "schemas": 2_700,
     "infra": 16_623,
-    "infra/cli": 7_510,
-    "infra/cli/console": 2_514,
+    "infra/cli": 7_323,
+    "infra/cli/console": 2_239,
     "infra/cli/demo": 1_211,
     "streams": 9_625,
     "actors": 17_040,
