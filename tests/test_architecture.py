@@ -78,7 +78,7 @@ BUDGETS = {
     "infra/cli/console": 2_239,
     "infra/cli/demo": 1_211,
     "streams": 9_625,
-    "actors": 17_040,
+    "actors": 16_971,
     "actors/master/gate": 814,
     "trainer": 12_068,
     "tests": 66_640,

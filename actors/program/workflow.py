@@ -16,7 +16,7 @@ from actors.gateway.answering.parsing import AnswerParser, answer_parser
 from actors.program.episode import ProgramEpisode
 from actors.program.launch import AgentLoop, ProgramInput, Result, ask_service, call, finite, parse_result, run_command
 from actors.program.site import MODEL, ProgramSite
-from actors.rollout.session import CachedTokenizer, Session
+from actors.rollout.session import Session
 from actors.rollout.workflow import EpisodeFailed
 from infra.model.model import Tokenizer
 from infra.settings.config import Positive, Section, decode
@@ -79,8 +79,7 @@ class Program:
 
     async def __call__(self, task: Task, session: Session) -> tuple[Score, ...]:
         """Play one episode."""
-        own = session.tokenizer
-        tokenizer = cast(Tokenizer, own.wrapped if isinstance(own, CachedTokenizer) else own)
+        tokenizer = cast(Tokenizer, session.tokenizer)
         options = self._options
         parser = await self._prepared(tokenizer)
         episode = ProgramEpisode(

@@ -29,7 +29,7 @@ from actors.engines.engine import Engine
 from actors.engines.reload import PolicyFollower
 from actors.rollout.rollout import RolloutRuntime, give_up, pass_over, run_group
 from actors.rollout.scheduler import Scheduler, groups_over
-from actors.rollout.session import CachedTokenizer, ChatTokenizer
+from actors.rollout.session import ChatTokenizer
 from actors.rollout.workflow import Workflows
 from infra.log.bus import CommitRefused, Partition, Reader
 from infra.log.log import LogMessage
@@ -66,7 +66,7 @@ async def run_explorer(
     runtime = RolloutRuntime(
         role=role,
         engine=engine,
-        tokenizer=CachedTokenizer(tokenizer),
+        tokenizer=tokenizer,
         workflows=Workflows(config.workflow, config.options, config.workflows),
         config=config,
         stop_tokens=stop_tokens,

@@ -14,8 +14,6 @@ before an error is still returned.
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import nullcontext
-from threading import Lock
 from typing import Any, Protocol
 
 from actors.engines.engine import Engine, Sampling
@@ -179,43 +177,3 @@ class Session:
 def is_long(messages: Sequence[Message]) -> bool:
     """True if there is more text than an event loop may wait for."""
     return sum(len(message.content) for message in messages) > LONG_CHARS
-
-
-class CachedTokenizer:
-    """A tokenizer that remembers what it rendered last: the episodes of a group share their prompt, and short games
-    take the same turns again and again. Safe in several threads, which render a long conversation once between them.
-
-    max_tokens: of the conversations remembered, all together; more than that of one alone is remembered too.
-    """
-
-    def __init__(self, tokenizer: ChatTokenizer, *, max_tokens: int = 262_144) -> None:
-        self._tokenizer = tokenizer
-        self._max_tokens = max_tokens
-        self._num_tokens = 0
-        self._rendered: dict[Conversation, list[int]] = {}
-        self._long, self._cache = Lock(), Lock()
-
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens of a conversation; callers must not change the list."""
-        key = tuple(messages)
-        with self._long if is_long(key) else nullcontext():
-            tokens = self._rendered.get(key)
-            if tokens is None:
-                tokens = list(self._tokenizer.encode_chat(messages))
-                self._remember(key, tokens)
-        return tokens
-
-    def _remember(self, key: Conversation, tokens: list[int]) -> None:
-        with self._cache:
-            self._num_tokens += len(tokens) - len(self._rendered.pop(key, ()))
-            while self._rendered and self._num_tokens > self._max_tokens:
-                self._num_tokens -= len(self._rendered.pop(next(iter(self._rendered))))
-            self._rendered[key] = tokens
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids)
-
-    @property
-    def wrapped(self) -> ChatTokenizer:
-        """The tokenizer itself, for a workflow that needs more of it."""
-        return self._tokenizer

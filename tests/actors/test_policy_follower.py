@@ -160,21 +160,6 @@ def older(store: MemoryStore, key: str) -> str:
     return key.replace("/manifests/2.", "/manifests/1.")
 
 
-def one_published(store: Store) -> tuple[list[PolicyEvent], list[Weights]]:
-    """An anchor and deltas from it."""
-    table = np.random.default_rng(5).normal(size=(VOCABULARY, VOCABULARY)).astype(np.float32)
-    events: list[PolicyEvent] = []
-    weights: list[Weights] = []
-    for version in range(4):
-        table = table.copy()
-        table[version] += 0.01
-        tensors = {TENSOR: from_numpy(table)}
-        new = NewVersion(policy="main", token=3, version=version, parent=version - 1, step=version)
-        events.append(publish(store, new, tensors, previous=weights[-1] if weights else None, probe=None))
-        weights.append(tensors)
-    return events, weights
-
-
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
@@ -191,7 +176,7 @@ def test_while_a_store_fails_the_old_version_serves_on_and_the_reason_is_an_even
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = FaultyStore()
-    events, weights = one_published(store)
+    events, weights = published(store, 4)
     served: list[int] = []
 
     async def ask(engine: ScriptedEngine) -> None:
@@ -246,7 +231,7 @@ def test_where_memory_and_disk_have_no_room_for_a_version_the_old_one_serves_on_
     tmp_path: Path,
 ) -> None:
     store = MemoryStore()
-    events, weights = one_published(store)
+    events, weights = published(store, 4)
     room = [10**9]
 
     async def run() -> str:

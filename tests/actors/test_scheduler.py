@@ -200,47 +200,18 @@ def group_name(found: Task | None) -> str | None:
     return None if found is None else require_issued(found).group
 
 
-def test_a_group_waits_for_its_version() -> None:
+def test_a_task_starts_only_under_a_version_that_it_allows_and_an_attempt_once() -> None:
     waiting = Waiting()
-    waiting.add(waiting_task("a", min_version=2))
-    assert waiting.rollout(1) is None
-    assert group_name(waiting.rollout(2)) == "a"
-    assert len(waiting) == 0
-
-
-def test_an_eval_starts_only_under_exactly_its_version() -> None:
-    waiting = Waiting()
-    waiting.add(waiting_task("eval-dev-3.0", pinned=3))
-    assert waiting.eval(2) is None
-    assert waiting.versions() == {3}
-    assert group_name(waiting.eval(3)) == "eval-dev-3.0"
-    assert waiting.eval(3) is None
-
-
-def test_evals_of_passed_versions_are_given_up() -> None:
-    waiting = Waiting()
-    waiting.add(waiting_task("eval-dev-3.0", pinned=3))
-    waiting.add(waiting_task("eval-dev-5.0", pinned=5))
-    assert [group_name(passed) for passed in waiting.passed(4)] == ["eval-dev-3.0"]
-    assert waiting.versions() == {5}
-    assert len(waiting) == 1
-
-
-def test_the_same_attempt_is_taken_once_even_after_it_ran() -> None:
-    waiting = Waiting()
-    assert waiting.add(waiting_task("a"))
-    assert waiting.rollout(0) is not None
-    assert not waiting.add(waiting_task("a"))
-    assert waiting.add(waiting_task("a", attempt=1))
-
-
-def test_of_two_attempts_that_wait_only_the_newer_starts() -> None:
-    waiting = Waiting()
-    waiting.add(waiting_task("a"))
-    waiting.add(waiting_task("a", attempt=1))
-    first = waiting.rollout(0)
-    assert first is not None and require_issued(first).attempt == 1
-    assert waiting.rollout(0) is None
+    for taken in (waiting_task("a", min_version=2), waiting_task("b", pinned=3), waiting_task("c", pinned=5)):
+        assert waiting.add(taken)
+    assert waiting.rollout(1) is None and group_name(waiting.rollout(2)) == "a"
+    assert waiting.eval(2) is None and waiting.versions() == {3, 5}
+    assert [group_name(passed) for passed in waiting.passed(4)] == ["b"], "its version will not come again"
+    assert waiting.eval(3) is None and group_name(waiting.eval(5)) == "c" and len(waiting) == 0
+    assert not waiting.add(waiting_task("a")), "it ran"
+    assert waiting.add(waiting_task("a", attempt=1)) and waiting.add(waiting_task("a", attempt=2))
+    newest = waiting.rollout(0)
+    assert newest is not None and require_issued(newest).attempt == 2 and waiting.rollout(0) is None
 
 
 REPORT_S = 2

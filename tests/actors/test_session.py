@@ -45,11 +45,9 @@ class Spelled:
     """
 
     def __init__(self, *, drops_first: bool = False) -> None:
-        self.num_rendered = 0
         self._drops_first = drops_first
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        self.num_rendered += 1
         kept = messages[1:] if self._drops_first and len(messages) > 2 else messages
         tokens: list[int] = []
         for message in kept:

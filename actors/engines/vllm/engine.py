@@ -44,7 +44,6 @@ from actors.engines.vllm.settings import (
     GRAMMARS,
     ChildErrors,
     argument_names,
-    cached_byte_code,
     check_release,
     engine_arguments,
     environment,
@@ -383,14 +382,14 @@ class VllmEngine:
         self._names = tuple(self._held)
 
     def _build(self, errors: ChildErrors) -> None:
-        with cached_byte_code():
-            from vllm import __version__
+        from vllm import __version__
 
-            check_release(__version__)
-            from vllm.config import StructuredOutputsConfig
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.platforms import current_platform
-            from vllm.v1.engine.async_llm import AsyncLLM
+        check_release(__version__)
+        from vllm.config import StructuredOutputsConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
         on_cpu = bool(current_platform.is_cpu())
         known = frozenset(AsyncEngineArgs.__dataclass_fields__)
         routing = routing_options(self._records_routing, on_cpu=on_cpu, known=known)
@@ -404,7 +403,7 @@ class VllmEngine:
             adapter=self._adapter,
         )
         arguments["structured_outputs_config"] = StructuredOutputsConfig(**GRAMMARS)
-        with environment(on_cpu=on_cpu), cached_byte_code():
+        with environment(on_cpu=on_cpu):
             config = AsyncEngineArgs(**arguments).create_engine_config()
             if self._adapter is not None:
                 _check_adapted(self._folder, config.model_config)

@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -265,31 +264,12 @@ def environment(*, on_cpu: bool) -> Iterator[None]:
     """Environment while vLLM starts its process, which inherits it; afterwards all is as before."""
     wanted = {"VLLM_LOGGING_LEVEL": "WARNING", **(CPU_ENVIRONMENT if on_cpu else {})}
     wanted = {name: value for name, value in wanted.items() if name not in os.environ}
-    if os.environ.get("PYTHONDONTWRITEBYTECODE"):
-        # Without byte code each start compiles all of vLLM and torch again, which takes half a minute.
-        wanted |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": _byte_code_folder()}
-    before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def cached_byte_code() -> Iterator[None]:
-    """Cache the byte code of imports inside the `with` outside of the packages, if Python may not write it there."""
-    before = sys.dont_write_bytecode, sys.pycache_prefix
-    if sys.dont_write_bytecode and sys.pycache_prefix is None:
-        sys.dont_write_bytecode, sys.pycache_prefix = False, _byte_code_folder()
-    try:
-        yield
-    finally:
-        sys.dont_write_bytecode, sys.pycache_prefix = before
+        for name in wanted:
+            del os.environ[name]
 
 
 def _sizes(vision: Vision) -> dict[str, object]:
@@ -298,11 +278,6 @@ def _sizes(vision: Vision) -> dict[str, object]:
         return {"crop_to_patches": False}
     _, height, width = vision.prepare(probe_picture(0)).shape
     return {"patch_size": vision.patch, "crop_size": {"height": height, "width": width}}
-
-
-def _byte_code_folder() -> str:
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return str(Path(cache) / "headrace" / "bytecode")
 
 
 def _numbers(release: str) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ from actors.engines.vllm.engine import VllmEngine, reload_parts
 from actors.engines.vllm.loading import check_copied
 from actors.engines.vllm.requests import Requests, probe_input, prompt_input, whole
 from actors.engines.vllm.settings import (
-    CPU_ENVIRONMENT,
     REQUIRED,
     SEEING,
     TRIED,
@@ -29,7 +27,6 @@ from actors.engines.vllm.settings import (
     argument_names,
     check_release,
     engine_arguments,
-    environment,
     give_cache,
 )
 from infra.model.vision import load_vision
@@ -444,14 +441,6 @@ def test_keys_and_values_of_a_model_that_sees_are_not_kept_and_nothing_starts(tm
     folder = build_eye_model(tmp_path / "model")
     with pytest.raises(ConfigError, match=r'reload\.kv: got "keep" with .*takes pictures.*expected "rebuild"'):
         asyncio.run(VllmEngine(model=str(folder), kv="keep").start())
-
-
-def test_the_environment_is_as_before_after_the_start() -> None:
-    before = dict(os.environ)
-    with environment(on_cpu=True):
-        for name, value in CPU_ENVIRONMENT.items():
-            assert os.environ[name] == before.get(name, value)
-    assert dict(os.environ) == before
 
 
 def test_the_names_read_from_the_source_are_those_that_vllm_takes() -> None:

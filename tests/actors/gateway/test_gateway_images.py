@@ -14,7 +14,7 @@ from PIL import Image as Pillow
 from actors.engines.engine import Engine, Sampling
 from actors.gateway.config import RedactRules
 from actors.program.workflow import Program
-from actors.rollout.session import CachedTokenizer, Session
+from actors.rollout.session import Session
 from infra.store.images import ImageReader, decode_image, deposit_image
 from infra.store.memory import MemoryStore
 from infra.store.store import BLOBS
@@ -198,7 +198,7 @@ def play(
     async def run() -> tuple[tuple[Score, ...], tuple[Experience, ...]]:
         await engine.start()
         try:
-            session = Session(engine, CachedTokenizer(tokenizer), sampling, ImageReader(store))
+            session = Session(engine, tokenizer, sampling, ImageReader(store))
             scores = await Program(use=f"{__name__}:{program}")(TASK, session)
             return scores, tuple(session.experiences(group="t.0", attempt=0, episode=0))
         finally:
