@@ -20,10 +20,7 @@ DOORS = {
     "mode": ("streams/hosted.py",),
     "vllm": ("actors/engines/vllm/",),
     "xgrammar": ("actors/engines/grammar.py",),
-    "deepspeed": (
-        "trainer/learners/engines.py",
-        "trainer/learners/sequence_parallel.py",
-    ),
+    "deepspeed": ("trainer/learners/engines.py",),
     "minio": ("infra/store",),
     "cryptography": ("infra/store/seal.py",),
     "aiokafka": ("infra/log/",),

@@ -178,7 +178,7 @@ ranks = 2
 usual = {{ loss = "dppo" }}
 [trainer.learner]
 use = "trainer.learners.deepspeed:DeepSpeedLearner"
-options = {{ stage = 2, sequence_parallel = 2 }}
+options = {{ stage = 2 }}
 """
 
 

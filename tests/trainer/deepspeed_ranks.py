@@ -302,14 +302,6 @@ def check(model: str, stage: int, what: str, *folder: str) -> None:
             check_shards(model, stage, Path(folder[0]), *folder[1:])
         case "silence" | "hang":
             check_silence(model, stage, what, *(Path(each) for each in folder))
-        case "split":
-            from split_ranks import check_split
-
-            check_split(model, stage, int(folder[0]), "replay" in folder)
-        case "split memory":
-            from split_ranks import check_split_memory
-
-            check_split_memory(model, stage, *(int(each) for each in folder))
         case "steps":
             main(model, stage)
         case "unequal":

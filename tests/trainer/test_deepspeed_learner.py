@@ -142,24 +142,6 @@ def test_losses_and_gradients_of_very_unequal_lengths_are_those_of_one_rank(agre
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("family", "stage", "num_ranks", "size"),
-    [("", 0, 2, 2), ("qwen3_moe", 3, 4, 2), ("gpt_oss", 1, 2, 2), ("gemma2", 2, 4, 4)],
-)
-def test_rows_that_ranks_share_have_the_losses_and_gradients_of_one_rank(
-    agree, model, tmp_path, family, stage, num_ranks, size
-):
-    folder = str(build_family(tmp_path / family, family)) if family else model
-    replayed = ["replay"] if family == "qwen3_moe" else []
-    agree(stage, "split", str(size), *replayed, num_ranks=num_ranks, folder=folder)
-
-
-@pytest.mark.full
-def test_a_long_row_that_two_ranks_share_keeps_half_on_each(agree):
-    agree(0, "split memory", "2304")
-
-
-@pytest.mark.full
 def test_ranks_that_torchrun_starts_agree_as_well_and_compile_nothing(model, tmp_path):
     pytest.importorskip("deepspeed")
     own = environment() | {"TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": "no-compiler"}

@@ -11,10 +11,9 @@ from schemas import Span
 from schemas.errors import ConfigError
 from tests.tiny_models import FAMILIES
 from trainer.batch.batch import LANES, Microbatch, PackedBatch, TrainItem, pack
-from trainer.batch.split import for_ranks, split, widened
+from trainer.batch.split import for_ranks, split
 from trainer.batch.tree import Pictures
 from trainer.learners.forward import PackedModel
-from trainer.learners.sequence_parallel import rank_part, require_divisible
 
 
 def visible(rows: Microbatch, n: int) -> list[tuple[int, int]]:
@@ -250,32 +249,3 @@ def test_a_model_that_no_reading_gives_its_own_logprobs_is_refused_by_name(tmp_p
 def test_a_family_of_pictures_without_code_of_its_own_is_refused_with_the_reason(tmp_path, family, why):
     with pytest.raises(ConfigError, match=why):
         PackedModel(tiny_model(tmp_path, family), dtype="float32", device="cpu")
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_token_is_on_one_rank_and_every_sampled_one_is_read_by_one(size: int) -> None:
-    for rows in pack(random_items(3), max_tokens=70).microbatches:
-        wide = widened(rows, -(-rows.tokens_BT.shape[1] // size) * size)
-        parts = [rank_part(wide, size, place) for place in range(size)]
-        assert np.array_equal(np.concatenate([part.tokens_BP for part in parts], 1), wide.tokens_BT)
-        assert np.array_equal(np.concatenate([part.positions_BP for part in parts], 1), wide.positions_BT)
-        assert sorted(n for part in parts for n in part.read_R) == list(range(len(rows.target_N)))
-        for part in parts:
-            read = part.tokens_BP.reshape(-1)[part.at_R]
-            assert np.array_equal(read, rows.tokens_BT.reshape(-1)[rows.predecessor_N[part.read_R]])
-
-
-@pytest.mark.parametrize(
-    ("family", "size", "message"),
-    [
-        ("qwen3", 3, "got 3 with 4 heads and 2 of keys in .*, expected a number that divides the heads"),
-        ("llava", 2, "got 2 with .*, which takes pictures, expected 1"),
-        ("qwen3.5", 2, r"\(qwen3_5_text\), expected 1: it has layers of linear_attention"),
-    ],
-)
-def test_a_model_whose_rows_cannot_be_split_is_refused_by_name(tmp_path, family: str, size: int, message: str) -> None:
-    folder = tiny_model(tmp_path, family)
-    for weights in (tmp_path / family).glob("*.safetensors"):
-        weights.unlink()  # nothing is loaded
-    with pytest.raises(ConfigError, match=message):
-        require_divisible(folder, size)

@@ -58,22 +58,6 @@ def for_ranks(batch: PackedBatch, ranks: int) -> list[tuple[Microbatch, ...]]:
     return dealt
 
 
-def widened(rows: Microbatch, num_T: int) -> Microbatch:
-    """A microbatch of text with its rows padded to `num_T` tokens."""
-    old_T = rows.tokens_BT.shape[1]
-    if num_T == old_T:
-        return rows
-    moved = {name: _moved(getattr(rows, name), old_T, num_T, 0) for name in ("predecessor_N", "bootstrap_N")}
-    return msgspec.structs.replace(
-        rows,
-        tokens_BT=_widened(rows.tokens_BT, num_T),
-        positions_BT=_widened(rows.positions_BT, num_T),
-        reach_BT=_widened(rows.reach_BT, num_T, own=True),
-        experts_BTLk=padded(rows.experts_BTLk, num_T),
-        **moved,
-    )
-
-
 def _together(microbatches: Sequence[Microbatch], keys: Sequence[tuple[int, int]]) -> Microbatch:
     """One microbatch of rows of several, each given by its microbatch and its row; padded to the widest."""
     chosen = [(m, [row for of, row in keys if of == m]) for m in dict.fromkeys(m for m, _ in keys)]

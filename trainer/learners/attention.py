@@ -5,7 +5,6 @@ tokens of a token's own sequence, not of the row; sinks and soft caps count as i
 computes a row is decided by `reading_path` and `row_path` alone.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -21,9 +20,6 @@ FLEX_TOKENS = 128  # side of a block of FlexAttention's mask
 FLEX_KERNELS = 64  # that torch makes for it; beyond its own 8 it goes on with scores of T × T, and warns of it
 
 Path = Literal["dense", "causal", "blocks", "flex", "unpacked"]
-QueryKeyValue = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-# Of whole attention, these and the sinks: the output.
-Across = Callable[[Callable[..., torch.Tensor], QueryKeyValue, torch.Tensor | None], torch.Tensor]
 
 
 class Abilities(msgspec.Struct, frozen=True):
@@ -61,14 +57,10 @@ def row_path(reach_BT: np.ndarray, path: Path, family: Abilities) -> Path:
 
 class RowTrees:
     """The trees of a microbatch's rows. reach_BT, position_BT int64: see `Microbatch`. windows: those of the layers that
-    have asked, 0 among them for a layer without one. across: how attention goes where other ranks hold other tokens of the
-    rows, see `trainer.learners.sequence_parallel`.
+    have asked, 0 among them for a layer without one.
     """
 
-    def __init__(
-        self, reach_BT: torch.Tensor, position_BT: torch.Tensor, path: Path, across: Across | None = None
-    ) -> None:
-        self.across = across
+    def __init__(self, reach_BT: torch.Tensor, position_BT: torch.Tensor, path: Path) -> None:
         self.reach_BT = reach_BT
         self.position_BT = position_BT
         self.path = path
@@ -132,10 +124,7 @@ def tree_attention(
         found: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
         return found
     sinks_H = settings.pop("s_aux", None)
-    attend = partial(_attend_tree, module, tree, settings)
-    if tree.across is not None:
-        return tree.across(attend, (query, key, value), sinks_H), None
-    return attend(query, key, value, sinks_H), None
+    return _attend_tree(module, tree, settings, query, key, value, sinks_H), None
 
 
 def _attend_tree(

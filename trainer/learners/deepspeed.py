@@ -1,9 +1,8 @@
 """Learner on several ranks: DeepSpeed ZeRO 0 to 3, optionally with the optimizer in host memory.
 
 `headrace train --ranks N` or `torchrun` starts the ranks. The trainer calls rank 0; the others run `follow` until it closes.
-Each rank gets its own rows, so any number of ranks gives the same gradient; groups of ranks share rows that are too long for a
-GPU (`trainer.learners.sequence_parallel`). Each rank saves and reads its own pieces of the state, in the format of
-`TorchLearner`, for any number of ranks and any stage.
+Each rank gets its own rows, so any number of ranks gives the same gradient. Each rank saves and reads its own pieces of the
+state, in the format of `TorchLearner`, for any number of ranks and any stage.
 """
 
 import logging
@@ -21,20 +20,19 @@ from infra.policies.policy import Probe
 from infra.policies.tensors import Tensor
 from infra.settings.config import duration_s
 from infra.store.store import Store
-from schemas.errors import ConfigError, StoreError
+from schemas.errors import StoreError
 from trainer.batch.batch import PackedBatch
 from trainer.config import TrainerConfig
 from trainer.learners.channel import Channel
 from trainer.learners.copies import Snapshot, TakenWeights, Weights
 from trainer.learners.critic import check_critic
 from trainer.learners.engines import Engines, RankCritic, begin_ranks, engine_settings
-from trainer.learners.forward import compared, open_adapter
+from trainer.learners.forward import PackedModel, compared, open_adapter
 from trainer.learners.lanes import check_step, phase_objectives
 from trainer.learners.learner import Phase, StepStats
 from trainer.learners.numerics import numerics
 from trainer.learners.orders import Counts, Order, Orders
 from trainer.learners.rank_step import RankStep
-from trainer.learners.sequence_parallel import open_group, open_packed
 from trainer.learners.shards import Shards, Source
 from trainer.learners.step import log_distance, minibatches, miss
 from trainer.losses.loss import open_objectives
@@ -61,10 +59,8 @@ WRITE_S = 24 * 3600.0  # of one rank's upload against another's; a rank that han
 class DeepSpeedLearner:
     """Learner on several ranks, with DeepSpeed ZeRO.
 
-    stage: ZeRO stage, 0 to 3. offload: Whether the optimizer state is in host memory. sequence_parallel: Number of ranks that
-    share each row, for rows too long for a GPU. It must divide the number of ranks and of the model's heads;
-    max_tokens_per_microbatch then counts the tokens of all these ranks. json: DeepSpeed settings by their own names, over
-    headrace's; see `trainer.learners.engines` for the keys that headrace sets.
+    stage: ZeRO stage, 0 to 3. offload: Whether the optimizer state is in host memory. json: DeepSpeed settings by their own
+    names, over headrace's; see `trainer.learners.engines` for the keys that headrace sets.
 
     rank: rank 0 receives the calls; every other process calls `follow`.
 
@@ -82,7 +78,6 @@ class DeepSpeedLearner:
         *,
         stage: int = 2,
         offload: bool = False,
-        sequence_parallel: int = 1,
         json: Mapping[str, Any] | None = None,
     ) -> None:
         engine_settings(config, stage, offload, json or {})  # refused before anything is opened
@@ -92,9 +87,6 @@ class DeepSpeedLearner:
         self.adapter = open_adapter(config, model)
         self._adapter_state = adapter_state(self.adapter)
         check_critic(config, self._objectives)
-        if config.critic is not None and sequence_parallel > 1:
-            where = f"trainer.learner.options.sequence_parallel: got {sequence_parallel}"
-            raise ConfigError(f"{where} with [trainer.critic], expected 1: a critic reads whole rows")
         timeout_s = duration_s(config.ranks_timeout)
         deepspeed, device = begin_ranks(config, timeout_s)
         self.rank: int = distributed.get_rank()
@@ -103,9 +95,8 @@ class DeepSpeedLearner:
         self._weights = TakenWeights(Channel(WRITE_S))
         self._writing: threading.Thread | None = None
         self._store: Store | None = None
-        group = open_group(sequence_parallel, timeout_s)
         settings = partial(engine_settings, stage=stage, offload=offload, json=json or {})
-        opener = partial(open_packed, model, group, device=device)
+        opener = partial(PackedModel, model, device=device)
         engines = Engines(
             deepspeed, self._channel, config, folder=model, settings=settings, open_packed=opener, device=device
         )
@@ -127,7 +118,6 @@ class DeepSpeedLearner:
             critic=self._critic,
             shards=self._shards,
             channel=self._channel,
-            group=group,
         )
         self._phase: Phase = "train"
         self._begin("train")

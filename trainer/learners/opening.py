@@ -83,29 +83,6 @@ def find_abilities(
         return Abilities(dense=dense, tree=tree, window=window)
 
 
-def require_same(
-    module: Any,
-    problem: str,
-    num_tokens: int,
-    logprobs: Callable[[Microbatch, Path | None], torch.Tensor],
-    *,
-    path: Path,
-    other: Callable[[Microbatch], torch.Tensor],
-) -> None:
-    """Raise ConfigError(problem) where another reading of a row gives other logprobs than reading it by this path.
-
-    num_tokens, logprobs: see `find_abilities`.
-    """
-    with torch.no_grad():
-        packed = _sample(num_tokens, module.device).packed
-        whole = logprobs(packed, path)
-        leak = _distance(logprobs(packed, None), whole, module.dtype)
-        distance = _distance(other(packed), whole, module.dtype)
-    ratio, least = TOLERANCES.get(module.dtype, HALF)
-    if not distance <= max(least, ratio * leak):
-        raise ConfigError(f"{problem} (off by {distance:.3g})")
-
-
 def reading_words(device: str, family: Abilities) -> str:
     """The paths of rows, for the journal."""
     bound = min(DENSE_TOKENS, family.window or DENSE_TOKENS)

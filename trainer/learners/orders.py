@@ -166,7 +166,7 @@ class _Wire(msgspec.Struct, frozen=True):
 
 
 def deal(batch: PackedBatch, num_ranks: int) -> list[Rows]:
-    """The rows of a batch for each rank, or for each group of ranks that compute the same."""
+    """The rows of a batch for each rank."""
     dealt = for_ranks(batch, num_ranks)
     most = max(len(mine) for mine in dealt)
     smallest = min((rows for of_rank in dealt for rows in of_rank), key=lambda rows: rows.tokens_BT.size)
@@ -174,9 +174,8 @@ def deal(batch: PackedBatch, num_ranks: int) -> list[Rows]:
 
 
 def send_rows(channel: Channel, dealt: Sequence[Rows]) -> Rows:
-    """Rank 0: to every other rank its rows; returns its own. dealt: of every rank, or of every group of consecutive ranks."""
-    size = channel.world // len(dealt)
-    channel.scatter(_encode(dealt[rank // size]) if rank else b"" for rank in range(channel.world))
+    """Rank 0: to every other rank its rows; returns its own. dealt: of every rank."""
+    channel.scatter(_encode(dealt[rank]) if rank else b"" for rank in range(channel.world))
     return dealt[0]
 
 

@@ -22,16 +22,13 @@ from trainer.learners.engines import Opened, RankCritic
 from trainer.learners.lanes import phase_objectives
 from trainer.learners.learner import Phase, StepStats
 from trainer.learners.orders import Order, Rows, deal, receive_rows, send_rows
-from trainer.learners.sequence_parallel import SequenceGroup
 from trainer.learners.shards import Shards, num_bytes
 from trainer.learners.step import optimizer_step, per_sequence
 from trainer.losses.loss import Objective
 
 
 class RankStep:
-    """compare: the reference's forward, collective at stage 3. critic: where a loss needs one. group: the ranks that compute
-    the same rows.
-    """
+    """compare: the reference's forward, collective at stage 3. critic: where a loss needs one."""
 
     def __init__(
         self,
@@ -43,11 +40,9 @@ class RankStep:
         critic: RankCritic | None,
         shards: Shards,
         channel: Channel,
-        group: SequenceGroup,
     ) -> None:
         self.config = config
         self.channel = channel
-        self.group = group
         self.model = policy.packed
         self.run = policy.run
         self.compare = None if compare is None else functools.partial(compare, "logprobs")
@@ -61,7 +56,7 @@ class RankStep:
         """One optimizer step over all ranks, on the minibatches that rank 0 is given; its result, on rank 0."""
         assert order.counts is not None
         torch.manual_seed(order.seed)
-        dealt = [deal(part, self.group.groups) for part in given or ()]
+        dealt = [deal(part, self.channel.world) for part in given or ()]
         parts = [self._rows(dealt, index) for index in range(order.num_parts)]
         stats = optimizer_step(
             self,
@@ -158,7 +153,7 @@ class RankStep:
     ) -> np.ndarray:
         """`trainer.learners.step.per_sequence` over all ranks. given: the batch, on rank 0."""
         assert order.counts is not None
-        rows = self._rows([deal(part, self.group.groups) for part in given or ()], 0)
+        rows = self._rows([deal(part, self.channel.world) for part in given or ()], 0)
         found = per_sequence(self, rows, order.counts.num_sequences, method, measure)
         self._shards.let_go()
         return found

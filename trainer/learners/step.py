@@ -24,7 +24,6 @@ from trainer.learners.forward import PackedModel
 from trainer.learners.lanes import StepContext, bounds, compares, looks_ahead, microbatch_loss, read, step_context
 from trainer.learners.learner import StepStats
 from trainer.learners.orders import Rows, gather_observed
-from trainer.learners.sequence_parallel import SequenceGroup
 from trainer.losses.loss import Objective
 from trainer.losses.offpolicy import effective_share, ess_learning_rate
 
@@ -32,13 +31,11 @@ from trainer.losses.offpolicy import effective_share, ess_learning_rate
 class StepEngine(Protocol):
     """A policy and what trains it, in one process or on each rank. Calls are collective.
 
-    model: reads rows. group: the ranks that compute the same rows. stage: of ZeRO; a reference of stage 3 computes on all ranks
-    or on none.
+    model: reads rows. stage: of ZeRO; a reference of stage 3 computes on all ranks or on none.
     """
 
     config: TrainerConfig
     channel: Channel
-    group: SequenceGroup
     model: PackedModel
     stage: int
 
@@ -96,8 +93,8 @@ def optimizer_step(
 ) -> StepStats:
     """Take each minibatch in turn; at one that is refused, undo those before it.
 
-    batch: counts of the whole step. parts: this rank's rows of each minibatch. dealt: of each minibatch the rows of every group
-    of ranks, on rank 0.
+    batch: counts of the whole step. parts: this rank's rows of each minibatch. dealt: of each minibatch the rows of every rank,
+    on rank 0.
     """
     present = [objectives[lane] for lane in batch.lane_tokens]
     ahead = [_ahead(engine, part) for part in parts] if any(map(looks_ahead, present)) else None
@@ -148,7 +145,7 @@ def per_sequence(
     for index in range(rows.most):
         microbatch, real = rows.at(index)
         values_N = engine.run(method, microbatch).double().cpu().numpy()
-        if real and engine.group.counts:
+        if real:
             sums += np.bincount(microbatch.sequence_N, weights=measure(microbatch, values_N), minlength=len(sums))
     total = torch.from_numpy(sums).to(engine.model.device)
     engine.channel.sum(total)
@@ -181,11 +178,11 @@ def _bounds(
     ahead: Sequence[Sequence[torch.Tensor]],
 ) -> dict[Lane, float]:
     """The losses' bounds for the whole step. Rank 0, which has the rows, computes them from all ranks' logprobs."""
-    mine = [encode_array(logprob.cpu().numpy()) for part in ahead for logprob in part if engine.group.counts]
+    mine = [encode_array(logprob.cpu().numpy()) for part in ahead for logprob in part]
     every = engine.channel.gather(msgspec.msgpack.encode(mine))
     found: dict[Lane, float] | None = None
     if not engine.channel.rank:
-        microbatches = [rows for group in range(engine.group.groups) for part in dealt for rows in part[group].mine]
+        microbatches = [rows for rank in range(engine.channel.world) for part in dealt for rows in part[rank].mine]
         arrays = [decode_array(array) for data in every for array in msgspec.msgpack.decode(data, type=list[Encoded])]
         whole = msgspec.structs.replace(batch, microbatches=tuple(microbatches))
         found = {lane: float(value) for lane, value in bounds(objectives, whole, arrays).items()}
@@ -218,7 +215,7 @@ def _backward(
             advantage_N=advantages[index] if real and advantages is not None else None,
             rerouted_N=rerouted_N,
         )
-        if real and engine.group.counts:
+        if real:
             observed.append(seen)
             total += loss.detach()
         # ZeRO averages over ranks; the lanes are divided by global counts already, so their sum is wanted.

@@ -24,7 +24,6 @@ from trainer.learners.forward import PackedModel, compared, open_adapter, open_r
 from trainer.learners.lanes import check_step, phase_objectives, reference_dtype
 from trainer.learners.learner import Phase, StepStats
 from trainer.learners.numerics import numerics
-from trainer.learners.sequence_parallel import SequenceGroup
 from trainer.learners.step import log_distance, minibatches, miss, optimizer_step, per_sequence, whole_rows
 from trainer.losses.loss import open_objectives
 from trainer.state import ADAPTER, adapter_state, check_adapter
@@ -44,7 +43,7 @@ class TorchLearner:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.config = config
-        self.channel, self.group, self.stage = Channel(alone=True), SequenceGroup(), 0
+        self.channel, self.stage = Channel(alone=True), 0
         self._objectives = open_objectives(config.lanes)
         self.adapter = open_adapter(config, model)
         self.model = PackedModel(model, device=device, **policy_settings(config))

@@ -142,7 +142,7 @@ def learner_plan(settings: Settings) -> LearnerPlan:
         ranks=config.ranks,
         stage=int(options.get("stage", 2)) if kind == "DeepSpeedLearner" else -1,
         dtype=config.dtype,
-        tokens=-(-config.max_tokens_per_microbatch // int(options.get("sequence_parallel", 1))),
+        tokens=config.max_tokens_per_microbatch,
         recomputes=config.activation_checkpointing,
         offload=bool(options.get("offload", False)),
         reference=WIDTH[reference_dtype(config)] if compares else 0,

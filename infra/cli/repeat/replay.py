@@ -21,7 +21,6 @@ from infra.settings.plugin import add_plugin_folders
 from infra.store.seal import FORGOTTEN
 from schemas.errors import ConfigError, Sealed
 from trainer.batch.image_inputs import open_sight
-from trainer.config import TrainerConfig
 from trainer.journal.checkpoint import Position
 from trainer.journal.origin import differences, made_with
 from trainer.learners.learner import foreign_names, open_learner
@@ -93,7 +92,7 @@ async def replay(
     async with opened(run, max_unpacked, trusted=trust_plugins) as source:
         check_names(console, source, trusted=trust_plugins)
         with console.status("loading the model"):
-            learner = await asyncio.to_thread(open_learner, on_one_rank(source.settings.trainer), source.model)
+            learner = await asyncio.to_thread(open_learner, source.settings.trainer, source.model)
         learning = Learning(
             floor=source.settings,
             config=source.settings.trainer,
@@ -111,12 +110,6 @@ async def replay(
     else:
         summarize(console, verdict, verify=verify)
     return verdict.exit_code if verify else 0
-
-
-def on_one_rank(config: TrainerConfig) -> TrainerConfig:
-    """A learner's settings for a single process, which shares its rows with no other."""
-    options = {name: value for name, value in config.learner.options.items() if name != "sequence_parallel"}
-    return msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, options=options))
 
 
 def check_names(console: Console, source: ReplaySource, *, trusted: bool) -> None:

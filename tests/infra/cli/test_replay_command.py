@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from infra.cli.main import app
 from infra.cli.options import SettingsFile
 from infra.cli.repeat.export import fill
-from infra.cli.repeat.replay import ReplayResult, check_names, on_one_rank, summarize_checkpoints
+from infra.cli.repeat.replay import ReplayResult, check_names, summarize_checkpoints
 from infra.cli.repeat.reprocess import laid_over
 from infra.cli.repeat.source import ReplaySource, opened, unpacked
 from infra.cli.settings import Settings, load_settings
@@ -107,12 +107,6 @@ def test_an_exported_run_replays_equal_with_no_broker(tmp_path: Path) -> None:
     found = verdict(call("replay", file, "--verify", "--json"))
     assert found["equal"] and found["bits_promised"] and len(found["checkpoints"]) == num
     assert found["steps"] == found["to_step"] + 1 and not found["faults"]
-
-
-def test_a_run_whose_ranks_shared_rows_is_replayed_on_one() -> None:
-    use = Use(use="trainer.learners.deepspeed:DeepSpeedLearner", options={"stage": 2, "sequence_parallel": 4})
-    found = on_one_rank(msgspec.structs.replace(CONFIG, learner=use)).learner
-    assert found.options == {"stage": 2} and found.use == use.use
 
 
 def test_without_verify_hashes_are_printed_and_nothing_is_judged(tmp_path: Path) -> None:
