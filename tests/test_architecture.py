@@ -77,7 +77,7 @@ BUDGETS = {
     "streams": 9_625,
     "actors": 16_971,
     "actors/master/gate": 814,
-    "trainer": 12_068,
+    "trainer": 11_767,
     "tests": 66_640,
     "tests/bench": 3_960,
 }

@@ -4,14 +4,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import pytest
 
 from infra.chain.processor import Drop, Memory
 from schemas import BatchItem, Block, Experience, Message, Score, Span, Stretch, decode, encode, ids, make_experience
 from schemas.errors import ConfigError
 from streams.processors.advantage import group_normalized, leave_one_out, less_the_mean
-from streams.processors.control import shuffle_advantages
 from streams.processors.difficulty import difficulty
 from streams.processors.length import length
 from streams.processors.prioritize import prioritize
@@ -207,19 +205,6 @@ def test_nothing_is_synthesized_from_weak_lone_cut_or_long_episodes() -> None:
     assert len(synthesize(cut)) == 2
     long = (answer(0, reward=1.0, last=False), answer(0, part=1, reward=1.0), answer(1, reward=0.0))
     assert len(synthesize(long)) == 3
-
-
-def test_shuffling_keeps_the_numbers_and_depends_only_on_the_group() -> None:
-    group = tuple(
-        msgspec.structs.replace(member, advantage=float(index)) for index, member in enumerate(rewarded([0.0] * 16))
-    )
-    lone = (*group, answer(16))
-    shuffled = shuffle_advantages(lone)
-    values = [member.advantage for member in shuffled]
-    assert values[16] is None
-    assert values[:16] != [member.advantage for member in group]
-    assert sorted(value for value in values if value is not None) == [float(index) for index in range(16)]
-    assert shuffle_advantages(lone) == shuffled
 
 
 def test_a_lone_answer_is_divided_by_no_spread_where_the_mean_alone_is_asked_for() -> None:
