@@ -25,9 +25,8 @@ LEVEL = 1
 MAX_SHARE = 0.75  # of each four values in a row, where any changed: more make the tensor raw
 MAX_VALUES = 2**31 - 1  # of a tensor: its gaps and counts then fit a u32; larger tensors are sent raw
 GAP_BYTES, ULPS_BYTES = 4, 2
-_HEAD = struct.Struct(
-    f"<{1 + GAP_BYTES + ULPS_BYTES}I"
-)  # changed values; bytes of each plane, as many if not compressed
+# Number of changed values; bytes of each plane, as many as changed values if it is not compressed.
+_HEAD = struct.Struct(f"<{1 + GAP_BYTES + ULPS_BYTES}I")
 
 Part = tuple[str, bytes | memoryview]
 """Encoder and payload."""

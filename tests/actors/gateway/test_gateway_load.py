@@ -26,8 +26,6 @@ from tests.infra.test_images import scans
 SPAWN = multiprocessing.get_context("spawn")
 ASKED = 60
 FLOOR_S = 0.1  # what a busy machine may add to an answer by itself
-
-
 PROMPT = "Hi" * 2050  # long enough to be tokenized in a thread, as the prompts of others
 
 
