@@ -19,8 +19,8 @@ from schemas.topics import BUFFER, PROGRESS, VERIFIED
 from streams.collect.decision import Folded
 from streams.collect.feedback import USUAL_PRIOR, FeedbackRules
 from streams.collect.rules import Rules
-from streams.collect.state import State
-from streams.collect.turns import MAX_JOINED, MAX_TURNS
+from streams.collect.state import LaterCredit, State
+from streams.collect.turns import MAX_JOINED, MAX_TURNS, late_credit
 from tests.names import session_name
 from tests.streams.collect.collecting import (
     DEADLINE_MS,
@@ -150,6 +150,12 @@ def test_late_feedback_under_drop_is_counted_and_no_turn_hears_it() -> None:
     results = folded(inbox, turn_rules("drop"))
     assert drops(results)["late feedback"] == 1
     assert not any(decision.closure.revision for decision in decisions(results))
+
+
+def test_credit_in_time_under_drop_stays_when_another_source_comes_late() -> None:
+    before, came = LaterCredit(1, {"csat": 0.8}), LaterCredit(1, {"csat": 0.1, "resolved": 1.0})
+    assert late_credit(before, came, ["csat"]) == LaterCredit(1, {"csat": 0.8, "resolved": 1.0})
+    assert late_credit(None, came, ["csat"]) == LaterCredit(1, {"resolved": 1.0})
 
 
 @pytest.mark.parametrize("late", ["drop", "amend", "retrain"])
