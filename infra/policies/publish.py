@@ -1,8 +1,7 @@
 """Publishes a version to the store: shards, then the manifest; the caller then sends the event.
 
 A version is visible only complete: nothing names it before its manifest, and its manifest is the last object written.
-Publishing the same (token, version) again returns the same event; with other content it is refused. Where several processes
-have the tensors, each puts its own (`infra.policies.share`), and the one that leads decides and writes the manifest.
+Publishing the same (token, version) again returns the same event; with other content it is refused.
 
 The first version of a lease is an anchor, as is each that changes too much for a delta, and each sixteenth in a row. Every
 other version is a delta from its parent; anchors have one too, unless nearly all of it changed. So a late joiner reads an
@@ -11,16 +10,14 @@ anchor and at most fifteen deltas.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
 from infra.observe.failpoint import reach
 from infra.policies.chain import ANCHOR_EVERY, read_manifest
 from infra.policies.manifest import (
-    DeltaPart,
     PolicyManifest,
-    Shard,
     TensorEntry,
     WeightSource,
     encode_manifest,
@@ -30,15 +27,15 @@ from infra.policies.manifest import (
     other_adapter,
     sha256_hex,
 )
-from infra.policies.policy import Adapter, Probe
-from infra.policies.share import (
+from infra.policies.objects import (
     SHARD_BYTES,
-    EncodedShare,
+    EncodedTensors,
     HashedTensors,
-    Share,
-    StoredShare,
+    StoredObjects,
+    VersionObjects,
     WantedObjects,
 )
+from infra.policies.policy import Adapter, Probe
 from infra.policies.tensors import ITEM_BYTES, Tensor
 from infra.store.store import Store, check_key
 from schemas.errors import NotInStore, PolicyRefused
@@ -72,38 +69,24 @@ def publish(
     probe: Probe | None,
     shard_bytes: int = SHARD_BYTES,
 ) -> PolicyEvent:
-    """Store a version that one process has whole: see `publish_shares`.
-
-    previous: the tensors of its parent; None makes an anchor. HashedTensors are not hashed again.
-    """
-    share = Share(store, _hashed(tensors), None if previous is None else _hashed(previous), shard_bytes)
-    return publish_shares(store, new, lambda: [share.encode()], lambda wanted: [share.put(wanted)], probe)
-
-
-def publish_shares(
-    store: Store,
-    new: NewVersion,
-    encode: Callable[[], list[EncodedShare]],
-    put: Callable[[WantedObjects], list[StoredShare]],
-    probe: Probe | None,
-) -> PolicyEvent:
     """Store a version and return the event to send. Blocking: run it in a thread.
 
-    encode, put: of `Share`, called in all processes that have tensors of the version; one answer for each process.
+    previous: the tensors of its parent; None makes an anchor. HashedTensors are not hashed again.
     Raises PolicyRefused where a tensor is not finite or the version exists with other content, StoreError, and ValueError
     where the parent's tensors are not what was published.
     """
     folder = check_key(folder_of(new.policy, new.token))
-    shares = encode()
-    entries = _sorted(share.entries for share in shares)
+    objects = VersionObjects(store, _hashed(tensors), None if previous is None else _hashed(previous), shard_bytes)
+    encoded = objects.encode()
+    entries = encoded.entries
     if "/" in new.policy or not entries:
         raise ValueError(f"publish: got policy {new.policy!r} with {len(entries)} tensors, expected a name without '/'")
     if (existing := _existing(store, new, entries)) is not None:
         return existing
-    parent, parent_sha256 = _parent(store, new, shares, entries)
-    if wrong := next((share.not_finite for share in shares if share.not_finite), ""):
-        raise PolicyRefused(f"version {new.version}: {wrong} holds values that are not finite")
-    has_delta, has_anchor = (False, True) if parent is None else _ways(parent, shares, entries)
+    parent, parent_sha256 = _parent(store, new, encoded)
+    if encoded.not_finite:
+        raise PolicyRefused(f"version {new.version}: {encoded.not_finite} holds values that are not finite")
+    has_delta, has_anchor = (False, True) if parent is None else _ways(parent, encoded)
     wanted = WantedObjects(
         folder=folder,
         version=new.version,
@@ -121,7 +104,7 @@ def publish_shares(
         anchor=new.version if since is None else since.anchor,
         num_deltas=0 if since is None else since.num_deltas + 1,
         tensors=entries,
-        sources=_sources(wanted, put(wanted), new, parent_sha256, sum(share.num_changed for share in shares)),
+        sources=_sources(wanted, objects.put(wanted), new, parent_sha256, encoded.num_changed),
         probe=probe,
         adapter=new.adapter,
     )
@@ -134,10 +117,6 @@ def publish_shares(
 
 def _hashed(tensors: Mapping[str, Tensor]) -> HashedTensors:
     return tensors if isinstance(tensors, HashedTensors) else HashedTensors(tensors)
-
-
-def _sorted(parts: Iterable[Iterable[TensorEntry]]) -> tuple[TensorEntry, ...]:
-    return tuple(sorted((entry for part in parts for entry in part), key=lambda entry: entry.name))
 
 
 def _existing(store: Store, new: NewVersion, entries: tuple[TensorEntry, ...]) -> PolicyEvent | None:
@@ -153,12 +132,9 @@ def _existing(store: Store, new: NewVersion, entries: tuple[TensorEntry, ...]) -
     return _event(manifest, digest)
 
 
-def _parent(
-    store: Store, new: NewVersion, shares: list[EncodedShare], entries: tuple[TensorEntry, ...]
-) -> tuple[PolicyManifest | None, str]:
+def _parent(store: Store, new: NewVersion, encoded: EncodedTensors) -> tuple[PolicyManifest | None, str]:
     """The base of a delta and the sha256 of its manifest; None where there is none, as at the first version of a lease."""
-    before = [share.parent for share in shares if share.parent is not None]
-    if len(before) < len(shares) or new.parent < 0:
+    if encoded.parent is None or new.parent < 0:
         return None, ""
     try:
         manifest, digest = read_manifest(store, manifest_key(new.policy, new.token, new.parent))
@@ -167,48 +143,43 @@ def _parent(
     except PolicyRefused as error:
         log.warning("parent not readable, publishing an anchor: %s", error)
         return None, ""
-    if difference := first_difference(_sorted(before), manifest.tensors, values=True):
+    if difference := first_difference(encoded.parent, manifest.tensors, values=True):
         raise ValueError(f"previous: not version {new.parent} as published: {difference}")
-    if difference := other_adapter(new.adapter, manifest) or first_difference(entries, manifest.tensors, values=False):
+    difference = other_adapter(new.adapter, manifest)
+    if difference := difference or first_difference(encoded.entries, manifest.tensors, values=False):
         raise ValueError(f"tensors: not those of version {new.parent}: {difference}")
     return manifest, digest
 
 
-def _ways(parent: PolicyManifest, shares: list[EncodedShare], entries: tuple[TensorEntry, ...]) -> tuple[bool, bool]:
+def _ways(parent: PolicyManifest, encoded: EncodedTensors) -> tuple[bool, bool]:
     """True for each of a delta and an anchor that the version has."""
-    num_values = {entry.name: math.prod(entry.shape) for entry in entries}
-    full_bytes = sum(num_values[entry.name] * ITEM_BYTES[entry.dtype] for entry in entries)
-    delta_bytes = sum(share.delta_bytes for share in shares)
-    if delta_bytes > full_bytes // 2:
+    num_values = {entry.name: math.prod(entry.shape) for entry in encoded.entries}
+    full_bytes = sum(num_values[entry.name] * ITEM_BYTES[entry.dtype] for entry in encoded.entries)
+    if encoded.delta_bytes > full_bytes // 2:
         return False, True
-    changed = sum(share.num_changed for share in shares) / max(sum(num_values.values()), 1)
-    is_large = max(changed, delta_bytes / max(full_bytes, 1)) > CHANGED_SHARE
+    changed = encoded.num_changed / max(sum(num_values.values()), 1)
+    is_large = max(changed, encoded.delta_bytes / max(full_bytes, 1)) > CHANGED_SHARE
     return True, is_large or parent.num_deltas + 1 >= ANCHOR_EVERY
 
 
 def _sources(
-    wanted: WantedObjects, puts: list[StoredShare], new: NewVersion, parent_sha256: str, num_changed: int
+    wanted: WantedObjects, stored: StoredObjects, new: NewVersion, parent_sha256: str, num_changed: int
 ) -> tuple[WeightSource, ...]:
     found = []
     if wanted.delta:
-        parts: list[DeltaPart] = []
-        shards: list[Shard] = []
-        for stored in puts:
-            parts += [msgspec.structs.replace(part, shard=len(shards) + part.shard) for part in stored.parts]
-            shards += stored.delta
         found.append(
             WeightSource(
                 kind="delta",
-                shards=tuple(shards),
+                shards=stored.delta,
                 base=new.parent,
                 base_manifest=manifest_key(new.policy, new.token, new.parent),
                 base_sha256=parent_sha256,
-                parts=tuple(parts),
+                parts=stored.parts,
                 num_changed=num_changed,
             )
         )
     if wanted.anchor:
-        found.append(WeightSource(kind="anchor", shards=tuple(shard for stored in puts for shard in stored.anchor)))
+        found.append(WeightSource(kind="anchor", shards=stored.anchor))
     return tuple(found)
 
 

@@ -18,8 +18,8 @@ from infra.model.model import load_model, load_tokenizer
 from infra.policies.delta import decode_chain, encode_tensor
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.manifest import hash_tensor
+from infra.policies.objects import HashedTensors
 from infra.policies.publish import NewVersion, publish
-from infra.policies.share import HashedTensors
 from infra.policies.tensors import Tensor, bits, from_torch, from_torch_all, to_torch
 from infra.policies.version_files import VersionFiles
 from infra.roles.memory import give_back_large_blocks

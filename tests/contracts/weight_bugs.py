@@ -23,9 +23,9 @@ from actors.engines.torch import TorchEngine
 from actors.engines.vllm.engine import VllmEngine
 from infra.policies.chain import read_manifest
 from infra.policies.fetch import PolicyFetcher
+from infra.policies.objects import HashedTensors
 from infra.policies.policy import Policy
 from infra.policies.publish import NewVersion, publish
-from infra.policies.share import HashedTensors
 from infra.policies.tensors import Tensor
 from infra.store.memory import MemoryStore
 from schemas import PolicyEvent

@@ -306,10 +306,6 @@ def check(model: str, stage: int, what: str, *folder: str) -> None:
             main(model, stage)
         case "unequal":
             check_unequal(model, stage)
-        case "weights":
-            from weights_ranks import check_weights
-
-            check_weights(model, stage, Path(*folder))
         case "opens" | "memory" | "probed" | "critic" | "sums" | "refusal":
             import sharded_ranks
 

@@ -71,12 +71,6 @@ def agree(ranks, model, tmp_path) -> Callable[..., None]:
     return check
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_each_rank_publishes_its_own_weights_and_the_version_is_that_of_one_process(agree, tmp_path, stage):
-    agree(stage, "weights", str(tmp_path))
-
-
 @pytest.mark.parametrize(
     "stage",
     [pytest.param(3, marks=pytest.mark.slow), *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1, 2))],

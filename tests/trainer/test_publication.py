@@ -11,7 +11,7 @@ from infra.log.memory import MemoryBus
 from infra.policies.beginning import LOOK, newest_summary, read_on
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.fold import PoliciesFold, published
-from infra.policies.share import HashedTensors
+from infra.policies.objects import HashedTensors
 from infra.policies.tensors import Tensor
 from infra.store.memory import MemoryStore
 from schemas import Directive, PolicyEvent, topics
@@ -19,7 +19,6 @@ from tests.starts import CountingBus, summarize
 from tests.trainer.memory_run import CONFIG, STEPS, filled_log, train
 from tests.trainer.test_waiting import said_paused
 from trainer.journal.journal import Lease, take_lease
-from trainer.learners.copies import Weights
 from trainer.learners.scripted import ScriptedLearner
 from trainer.loop.publication import KNOWN_VERSIONS, SUMMARIZE_EVERY, WeightPublisher
 from trainer.replay.resume import read_policies
@@ -55,7 +54,7 @@ class Rig:
 async def publish(publisher: WeightPublisher, version: int, value: int) -> int:
     return await publisher.publish(
         version,
-        Weights(HashedTensors(tensors(value))),
+        HashedTensors(tensors(value)),
         None,
         parent=version - 1,
         step=version,
@@ -129,7 +128,7 @@ async def test_what_a_trainer_remembers_of_its_versions_is_bounded_and_a_number_
     known = [version for version in range(KNOWN_VERSIONS + 3) if trainer.has(version)]
     assert known == list(range(3, KNOWN_VERSIONS + 3))
     newest = KNOWN_VERSIONS + 2
-    got = await trainer.publish(1, Weights(HashedTensors(tensors(71))), None, parent=newest, step=newest, stats={})
+    got = await trainer.publish(1, HashedTensors(tensors(71)), None, parent=newest, step=newest, stats={})
     assert got == newest + 1
 
 

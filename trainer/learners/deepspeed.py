@@ -24,7 +24,7 @@ from schemas.errors import StoreError
 from trainer.batch.batch import PackedBatch
 from trainer.config import TrainerConfig
 from trainer.learners.channel import Channel
-from trainer.learners.copies import Snapshot, TakenWeights, Weights
+from trainer.learners.copies import Snapshot
 from trainer.learners.critic import check_critic
 from trainer.learners.engines import Engines, RankCritic, begin_ranks, engine_settings
 from trainer.learners.forward import PackedModel, compared, open_adapter
@@ -92,7 +92,6 @@ class DeepSpeedLearner:
         self.rank: int = distributed.get_rank()
         self._world = distributed.get_world_size()
         self._channel, self._beside = Channel(timeout_s), Channel(WRITE_S)
-        self._weights = TakenWeights(Channel(WRITE_S))
         self._writing: threading.Thread | None = None
         self._store: Store | None = None
         settings = partial(engine_settings, stage=stage, offload=offload, json=json or {})
@@ -137,7 +136,6 @@ class DeepSpeedLearner:
 
     def close(self) -> None:
         """Let the other ranks end. Rank 0 only; nothing can be called afterwards."""
-        self._weights.release()
         self._orders.close()
         with self._orders.lock:
             self._orders.give(Order(name="close"))
@@ -146,7 +144,6 @@ class DeepSpeedLearner:
     def _end(self) -> None:
         if self._writing is not None:
             self._writing.join()
-        self._weights.wait()
         distributed.destroy_process_group()  # its threads must not be running when the interpreter ends
 
     def begin_phase(self, phase: Phase) -> None:
@@ -175,12 +172,6 @@ class DeepSpeedLearner:
     def tensors(self) -> dict[str, Tensor]:
         """A copy of the policy in its published dtype, by the names of its folder."""
         found: dict[str, Tensor] = self._call(Order(name="tensors"))
-        return found
-
-    def weights(self) -> Weights:
-        """A copy of the policy in its published dtype, of which each rank has a part."""
-        self._weights.release()
-        found: Weights = self._call(Order(name="weights"))
         return found
 
     def probe(self, sequences: tuple[tuple[int, ...], ...]) -> Probe:
@@ -273,8 +264,6 @@ class DeepSpeedLearner:
                 return self._ranks.step(order, self._phase, given)
             case "tensors":
                 return self._ranks.tensors()
-            case "weights":
-                return self._weights.take(self._ranks.weights(), self._store)
             case "probe":
                 return self._ranks.probe(order.sequences)
             case "greedy":

@@ -12,15 +12,15 @@ from typing import Literal, Protocol, runtime_checkable
 import msgspec
 import numpy as np
 
+from infra.policies.objects import HashedTensors
 from infra.policies.policy import Adapter, Probe
-from infra.policies.share import HashedTensors
 from infra.policies.tensors import Tensor
 from infra.settings.plugin import load
 from infra.store.store import Store
 from trainer.batch.batch import PackedBatch
 from trainer.config import LOSSES, TrainerConfig, loss_use
 from trainer.learners.channel import Channel
-from trainer.learners.copies import Snapshot, Weights
+from trainer.learners.copies import Snapshot
 from trainer.state import Layout, StoredState, find_layout, whole_pieces
 
 Phase = Literal["warmup", "train"]
@@ -109,9 +109,6 @@ class Ranks(Protocol):
     def snapshot(self, store: Store, folder: str) -> Snapshot:
         """Copy the state to host memory, each rank its own pieces. folder: where the snapshot will be written."""
 
-    def weights(self) -> Weights:
-        """Copy the policy in its published dtype to host memory, each rank its own part. It releases those taken before."""
-
     def verify(self, state: StoredState) -> None:
         """Read a stored state, each rank a share, and compare its hashes. ValueError names rank and object."""
 
@@ -147,9 +144,9 @@ def take_snapshot(learner: Learner, store: Store, folder: str) -> Snapshot:
     return snapshot
 
 
-def take_weights(learner: Learner) -> Weights:
-    """A copy of any learner's policy in host memory."""
-    return learner.weights() if isinstance(learner, Ranks) else Weights(HashedTensors(learner.tensors()))
+def take_weights(learner: Learner) -> HashedTensors:
+    """A copy of the policy in host memory."""
+    return HashedTensors(learner.tensors())
 
 
 def take_from(learner: Learner) -> Callable[[StoredState], Mapping[str, Tensor]]:

@@ -10,19 +10,17 @@ import numpy as np
 import torch
 
 from infra.model.names import published
-from infra.policies.share import HashedTensors
 from infra.policies.tensors import Tensor, from_torch_all
 from infra.roles.memory import give_back_freed
 from schemas.fields import Lane
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.config import TrainerConfig
 from trainer.learners.channel import Channel
-from trainer.learners.copies import publishing_ranks
 from trainer.learners.engines import Opened, RankCritic
 from trainer.learners.lanes import phase_objectives
 from trainer.learners.learner import Phase, StepStats
 from trainer.learners.orders import Order, Rows, deal, receive_rows, send_rows
-from trainer.learners.shards import Shards, num_bytes
+from trainer.learners.shards import Shards
 from trainer.learners.step import optimizer_step, per_sequence
 from trainer.losses.loss import Objective
 
@@ -109,13 +107,15 @@ class RankStep:
         self._shards.count_step()
         return math.isfinite(norm), norm
 
+    @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
-        """On rank 0 a copy of the policy."""
-        return self._copied(1)
-
-    def weights(self) -> HashedTensors:
-        """On each rank a copy of its part of the policy, by bytes as large as another's."""
-        return HashedTensors(self._copied(self.channel.world))
+        """On rank 0 a copy of the policy. At stage 3 each weight in turn is whole on all ranks."""
+        found: dict[str, Tensor] = {}
+        for name, value in self._published().items():
+            with self._shards.gathered(value):
+                if not self.channel.rank:
+                    found |= from_torch_all(published(self.model.module, {name: value.detach()}))
+        return found
 
     def _published(self) -> dict[str, Any]:
         """The weights that are published, by the model's own names."""
@@ -125,17 +125,6 @@ class RankStep:
             for name, value in module.state_dict(keep_vars=True).items()
             if self.model.adapter is None or published(module, {name: value})  # the base is not gathered for nothing
         }
-
-    @torch.no_grad()
-    def _copied(self, ranks: int) -> dict[str, Tensor]:
-        """A copy of this rank's share of `ranks`. One weight at a time is whole on a rank that does not hold it."""
-        found, values = dict[str, Tensor](), self._published()
-        shares = publishing_ranks(map(num_bytes, values.values()), ranks)
-        for (name, value), rank in zip(values.items(), shares, strict=True):
-            with self._shards.gathered(value):
-                if rank == self.channel.rank:
-                    found |= from_torch_all(published(self.model.module, {name: value.detach()}))
-        return found
 
     @torch.no_grad()
     def probe(self, sequences: tuple[tuple[int, ...], ...]) -> tuple[tuple[float, ...], ...]:

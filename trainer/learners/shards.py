@@ -319,11 +319,6 @@ def _fill(fragment: Fragment, source: Source) -> None:
         into.copy_(torch.frombuffer(source.read(first, first + len(into) * dtype.itemsize), dtype=dtype))
 
 
-def num_bytes(value: Any) -> int:
-    """Bytes of a whole parameter, also where ZeRO 3 holds only a part of it here."""
-    return math.prod(_shape(value)) * int(value.element_size())
-
-
 def _shape(value: Any) -> tuple[int, ...]:
     """A parameter's whole shape, also where ZeRO 3 holds only a part of it here."""
     return tuple(getattr(value, "ds_shape", value.shape))

@@ -18,16 +18,16 @@ from infra.log.log import Log
 from infra.policies.beginning import folded, read_on, write_summary
 from infra.policies.fold import PoliciesFold
 from infra.policies.manifest import decode_manifest, first_difference
+from infra.policies.objects import HashedTensors
 from infra.policies.policy import Adapter, Probe
 from infra.policies.prune import prune as prune_weights
 from infra.policies.prune import remove_unfinished
-from infra.policies.publish import NewVersion
+from infra.policies.publish import NewVersion, publish
 from infra.store.snapshots import SnapshotDamaged
 from infra.store.store import Store
 from schemas import PolicyEvent, topics
 from schemas.errors import StoreError
 from trainer.journal.journal import Lease
-from trainer.learners.copies import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class WeightPublisher:
         self._policy = policy
         self._events = dict(events)
         self._adapter = adapter
-        self._previous: Weights | None = None
+        self._previous: HashedTensors | None = None
         self._published_ms: int | None = None
         self._summarized = past.begun_at
         self._kept: PoliciesFold | None = None
@@ -75,7 +75,7 @@ class WeightPublisher:
     async def publish(
         self,
         version: int,
-        weights: Weights,
+        weights: HashedTensors,
         probe: Probe | None,
         *,
         parent: int,
@@ -86,7 +86,6 @@ class WeightPublisher:
         old = self._events.get(version)
         if old is not None and old.event == "published":
             if await asyncio.to_thread(same_content, self._store, old, weights, self._adapter):
-                weights.release()
                 self._previous = None
                 return version
             await self._orphan(version)
@@ -101,16 +100,17 @@ class WeightPublisher:
             adapter=self._adapter,
         )
         event = await asyncio.to_thread(
-            weights.publish,
+            publish,
             self._store,
             new,
+            weights,
             previous=self._previous,
             probe=probe,
         )
         event = msgspec.structs.replace(event, owner=self._lease.owner, stats={**event.stats, **stats})
         position = await self._log.publish(topics.POLICIES, event)
         await self._summarize()
-        self._previous = weights
+        self._previous = weights.base()
         self.full_bytes = int(event.stats["full_bytes"])
         self._events[version] = event
         while len(self._events) > KNOWN_VERSIONS:
@@ -165,10 +165,10 @@ class WeightPublisher:
         return unfinished + prune_weights(self._store, self._policy, oldest=oldest, needed=needed)
 
 
-def same_content(store: Store, event: PolicyEvent, weights: Weights, adapter: Adapter | None = None) -> bool:
+def same_content(store: Store, event: PolicyEvent, weights: HashedTensors, adapter: Adapter | None = None) -> bool:
     """True if the published version holds exactly these weights, by the hashes of its manifest, of the same adapter."""
     manifest = decode_manifest(store.get(event.manifest))
-    return manifest.adapter == adapter and first_difference(weights.entries(), manifest.tensors, values=True) is None
+    return manifest.adapter == adapter and first_difference(weights.entries, manifest.tensors, values=True) is None
 
 
 def probe_sequences(

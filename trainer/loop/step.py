@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from infra.observe.failpoint import reach
+from infra.policies.objects import HashedTensors
 from infra.policies.policy import Probe
 from schemas import Batch, Block, Drawn, Rollback, Skip, ids, topics
 from trainer.batch.assemble import PACED, Stamp, apply_chain, assemble, masked_below, step_inputs, step_seed
@@ -35,7 +36,6 @@ from trainer.health import (
 from trainer.journal import checkpoint
 from trainer.journal.journal import Pending
 from trainer.journal.origin import config_hash
-from trainer.learners.copies import Weights
 from trainer.learners.learner import StepStats, take_from, take_weights
 from trainer.loop.fit import restore_learner
 from trainer.loop.publication import PROBE_TOKENS, probe_sequences
@@ -179,14 +179,14 @@ def after(run: Learning, batch: Batch, stats: StepStats) -> GuardState:
     return passed(before, config, grad_norm=stats.grad_norm, entropy=entropy, reward=reward)
 
 
-async def fault(run: Run, weights: Weights) -> str:
+async def fault(run: Run, weights: HashedTensors) -> str:
     """Why the weights must not be published, "" for nothing: looked at before the checkpoint that would keep them."""
     before = run.published_probe if run.config.guard.probe_shift else None
     now = await run.in_thread(run.learner.probe, before.sequences) if before is not None else None
-    return unhealthy(await run.in_thread(weights.not_finite), before, now, run.config.guard)
+    return unhealthy(await run.in_thread(lambda: weights.not_finite), before, now, run.config.guard)
 
 
-async def write_and_publish_due(run: Run, weights: Weights | None = None) -> None:
+async def write_and_publish_due(run: Run, weights: HashedTensors | None = None) -> None:
     """Checkpoint before publication where both fall due, so that a version is never ahead of what a restart can reach; both
     are stored beside the next steps.
 
@@ -218,17 +218,17 @@ class Unpublished(msgspec.Struct, frozen=True):
     version: int
     parent: int
     step: int
-    weights: Weights
+    weights: HashedTensors
     probe: Probe | None
     stats: Mapping[str, float]
 
 
-async def publish_now(run: Run, version: int, weights: Weights | None = None) -> None:
+async def publish_now(run: Run, version: int, weights: HashedTensors | None = None) -> None:
     """Publish the learner's weights as `version` (or the next free number). weights: a copy of them, where one is made."""
     await publish(run, await ready(run, version, weights))
 
 
-async def ready(run: Run, version: int, weights: Weights | None) -> Unpublished:
+async def ready(run: Run, version: int, weights: HashedTensors | None) -> Unpublished:
     """The learner's weights as a version; no later step reaches it."""
     if weights is None:
         weights = await run.in_thread(take_weights, run.learner)

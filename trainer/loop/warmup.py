@@ -61,7 +61,7 @@ async def finish_warm_up(run: Run) -> None:
     await run.begin_training()
     run.report.state = "learning"
     weights = await run.in_thread(take_weights, run.learner)
-    if reason := unhealthy(await run.in_thread(weights.not_finite), None, None, run.config.guard):
+    if reason := unhealthy(await run.in_thread(lambda: weights.not_finite), None, None, run.config.guard):
         raise RuntimeError(
             f"the warm-up ended at step {run.position.step} with weights that cannot be published: {reason}; "
             "expected finite ones: lower trainer.warmup.learning_rate and begin another run"

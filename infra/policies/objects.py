@@ -1,8 +1,4 @@
-"""One process's share of a version: its tensors, hashed, encoded against those of the parent, and put into the store.
-
-Where several processes have the tensors of a version, each publishes its own part, in two phases: all encode, then the
-leading process decides from their answers what is put, and all put.
-"""
+"""The objects of a version: its tensors are hashed, encoded against those of the parent, and put into the store."""
 
 import functools
 import math
@@ -23,7 +19,7 @@ LEAST_BYTES = 16 * 1024 * 1024  # of whole tensors: less is not worth an object 
 
 
 class HashedTensors(dict[str, Tensor]):
-    """Tensors of one process, hashed once: a version, and then the parent of the next one. They no longer change."""
+    """Tensors that are hashed once: a version, and then the parent of the next one. They no longer change."""
 
     @functools.cached_property
     def _looks(self) -> dict[str, Look]:
@@ -70,8 +66,8 @@ def has_delta(old: TensorEntry | None, dtype: str, shape: tuple[int, ...]) -> bo
     return old is not None and ITEM_BYTES[dtype] == 2 and (old.dtype, old.shape) == (dtype, shape)
 
 
-class EncodedShare(msgspec.Struct, frozen=True):
-    """Encoded tensors of one process. entries: of the version. parent: of its parent, None where the process does not have it.
+class EncodedTensors(msgspec.Struct, frozen=True):
+    """Tensors of a version, encoded. entries: of the version. parent: of its parent, None where there is none.
     not_finite: name of a tensor that must not be published. delta_bytes: of a delta. num_changed: values that differ from
     the parent; all values of a tensor that a delta holds whole.
     """
@@ -93,7 +89,7 @@ class WantedObjects(msgspec.Struct, frozen=True, kw_only=True):
     anchor: bool
 
 
-class StoredShare(msgspec.Struct, frozen=True, kw_only=True):
+class StoredObjects(msgspec.Struct, frozen=True, kw_only=True):
     """Objects that were put. parts: of the delta; their shards are counted from the first of `delta`."""
 
     delta: tuple[Shard, ...] = ()
@@ -107,8 +103,8 @@ class _NewShard(NamedTuple):
     pieces: Pieces
 
 
-class Share:
-    """One process's tensors of a version. previous: those of its parent, None for no delta. Calls block."""
+class VersionObjects:
+    """A version's tensors on their way into the store. previous: those of its parent, None for no delta. Calls block."""
 
     def __init__(
         self, store: Store, tensors: HashedTensors, previous: HashedTensors | None, shard_bytes: int = SHARD_BYTES
@@ -119,14 +115,14 @@ class Share:
         self._shard_bytes = shard_bytes
         self._encoded: dict[str, Encoded] = {}
 
-    def encode(self) -> EncodedShare:
+    def encode(self) -> EncodedTensors:
         """Hash the tensors, and encode what changed since the parent."""
         if self._previous is None:
-            return EncodedShare(self._tensors.entries, not_finite=self._tensors.not_finite)
+            return EncodedTensors(self._tensors.entries, not_finite=self._tensors.not_finite)
         self._encoded = self._tensors.encoded_since(self._previous)
         entries = {entry.name: entry for entry in self._tensors.entries}
         whole = [name for name in self._changed if name not in self._encoded]
-        return EncodedShare(
+        return EncodedTensors(
             self._tensors.entries,
             self._previous.entries,
             self._tensors.not_finite,
@@ -135,7 +131,7 @@ class Share:
             + sum(math.prod(entries[name].shape) for name in whole),
         )
 
-    def put(self, wanted: WantedObjects) -> StoredShare:
+    def put(self, wanted: WantedObjects) -> StoredObjects:
         """Store the wanted objects, several at once. Raises StoreError."""
         delta, parts = self._delta(wanted) if wanted.delta else ([], ())
         anchor = self._anchor(wanted) if wanted.anchor else []
@@ -147,7 +143,7 @@ class Share:
                 size=lambda shard: total_bytes(shard.pieces),
             )
         )
-        return StoredShare(delta=shards[: len(delta)], parts=parts, anchor=shards[len(delta) :])
+        return StoredObjects(delta=shards[: len(delta)], parts=parts, anchor=shards[len(delta) :])
 
     @functools.cached_property
     def _sizes(self) -> dict[str, int]:
