@@ -1,11 +1,10 @@
-"""A learner's state: flat byte ranges of named tensors, one hash whatever ranks hold them, and its stored objects.
+"""A learner's state: named tensors in pieces, each in the memory of one rank; their stored objects, and one hash of all.
 
     <folder>/state-00001-00000.bin     pieces of rank 1, one after the other, at most OBJECT_BYTES
     <folder>/index.msgpack             written once all ranks are done; a checkpoint's manifest names it and its hash
 
-Every tensor's bytes, row-major and little-endian, are cut into chunks of CHUNK_BYTES from its first byte on. The hash of a
-state is made of the hashes of its chunks. A rank hashes the chunks that begin in its own pieces; of a chunk that another
-rank's piece goes on with, that rank hands over the rest (`tails`), so that no rank needs a whole tensor.
+A piece is a byte range of one tensor, row-major and little-endian, cut into chunks of CHUNK_BYTES. The hash of a state
+is made of the hashes of its chunks: so ranks that cut the same tensors elsewhere give another hash.
 
 Guarantees: any byte range of any tensor can be read alone, by any number of ranks; nothing that is read is used before the
 hashes of its chunks agree; an error names what is missing or damaged and the rank that wrote it. The hash covers the adapter
@@ -65,22 +64,6 @@ class Piece(msgspec.Struct, frozen=True):
         return self.start + len(self.data)
 
 
-class Extent(msgspec.Struct, frozen=True):
-    """The bytes of a tensor that a rank holds.
-
-    name: of the tensor. start: first byte. stop: the byte after the last.
-
-    Example: Extent("model/lm_head.weight", 4096, 8192)
-    """
-
-    name: str
-    start: int
-    stop: int
-
-
-Digests = dict[str, dict[int, bytes]]  # of each tensor: number of a chunk → its hash
-
-
 def find_layout(tensors: Mapping[str, Tensor]) -> dict[str, Kind]:
     """Names, dtypes and shapes of whole tensors."""
     return {name: Kind(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
@@ -101,55 +84,15 @@ def whole_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
     return [Piece(name, 0, tensors[name].data) for name in sorted(tensors)]
 
 
-def tails(pieces: Iterable[Piece]) -> list[Piece]:
-    """Beginnings of these pieces that belong to chunks that begin in other pieces."""
-    found = []
-    for piece in pieces:
-        if over := -piece.start % CHUNK_BYTES:
-            found.append(Piece(piece.name, piece.start, memoryview(piece.data)[:over]))
-    return found
-
-
-def owners(cut: Iterable[Piece], extents: Sequence[Sequence[Extent]]) -> list[list[Piece]]:
-    """For each rank, those of the tails whose chunk begins in what it holds. extents: of each rank."""
-    begins: dict[str, list[tuple[int, int, int]]] = {}
-    for rank, held in enumerate(extents):
-        for extent in held:
-            begins.setdefault(extent.name, []).append((extent.start, extent.stop, rank))
-    found: list[list[Piece]] = [[] for _ in extents]
-    for tail in cut:
-        first = tail.start // CHUNK_BYTES * CHUNK_BYTES
-        found[next(rank for start, stop, rank in begins[tail.name] if start <= first < stop)].append(tail)
-    return found
-
-
-def chunk_digests(pieces: Iterable[Piece], layout: Layout, given: Iterable[Piece] = ()) -> Digests:
-    """Hashes of the chunks that begin in these pieces. given: tails of others' pieces. ValueError where one is missing."""
-    rest = {(piece.name, piece.start): piece.data for piece in given}
-    found: Digests = {}
-    for piece in pieces:
-        view, of_name = memoryview(piece.data), found.setdefault(piece.name, {})
-        total = layout[piece.name].num_bytes
-        for chunk in range(-(-piece.start // CHUNK_BYTES), -(-piece.stop // CHUNK_BYTES)):
-            begin, end = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, total)
-            at = min(end, piece.stop)
-            digest = hashlib.blake2b(view[begin - piece.start : at - piece.start], digest_size=DIGEST_BYTES)
-            while at < end:
-                if (more := rest.get((piece.name, at))) is None:
-                    raise ValueError(f"state: {piece.name}: nothing holds its bytes from {at} on")
-                digest.update(more)
-                at += len(more)
-            of_name[chunk] = digest.digest()
-    return found
-
-
-def num_chunks(kind: Kind) -> int:
-    """Into how many chunks a tensor is cut."""
-    return -(-kind.num_bytes // CHUNK_BYTES)
+def chunk_digests(data: bytes | memoryview) -> bytes:
+    """Hashes of the chunks of a piece, one after the other, DIGEST_BYTES each."""
+    view = memoryview(data)
+    chunks = (view[at : at + CHUNK_BYTES] for at in range(0, len(view), CHUNK_BYTES))
+    return b"".join(hashlib.blake2b(chunk, digest_size=DIGEST_BYTES).digest() for chunk in chunks)
 
 
 def state_hash(layout: Layout, digests: Mapping[str, bytes]) -> str:
-    """Hash of a whole state, as the journal holds it. digests: of all chunks of each tensor, in order, one after the other."""
+    """Hash of a whole state, as the journal holds it. digests: of all chunks of each tensor, in order."""
     whole = hashlib.sha256()
     for name in sorted(layout):
         kind = layout[name]
@@ -159,18 +102,8 @@ def state_hash(layout: Layout, digests: Mapping[str, bytes]) -> str:
 
 
 def whole_hash(tensors: Mapping[str, Tensor]) -> str:
-    """`state_hash` of a state that is here whole: equal exactly where names, dtypes, shapes and bytes are."""
-    layout = find_layout(tensors)
-    found = chunk_digests(whole_pieces(tensors), layout)
-    return state_hash(layout, {name: joined(layout[name], found.get(name, {}), name) for name in layout})
-
-
-def joined(kind: Kind, chunks: Mapping[int, bytes], name: str) -> bytes:
-    """The hashes of all chunks in order. ValueError naming the first chunk that has none."""
-    for chunk in range(num_chunks(kind)):
-        if chunk not in chunks:
-            raise ValueError(f"state: {name}: chunk {chunk} of {num_chunks(kind)} is held by no rank")
-    return b"".join(chunks[chunk] for chunk in range(num_chunks(kind)))
+    """`state_hash` of tensors in memory, each one piece: equal exactly where names, dtypes, shapes and bytes are."""
+    return state_hash(find_layout(tensors), {name: chunk_digests(tensor.data) for name, tensor in tensors.items()})
 
 
 OBJECT_BYTES = 64 * 1024 * 1024
@@ -181,13 +114,14 @@ class StoredPiece(msgspec.Struct, frozen=True):
     """Location of some bytes of a tensor.
 
     start: first byte of the tensor. stop: the byte after the last. object: number of the object in the index. offset: first
-    byte in the object.
+    byte in the object. digests: of its chunks, see `chunk_digests`.
     """
 
     start: int
     stop: int
     object: int
     offset: int
+    digests: bytes
 
 
 class StoredObject(msgspec.Struct, frozen=True):
@@ -202,50 +136,31 @@ class StoredObject(msgspec.Struct, frozen=True):
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """One tensor of a stored state.
-
-    dtype: a safetensors name. shape: of the whole tensor. pieces: in order, without gaps. digests: of its chunks, one after
-    the other, DIGEST_BYTES each.
-    """
+    """One tensor of a stored state. dtype: a safetensors name. shape: of the whole tensor. pieces: in order, without gaps."""
 
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[StoredPiece, ...]
-    digests: bytes
 
 
 class Index(msgspec.Struct, frozen=True):
-    """Everything of a stored state but its bytes.
+    """Everything of a stored state but its bytes. objects: by number. tensors: by name."""
 
-    chunk_bytes: length of a chunk. objects: by number. tensors: by name.
-    """
-
-    chunk_bytes: int
     objects: tuple[StoredObject, ...]
     tensors: dict[str, StoredTensor]
 
 
 class Written(msgspec.Struct, frozen=True):
-    """Objects that one rank stored.
-
-    objects: its own, in order. pieces: by tensor, with numbers of these objects. digests: of the chunks that begin in them.
-    """
+    """Objects that one rank stored. objects: its own, in order. pieces: by tensor, with numbers of these objects."""
 
     objects: tuple[StoredObject, ...]
     pieces: dict[str, tuple[StoredPiece, ...]]
-    digests: Digests
 
 
 def write_pieces(
-    store: Store,
-    folder: str,
-    rank: int,
-    pieces: Sequence[Piece],
-    digests: Digests,
-    *,
-    object_bytes: int = OBJECT_BYTES,
+    store: Store, folder: str, rank: int, pieces: Sequence[Piece], *, object_bytes: int = OBJECT_BYTES
 ) -> Written:
-    """Store the pieces of one rank. Blocking."""
+    """Store the pieces of one rank. Blocking. object_bytes: a multiple of CHUNK_BYTES."""
     objects: list[StoredObject] = []
     found: dict[str, list[StoredPiece]] = {}
     body: list[memoryview] = []
@@ -257,52 +172,48 @@ def write_pieces(
         objects.append(StoredObject(name, size, rank))
 
     for piece in pieces:
-        view, at = memoryview(piece.data), 0
-        while at < len(view):
-            part = view[at : at + object_bytes - size]
-            begin = piece.start + at
-            found.setdefault(piece.name, []).append(StoredPiece(begin, begin + len(part), len(objects), size))
-            body.append(part)
-            at, size = at + len(part), size + len(part)
-            if size == object_bytes:
+        for at in range(0, len(piece.data), object_bytes):
+            part = memoryview(piece.data)[at : at + object_bytes]
+            if size + len(part) > object_bytes:
                 put()
                 body, size = [], 0
+            start = piece.start + at
+            stored = StoredPiece(start, start + len(part), len(objects), size, chunk_digests(part))
+            found.setdefault(piece.name, []).append(stored)
+            body.append(part)
+            size += len(part)
     if body:
         put()
-    return Written(tuple(objects), {name: tuple(parts) for name, parts in found.items()}, digests)
+    return Written(tuple(objects), {name: tuple(parts) for name, parts in found.items()})
 
 
 def joined_index(layout: Layout, parts: Iterable[Written]) -> Index:
     """The index of a state from what all ranks wrote. ValueError naming a tensor that is not there whole."""
     objects: list[StoredObject] = []
     pieces: dict[str, list[StoredPiece]] = {name: [] for name in layout}
-    chunks: Digests = {name: {} for name in layout}
     for part in parts:
         first = len(objects)
         objects += part.objects
         for name, stored in part.pieces.items():
             pieces[name] += [msgspec.structs.replace(piece, object=first + piece.object) for piece in stored]
-        for name, of_name in part.digests.items():
-            chunks[name] |= of_name
     tensors = {}
     for name, kind in layout.items():
         ordered = tuple(sorted(pieces[name], key=lambda piece: piece.start))
         _check_whole(name, kind, ordered)
-        tensors[name] = StoredTensor(kind.dtype, kind.shape, ordered, joined(kind, chunks[name], name))
-    return Index(CHUNK_BYTES, tuple(objects), tensors)
+        tensors[name] = StoredTensor(kind.dtype, kind.shape, ordered)
+    return Index(tuple(objects), tensors)
 
 
 def write_whole(store: Store, folder: str, tensors: Mapping[str, Tensor]) -> Index:
     """Store a state that one process holds whole. Blocking."""
-    layout, pieces = find_layout(tensors), whole_pieces(tensors)
-    return joined_index(layout, [write_pieces(store, folder, 0, pieces, chunk_digests(pieces, layout))])
+    return joined_index(find_layout(tensors), [write_pieces(store, folder, 0, whole_pieces(tensors))])
 
 
 def index_hash(index: Index) -> str:
     """`state_hash` of a stored state."""
     return state_hash(
         {name: Kind(tensor.dtype, tensor.shape) for name, tensor in index.tensors.items()},
-        {name: tensor.digests for name, tensor in index.tensors.items()},
+        {name: b"".join(piece.digests for piece in tensor.pieces) for name, tensor in index.tensors.items()},
     )
 
 
@@ -333,28 +244,20 @@ class StoredState(Mapping[str, Tensor]):
 
     def read(self, name: str, start: int, stop: int) -> memoryview:
         """Bytes of a tensor. Raises StoreError, ValueError naming the object that is missing or damaged."""
-        tensor, kind = self.index.tensors[name], self.layout[name]
-        begin = start // CHUNK_BYTES * CHUNK_BYTES
-        end = min(-(-stop // CHUNK_BYTES) * CHUNK_BYTES, kind.num_bytes)
-        found = memoryview(bytearray(end - begin))
-        for piece in tensor.pieces:
-            first, last = max(begin, piece.start), min(end, piece.stop)
-            if first < last:
-                found[first - begin : last - begin] = self._bytes(piece, first, last, name)
-        for chunk in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
-            at = chunk * CHUNK_BYTES - begin
-            digest = hashlib.blake2b(found[at : at + CHUNK_BYTES], digest_size=DIGEST_BYTES).digest()
-            if digest != tensor.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]:
-                first = chunk * CHUNK_BYTES
-                held = [
-                    self._place(part)
-                    for part in tensor.pieces
-                    if part.start < first + CHUNK_BYTES and first < part.stop
-                ]
+        found = memoryview(bytearray(stop - start))
+        for piece in self.index.tensors[name].pieces:
+            first, last = max(start, piece.start), min(stop, piece.stop)
+            if first >= last:
+                continue
+            chunks = range((first - piece.start) // CHUNK_BYTES, -(-(last - piece.start) // CHUNK_BYTES))
+            begin = piece.start + chunks.start * CHUNK_BYTES
+            data = self._bytes(piece, begin, min(piece.start + chunks.stop * CHUNK_BYTES, piece.stop), name)
+            if chunk_digests(data) != piece.digests[chunks.start * DIGEST_BYTES : chunks.stop * DIGEST_BYTES]:
                 raise ValueError(
-                    f"{' or '.join(held)}: its bytes of {name} from {first} on are not those that were written"
+                    f"{self._place(piece)}: its bytes of {name} from {begin} on are not those that were written"
                 )
-        return found[start - begin : stop - begin]
+            found[first - start : last - start] = data[first - begin : last - begin]
+        return found
 
     def verified(self) -> "StoredState":
         """Itself, once `verify` found nothing wrong."""
@@ -374,12 +277,10 @@ class StoredState(Mapping[str, Tensor]):
         return self.index
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Read one of `parts` equal shares of all bytes and compare the hashes; nothing is kept. Raises as `read` does."""
-        for name, kind in self.layout.items():
-            chunks = num_chunks(kind)
-            start, stop = (chunks * at // parts * CHUNK_BYTES for at in (part, part + 1))
-            for at in range(start, min(stop, kind.num_bytes), READ_BYTES):
-                self.read(name, at, min(at + READ_BYTES, stop, kind.num_bytes))
+        """Read one of `parts` shares of all bytes and compare the hashes; nothing is kept. Raises as `read` does."""
+        pieces = [(name, piece) for name, tensor in self.index.tensors.items() for piece in tensor.pieces]
+        for name, piece in pieces[part::parts]:
+            self.read(name, piece.start, piece.stop)
 
     def _bytes(self, piece: StoredPiece, first: int, last: int, name: str) -> bytes:
         there = self.index.objects[piece.object]
@@ -410,15 +311,8 @@ def open_state(store: Store, folder: str, key: str, sha256: str) -> StoredState:
         index = msgspec.msgpack.decode(data, type=Index)
     except msgspec.MsgspecError as error:
         raise ValueError(f"{key}: {error}") from error
-    if index.chunk_bytes != CHUNK_BYTES:
-        raise ValueError(f"{key}: got chunks of {index.chunk_bytes} bytes, expected {CHUNK_BYTES}")
     for name, tensor in index.tensors.items():
-        kind = Kind(tensor.dtype, tensor.shape)
-        _check_whole(name, kind, tensor.pieces)
-        if len(tensor.digests) != num_chunks(kind) * DIGEST_BYTES:
-            raise ValueError(
-                f"{key}: {name}: got {len(tensor.digests)} bytes of hashes, expected {num_chunks(kind)} hashes"
-            )
+        _check_whole(name, Kind(tensor.dtype, tensor.shape), tensor.pieces)
     return StoredState(store, folder, index, key, sha256)
 
 
@@ -427,6 +321,8 @@ def _check_whole(name: str, kind: Kind, pieces: Sequence[StoredPiece]) -> None:
     for piece in pieces:
         if piece.start != at:
             raise ValueError(f"state: {name}: got a piece from byte {piece.start} on, expected one from {at} on")
+        if len(piece.digests) != -(-(piece.stop - at) // CHUNK_BYTES) * DIGEST_BYTES:
+            raise ValueError(f"state: {name}: got {len(piece.digests)} bytes of hashes for the piece from byte {at} on")
         at = piece.stop
     if at != kind.num_bytes:
         raise ValueError(f"state: {name}: got {at} bytes, expected {kind.num_bytes}")

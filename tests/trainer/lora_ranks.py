@@ -9,7 +9,6 @@ from trainer.batch.batch import pack
 from trainer.config import LoraConfig, TrainerConfig
 from trainer.learners.deepspeed import DeepSpeedLearner
 from trainer.learners.torch import TorchLearner
-from trainer.state import whole_hash
 
 
 def check_lora(model: str, stage: int, what: str) -> None:
@@ -38,7 +37,7 @@ def check_lora(model: str, stage: int, what: str) -> None:
     saved, theirs = learner.save(), alone.save()
     numbers = [{name: item for name, item in state.items() if item.dtype != "U8"} for state in (saved, theirs)]
     assert furthest(*numbers) < (2e-2 if dtype == "bfloat16" else 1e-4), furthest(*numbers)
-    assert saved["adapter"] == theirs["adapter"] and learner.state_hash() == whole_hash(saved)
+    assert saved["adapter"] == theirs["adapter"]
     alone.restore(saved)
     assert learner.tensors() == alone.tensors()
     assert np.allclose(

@@ -1,6 +1,6 @@
 """Bytes between the ranks of a learner, over gloo and never pickled; with one process every call returns what it is given."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
 
 import msgspec
@@ -56,19 +56,6 @@ class Channel:
         found = self.gather(data)
         sent = self.broadcast(None if self.rank else msgspec.msgpack.encode(found))
         return msgspec.msgpack.decode(sent, type=list[bytes])
-
-    def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
-        """parts: one for each rank. Returns what the ranks have for this one."""
-        if self.world == 1:
-            return list(parts)
-        sizes = torch.tensor([len(part) for part in parts])
-        theirs = torch.empty_like(sizes)
-        distributed.all_to_all_single(theirs, sizes, group=self._group)
-        found = torch.empty(int(theirs.sum()), dtype=torch.uint8)
-        distributed.all_to_all_single(
-            found, _tensor(b"".join(parts)), theirs.tolist(), sizes.tolist(), group=self._group
-        )
-        return [_bytes(part) for part in torch.split(found, theirs.tolist())]
 
     def sum(self, value: torch.Tensor) -> None:
         """Replace a tensor by its sum over all ranks, on its own device."""

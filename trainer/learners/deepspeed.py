@@ -24,7 +24,6 @@ from schemas.errors import StoreError
 from trainer.batch.batch import PackedBatch
 from trainer.config import TrainerConfig
 from trainer.learners.channel import Channel
-from trainer.learners.copies import Snapshot
 from trainer.learners.critic import check_critic
 from trainer.learners.engines import Engines, RankCritic, begin_ranks, engine_settings
 from trainer.learners.forward import PackedModel, compared, open_adapter
@@ -34,6 +33,7 @@ from trainer.learners.numerics import numerics
 from trainer.learners.orders import Counts, Order, Orders
 from trainer.learners.rank_step import RankStep
 from trainer.learners.shards import Shards, Source
+from trainer.learners.snapshot import Snapshot
 from trainer.learners.step import log_distance, minibatches, miss
 from trainer.losses.loss import open_objectives
 from trainer.state import (
@@ -200,11 +200,6 @@ class DeepSpeedLearner:
         """Names, dtypes and shapes of the state as it is."""
         return self._layout(None)
 
-    def state_hash(self) -> str:
-        """The hash of the state as a checkpoint would tell it, without one."""
-        found: str = self._call(Order(name="hash"))
-        return found
-
     def save(self) -> dict[str, Tensor]:
         """Float32 weights, optimizer moments and phase, gathered whole: for comparisons; a checkpoint is a `snapshot`."""
         state: dict[str, Tensor] = self._call(Order(name="save"))
@@ -274,8 +269,6 @@ class DeepSpeedLearner:
                 return self._save()
             case "set":
                 return self._set(order, given)
-            case "hash":
-                return self._unwritten(self._channel, "", copy=False).hash()
             case "snapshot":
                 return self._snapshot(order.folder)
             case "verify":
@@ -330,14 +323,12 @@ class DeepSpeedLearner:
     def _snapshot(self, folder: str) -> Snapshot:
         if self._writing is not None:
             self._writing.join()
-        found = self._unwritten(self._beside, folder, copy=True)
+        assert self._store is not None, "rank 0 has set it, the others follow with one"
+        found = Snapshot(self._beside, self._store, folder, self.layout(), self._pieces(copy=True))
         if self.rank:
             self._writing = threading.Thread(target=found.write, name="snapshot")
             self._writing.start()
         return found
-
-    def _unwritten(self, channel: Channel, folder: str, *, copy: bool) -> Snapshot:
-        return Snapshot(channel, self._store, folder, self.layout(), self._pieces(copy=copy))
 
     def _take(self, names: Sequence[str], state: StoredState) -> None:
         self._phase = PHASES[state.read(PHASE, 0, 1)[0]]

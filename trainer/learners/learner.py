@@ -20,7 +20,7 @@ from infra.store.store import Store
 from trainer.batch.batch import PackedBatch
 from trainer.config import LOSSES, TrainerConfig, loss_use
 from trainer.learners.channel import Channel
-from trainer.learners.copies import Snapshot
+from trainer.learners.snapshot import Snapshot
 from trainer.state import Layout, StoredState, find_layout, whole_pieces
 
 Phase = Literal["warmup", "train"]

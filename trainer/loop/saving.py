@@ -32,8 +32,8 @@ from trainer.journal.checkpoint import (
     uses_below,
 )
 from trainer.journal.origin import made_with
-from trainer.learners.copies import Snapshot
 from trainer.learners.learner import take_snapshot
+from trainer.learners.snapshot import Snapshot
 from trainer.loop.report import Stopwatch
 from trainer.loop.state import Run
 from trainer.state import index_hash
