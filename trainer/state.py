@@ -13,7 +13,7 @@ that the state is of.
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -263,12 +263,6 @@ class StoredState(Mapping[str, Tensor]):
         """Itself, once `verify` found nothing wrong."""
         self.verify()
         return self
-
-    def only(self, names: Collection[str]) -> "StoredState":
-        """The state without other tensors."""
-        kept = {name: tensor for name, tensor in self.index.tensors.items() if name in names}
-        index = msgspec.structs.replace(self.index, tensors=kept)
-        return StoredState(self._store, self.folder, index, self.key, self.sha256)
 
     def copy_to(self, folder: str) -> Index:
         """The same objects in another folder, one after the other; their index."""

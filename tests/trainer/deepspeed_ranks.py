@@ -27,7 +27,7 @@ from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal.checkpoint import Checkpoint, CheckpointPlace, Position, load_newest, save
 from trainer.journal.checkpoint import folder as folder_of
 from trainer.learners.deepspeed import DeepSpeedLearner
-from trainer.learners.learner import put_back, take_from
+from trainer.learners.learner import take_from
 from trainer.learners.torch import TorchLearner
 from trainer.state import Index, StoredState, encode_index, open_state, whole_hash
 
@@ -241,7 +241,7 @@ def check_shards(model: str, stage: int, folder: Path, what: str = "reference") 
         return
     found = load_newest(store, "r", take=take_from(learner))
     assert found is not None and isinstance(found.learner, StoredState)
-    put_back(learner, found.learner)
+    learner.restore(found.learner)
     index = learner.snapshot(store, f"again/{stage}").write()
     assert whole_hash(found.learner) == whole_hash(learner.save())
     ranks_at_work = {each.rank for each in index.objects}

@@ -196,25 +196,23 @@ class DeepSpeedLearner:
             "zero": str(self._stage),
         }
 
-    def layout(self) -> Layout:
-        """Names, dtypes and shapes of the state as it is."""
-        return self._layout(None)
-
     def save(self) -> dict[str, Tensor]:
         """Float32 weights, optimizer moments and phase, gathered whole: for comparisons; a checkpoint is a `snapshot`."""
         state: dict[str, Tensor] = self._call(Order(name="save"))
         return state
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from `save`; to other ranks goes one tensor at a time."""
+        """Continue from `save`; to other ranks goes one tensor at a time. Of a stored state each rank reads its own pieces."""
         check_adapter(state, self.adapter)
-        self._check(find_layout(state))
-        self.set(state)
-
-    def set(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over these tensors of a state, as they are; the others stay."""
-        names = tuple(sorted(tensors))
-        self._call(Order(name="set", names=names, dtypes=tuple(tensors[name].dtype for name in names)), tensors)
+        layout = state.layout if isinstance(state, StoredState) else find_layout(state)
+        check_same(layout, self._layout(layout))
+        if isinstance(state, StoredState):
+            names = tuple(state.layout)
+            order = Order(name="load", folder=state.folder, index=state.key, sha256=state.sha256, names=names)
+        else:
+            names = tuple(sorted(state))
+            order = Order(name="set", names=names, dtypes=tuple(state[name].dtype for name in names))
+        self._call(order, state)
 
     def snapshot(self, store: Store, folder: str) -> Snapshot:
         """Copy the state to host memory, each rank its own pieces; the others write theirs from now on."""
@@ -226,18 +224,7 @@ class DeepSpeedLearner:
         """Read a stored state, each rank a share, and compare its hashes."""
         self._call(Order(name="verify", folder=state.folder, index=state.key, sha256=state.sha256), state)
 
-    def load(self, state: StoredState, *, without: Sequence[str] = ()) -> None:
-        """Continue from a stored state, each rank reading its own pieces. without: names that stay as they are here."""
-        check_adapter(state, self.adapter)
-        self._check(state.layout, without)
-        order = Order(name="load", folder=state.folder, index=state.key, sha256=state.sha256, names=tuple(state.layout))
-        self._call(order, state)
-
-    def _check(self, layout: Layout, without: Sequence[str] = ()) -> None:
-        expected = self._layout(layout)
-        check_same(layout, {name: kind for name, kind in expected.items() if name not in without})
-
-    def _layout(self, of: Layout | None) -> dict[str, Kind]:
+    def _layout(self, of: Layout | None = None) -> dict[str, Kind]:
         """Layout of the state as it is, or as it would be with the moments of another."""
         found = {name: kind for shards in self._held for name, kind in shards.layout(of).items()}
         return found | {PHASE: Kind("U8", ())} | find_layout(self._adapter_state)
@@ -293,11 +280,12 @@ class DeepSpeedLearner:
 
     def _save(self) -> dict[str, Tensor]:
         mine = [msgspec.structs.astuple(piece) for piece in self._pieces(copy=False)]
-        whole = {name: bytearray(kind.num_bytes) for name, kind in self.layout().items()}
+        layout = self._layout()
+        whole = {name: bytearray(kind.num_bytes) for name, kind in layout.items()}
         for data in self._channel.gather(msgspec.msgpack.encode(mine)):
             for name, start, part in msgspec.msgpack.decode(data, type=list[tuple[str, int, bytes]]):
                 whole[name][start : start + len(part)] = part
-        return {name: Tensor(kind.dtype, kind.shape, bytes(whole[name])) for name, kind in self.layout().items()}
+        return {name: Tensor(kind.dtype, kind.shape, bytes(whole[name])) for name, kind in layout.items()}
 
     def _set(self, order: Order, given: Mapping[str, Tensor] | None) -> None:
         dtypes = dict(zip(order.names, order.dtypes, strict=True))
@@ -324,7 +312,7 @@ class DeepSpeedLearner:
         if self._writing is not None:
             self._writing.join()
         assert self._store is not None, "rank 0 has set it, the others follow with one"
-        found = Snapshot(self._beside, self._store, folder, self.layout(), self._pieces(copy=True))
+        found = Snapshot(self._beside, self._store, folder, self._layout(), self._pieces(copy=True))
         if self.rank:
             self._writing = threading.Thread(target=found.write, name="snapshot")
             self._writing.start()

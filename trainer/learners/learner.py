@@ -6,7 +6,7 @@ uses.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
@@ -21,7 +21,7 @@ from trainer.batch.batch import PackedBatch
 from trainer.config import LOSSES, TrainerConfig, loss_use
 from trainer.learners.channel import Channel
 from trainer.learners.snapshot import Snapshot
-from trainer.state import Layout, StoredState, find_layout, whole_pieces
+from trainer.state import StoredState, find_layout, whole_pieces
 
 Phase = Literal["warmup", "train"]
 
@@ -112,17 +112,6 @@ class Ranks(Protocol):
     def verify(self, state: StoredState) -> None:
         """Read a stored state, each rank a share, and compare its hashes. ValueError names rank and object."""
 
-    def layout(self) -> Layout:
-        """Names, dtypes and shapes of the state as it is."""
-
-    def load(self, state: StoredState, *, without: Sequence[str] = ()) -> None:
-        """Continue from a stored state, each rank reading its own pieces. Raises as `restore` does. without: names that stay
-        as they are here.
-        """
-
-    def set(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over a few tensors of a state that rank 0 has."""
-
 
 @runtime_checkable
 class InHostMemory(Protocol):
@@ -160,14 +149,6 @@ def take_from(learner: Learner) -> Callable[[StoredState], Mapping[str, Tensor]]
         return state
 
     return verified
-
-
-def put_back(learner: Learner, state: Mapping[str, Tensor]) -> None:
-    """`restore`, by ranks each reading its own pieces where the state lies in the store."""
-    if isinstance(learner, Ranks) and isinstance(state, StoredState):
-        learner.load(state)
-    else:
-        learner.restore(state)
 
 
 def open_learner(config: TrainerConfig, model: str) -> Learner:

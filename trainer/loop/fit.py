@@ -6,15 +6,12 @@ Guarantee: a missing reference starts as the policy of the checkpoint, a missing
 """
 
 import logging
-from collections.abc import Mapping
 
 from infra.policies.policy import Adapter, described
-from infra.policies.tensors import Tensor
 from schemas.errors import ConfigError
 from trainer.journal.checkpoint import Checkpoint, state_part, state_parts
-from trainer.learners.learner import Ranks, put_back
 from trainer.loop.state import Learning
-from trainer.state import StoredState, state_adapter
+from trainer.state import state_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -26,24 +23,20 @@ async def restore_learner(run: Learning, state: Checkpoint) -> None:
     step = state.position.step
     check_kept(state, run.learner.adapter)
     try:
-        await run.in_thread(put_back, run.learner, state.learner)
+        await run.in_thread(run.learner.restore, state.learner)
         return
     except ValueError:
         logger.info("checkpoint of step=%d is of other lanes or of another model", step)
     learner = run.learner
-    now = learner.layout() if isinstance(learner, Ranks) else await run.in_thread(learner.save)
+    now = await run.in_thread(learner.save)
     wanted, held = state_parts(now), state_parts(state.learner)
     lacking = [name for name in now if state_part(name) in wanted - held]
     begun = {name: POLICY + name.removeprefix(REFERENCE) for name in lacking if name.startswith(REFERENCE)}
     kept = {name for name in state.learner if state_part(name) in wanted | {""}}
     try:
         policy = {name: state.learner[source] for name, source in begun.items() if source in state.learner}
-        if isinstance(learner, Ranks) and isinstance(state.learner, StoredState):
-            await run.in_thread(fit_ranks, learner, state.learner.only(kept), lacking, policy)
-        else:
-            whole = await run.in_thread(learner.save)
-            found = {name: state.learner[name] for name in kept} | {name: whole[name] for name in lacking}
-            await run.in_thread(learner.restore, found | policy)
+        found = {name: state.learner[name] for name in kept} | {name: now[name] for name in lacking}
+        await run.in_thread(learner.restore, found | policy)
     except ValueError as error:
         raise ConfigError(
             f"checkpoint of step {step} does not fit the configured model: {error}; expected the policy.model it was made "
@@ -65,9 +58,3 @@ def check_kept(state: Checkpoint, adapter: Adapter | None) -> None:
             "or another name in `run`, which begins anew from policy.model (a folder of `headrace export-model` keeps what "
             "was learned)"
         )
-
-
-def fit_ranks(ranks: Ranks, state: StoredState, lacking: list[str], policy: Mapping[str, Tensor]) -> None:
-    """Each rank reads its own pieces; what the state lacks stays as it is there, but for these tensors."""
-    ranks.load(state, without=lacking)
-    ranks.set(policy)
