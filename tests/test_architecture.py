@@ -69,19 +69,19 @@ MAX_FUNCTION_LINES = 60
 # Lines of Python, blank ones and docstrings included, and files. Lower a number when a folder shrinks; raise one only with the
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
-    "schemas": 2_700,
-    "infra": 16_623,
-    "infra/cli": 7_323,
+    "schemas": 2_685,
+    "infra": 16_589,
+    "infra/cli": 7_316,
     "infra/cli/console": 2_239,
     "infra/cli/demo": 1_211,
-    "streams": 9_625,
-    "actors": 16_971,
-    "actors/master/gate": 814,
-    "trainer": 11_767,
-    "tests": 66_640,
+    "streams": 9_598,
+    "actors": 16_959,
+    "actors/master/gate": 813,
+    "trainer": 11_320,
+    "tests": 63_763,
     "tests/bench": 3_960,
 }
-MAX_PRODUCT_FILES, MAX_TEST_FILES = 390, 318
+MAX_PRODUCT_FILES, MAX_TEST_FILES = 367, 308
 MAX_PARAMETERS = 8
 TOP = {
     "schemas", "infra", "streams", "actors", "trainer", "tests", "pyproject.toml", "README.md", "Makefile", "LICENSE",
