@@ -45,8 +45,8 @@ def test_an_equal_version_is_never_turned_away_nor_one_beyond_the_margin_let_thr
 @pytest.mark.parametrize(
     ("name", "kind", "at_least"),
     [
-        ("base 0.005", "equal", 0.95), ("base 0.1", "equal", 0.7), ("base 0.3", "equal", 0.9), ("1,000 an hour", "equal", 0.95),
-        ("base 0.1", "twice the odds", 0.8), ("1,000 an hour", "twice the odds", 0.95), ("watch", "twice the odds", 0.8),
+        ("base 0.005", "equal", 0.95), ("base 0.1", "equal", 0.7), ("base 0.3", "equal", 0.9), ("watch", "twice the odds", 0.8),
+        ("base 0.1", "twice the odds", 0.8), ("1,000 per hour", "equal", 0.95), ("1,000 per hour", "twice the odds", 0.95),
         ("weekly ± 40 %", "twice the odds", 0.8), ("only at night", "twice the odds", 0.8),
         ("tenants of 99 and 1 %", "twice the odds", 0.8), ("tenants of 99 and 1 %", "equal", 0.7),
     ],
