@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
@@ -273,11 +274,11 @@ def crowd(name: str, version: int, people: int, down: int, **more: object) -> It
 
 
 class Looking(ScriptedEngine):
-    """seen: of each request."""
+    """Takes images. seen: those of each request. kept: maximum number of requests in `seen`, None for all."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, kept: int | None = None, **options: Any) -> None:
         super().__init__(**options)
-        self.seen: list[tuple[Pixels, ...]] = []
+        self.seen = deque[tuple[Pixels, ...]](maxlen=kept)
 
     async def generate(
         self,

@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from actors.engines.engine import Completion, OnChunk, Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.gateway.config import GatewayLimits
 from infra.local.http_server import new_loop
-from infra.store.images import MAX_SCANS, Pixels
+from infra.store.images import MAX_SCANS
 from tests.actors.gateway.gateway_rig import VOCABULARY, serving
 from tests.actors.gateway.test_gateway_images import Eyes
+from tests.actors.rig import Looking
 from tests.infra.test_images import scans
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -33,25 +32,11 @@ def says_x(prompt: tuple[int, ...]) -> list[int]:
     return [120] * 64
 
 
-class Glancing(ScriptedEngine):
-    """Takes images and looks at none."""
-
-    async def generate(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        on_chunk: OnChunk | None = None,
-        images: Sequence[Pixels] = (),
-    ) -> Completion:
-        return await super().generate(prompt, sampling, on_chunk=on_chunk)
-
-
 def serve(pipe: Any) -> None:
     """A gateway in a process of its own, until it is killed."""
 
     async def main() -> None:
-        sampler = Glancing(num_vocabulary=VOCABULARY, max_model_len=8192, script=says_x, token_s=0.001)
+        sampler = Looking(kept=0, num_vocabulary=VOCABULARY, max_model_len=8192, script=says_x, token_s=0.001)
         limits = GatewayLimits(prompt_tokens=100_000, body_s=5.0)
         async with serving(Path(tempfile.mkdtemp()), sampler, tokenizer=Eyes(), limits=limits) as served:
             keys = await served.new_key(rpm=600), await served.new_key()
