@@ -56,7 +56,6 @@ logger = logging.getLogger(__name__)
 CODE_VARIABLE = "HEADRACE_STOPPED_CODE"
 SAY_S = 5.0
 FIT_S = 2.0
-WITH_ENGINE = ("explore", "serve")
 MAX_REASON = 1000  # characters
 STOP_S = 1800.0  # a trainer finishes its step and writes a checkpoint; to end it sooner, send SIGKILL
 

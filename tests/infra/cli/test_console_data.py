@@ -34,10 +34,6 @@ from tests.infra.cli.console_rig import (
 )
 from tests.infra.ledger.test_index import batch
 
-OTHERS = "n" * 64  # the session of somebody who is forgotten
-OF_ANN = f"{SESSION}.1-7.0-0-0"
-OF_OTHER = f"{OTHERS}.1-7.0-0-0"
-
 
 def test_the_data_page_has_tasks_with_their_success_what_processors_made_and_every_bound(tmp_path: Path) -> None:
     paths = ("/data", "/data?order=hardest&task=add-", "/answers?made=yes", f"/answers/{MADE}")
