@@ -284,11 +284,11 @@ def test_the_chunked_head_and_its_gradients_are_those_of_float64(dtype, softcap,
     weight = torch.randn(2, N)
     (torch.stack(found) * weight).sum().backward()
     (expected * weight).sum().backward()
-    # A gradient in bfloat16 is rounded once, whatever it was summed of.
+    # In bfloat16 the slopes of the logits are rounded, then what is summed of them.
     bound = 1e-5 if dtype == torch.float32 else 2**-8
     for name, value in double.items():
         away = (other[name].grad - value.grad).abs()
-        assert (away <= bound * value.grad.abs() + 1e-5 * value.grad.abs().max()).all(), name
+        assert (away <= bound * (value.grad.abs() + value.grad.abs().max())).all(), name
 
 
 def head(dtype: torch.dtype, max_logits: int, softcap: float = 0.0) -> tuple[Head, torch.nn.Linear]:

@@ -56,7 +56,8 @@ class PackedModel:
         replay: bool = False,
         module: Any = None,
     ) -> None:
-        self.module: Any = module or _loaded(folder, dtype, device)
+        loaded: Any = module or load_model(folder, dtype=dtype)
+        self.module: Any = loaded if module else loaded.to(device)
         self._replay = Replay(self.module, folder) if replay else None
         self._differs_P: torch.Tensor | None = None  # of all tokens of the last forward
         self._rerouted_N: torch.Tensor | None = None
@@ -205,11 +206,6 @@ class PackedModel:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
-
-
-def _loaded(folder: str, dtype: str, device: str) -> Any:
-    module: Any = load_model(folder, dtype=dtype)
-    return module.to(device)
 
 
 def policy_settings(config: TrainerConfig) -> dict[str, Any]:

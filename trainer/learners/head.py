@@ -1,8 +1,9 @@
 """From hidden states to log π of the sampled tokens: the head of a language model, computed only where it is read.
 
 Guarantees: sums over the width of the model and over the vocabulary are float32; of the logits no more are held at once than
-allowed, and of a head in half precision no float32 copy: its gradient alone is float32 until a microbatch is done. Float32
-heads compute by the model's own linear layer, bit for bit what they always did.
+allowed, and of a head in half precision no float32 copy: its gradient alone is float32 until a microbatch is done. In the
+backward of such a head the slopes of the logits are rounded to its precision before they are multiplied. Float32 heads compute
+by the model's own linear layer, bit for bit what they always did.
 """
 
 from collections.abc import Callable
@@ -214,25 +215,27 @@ def _slopes(
 def _back(slope_CV: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
     found = torch.zeros((len(slope_CV), weight_VD.shape[1]), dtype=torch.float32, device=slope_CV.device)
     for part in _slices(weight_VD):
-        found += _matmul(slope_CV[:, part].to(_kind(weight_VD)), weight_VD[part])
+        found += _matmul(slope_CV[:, part], weight_VD[part])
     return found
 
 
 def _add_outer(weight_grad: torch.Tensor, slope_CV: torch.Tensor, hidden_CD: torch.Tensor) -> None:
     for part in _slices(weight_grad):
-        weight_grad[part] += _matmul(slope_CV[:, part].T.to(_kind(hidden_CD)), hidden_CD)
+        weight_grad[part] += _matmul(slope_CV[:, part].T, hidden_CD)
 
 
 def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The product of two matrices of one dtype with sums in float32; a GPU takes half precision as it is."""
-    if left.is_cuda and left.dtype == right.dtype != torch.float32:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
-
-
-def _kind(of: torch.Tensor) -> torch.dtype:
-    """The dtype that a GPU's product with a matrix takes beside it."""
-    return of.dtype if of.is_cuda else torch.float32
+    """The product of two matrices with sums in float32; the left one is rounded to the right one's dtype."""
+    if left.is_cuda and right.dtype != torch.float32:
+        return torch.mm(left.to(right.dtype), right, out_dtype=torch.float32)
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    if right.dtype == torch.bfloat16:  # by the CPU's bfloat16 units where it has them: a third of the time
+        matmul.fp32_precision = "bf16"
+    try:
+        return left.float() @ right.float()
+    finally:
+        matmul.fp32_precision = before
 
 
 def _slices(weight_VD: torch.Tensor) -> list[slice]:
