@@ -245,11 +245,6 @@ class ExploreConfig(Section, frozen=True):
     """Seconds for running groups to finish at a stop."""
     report_s: Seconds = 2.0
     """Seconds between two status reports to the log."""
-    max_routing_bytes: Annotated[int, msgspec.Meta(ge=1, le=15 * 1024 * 1024, description="1 to 15728640 bytes")] = (
-        4_194_304
-    )
-    """Maximum bytes of a sequence's recorded experts (`engine.options.routing`): a byte per token, layer and expert, two bytes
-    above 256 experts. A larger sequence is published without them and counted as `routing_dropped`."""
 
 
 def check_patterns(name: str, patterns: Iterable[str]) -> None:

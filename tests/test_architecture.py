@@ -69,13 +69,13 @@ MAX_FUNCTION_LINES = 60
 # Lines of Python, blank ones and docstrings included, and files. Lower a number when a folder shrinks; raise one only with the
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
-    "schemas": 2_685,
+    "schemas": 2_569,
     "infra": 16_589,
     "infra/cli": 7_315,
     "infra/cli/console": 2_239,
     "infra/cli/demo": 1_211,
     "streams": 9_598,
-    "actors": 16_959,
+    "actors": 16_800,
     "actors/master/gate": 813,
     "trainer": 11_320,
     "tests": 63_767,

@@ -259,12 +259,6 @@ class TrainerConfig(Section, frozen=True):
     ranks_timeout: Duration = "10m"
     """Maximum time that a rank waits for another; after it, all ranks restart. Sending the rows of a step, its longest
     microbatch and reading a checkpoint must each take less."""
-    routing: Literal["own", "replay"] = "own"
-    """Choice of experts in a mixture-of-experts model. "own": the learner's routers. "replay": the experts that the engine
-    recorded (`engine.options.routing`), weighted by the learner's router logits, so that routers are trained; for tokens
-    without a record the learner's routers choose. Engine and trainer round differently and choose different experts for
-    some tokens, which distorts importance ratios; replay keeps such runs from collapsing (Ma et al. 2025,
-    arXiv:2510.11370). A record costs a byte per token, layer and expert in the log."""
     learner: Use = Use(use="trainer.learners.torch:TorchLearner")
     """Learner, which holds and trains the model."""
 

@@ -11,10 +11,6 @@ Diagnostics are token-weighted and per lane, named `<lane>/<name>`:
     staleness_mean · _p95 · _max      policy versions between sampling and training
     mixed_versions                    share of sequences that more than one version sampled
     mismatch_tokens · mismatch_abs_max · mismatch_k3   engine against trainer on tokens of the very version trained
-    routing_replayed · routing_without                 share of tokens read with the experts the engine recorded; sequences
-                                                       that have none; under trainer.routing = "replay"
-    routing_differs · routing_differs_layers           share of those whose own router chooses otherwise in some layer; of
-                                                       their layers
 
 The guard maps a state to a state and a verdict. The state is part of the position, so that a resumed trainer refuses the steps
 that an uninterrupted one would.
@@ -57,7 +53,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     minus behaviour version. version: of the behaviour policy. ratio: μ is the policy's own. clipped: what the loss silenced.
     exact: the trainer's weights were those of the policy version itself, and the token was sampled with keys and values of its
     own version, so that at staleness 0 it compares engine with trainer. lane: index into LANES. sequence: index into the
-    packed items. kl, entropy: what the lane's penalty measured, NaN where it has none. rerouted: see `PackedModel.rerouted`.
+    packed items. kl, entropy: what the lane's penalty measured, NaN where it has none.
     """
 
     logprob: np.ndarray
@@ -72,7 +68,6 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     sequence: np.ndarray
     kl: np.ndarray
     entropy: np.ndarray
-    rerouted: np.ndarray
 
 
 class OutOfRange(msgspec.Struct, frozen=True):
@@ -113,8 +108,6 @@ def diagnose(observed: Observed) -> dict[str, float]:
         for name, measured in (("kl_reference", of_lane.kl), ("entropy_exact", of_lane.entropy)):
             if not np.isnan(measured).all():
                 found[name] = float(measured.mean())
-        if not np.isnan(of_lane.rerouted).all():
-            found |= _routing(of_lane)
         with_ratio = select(of_lane, of_lane.ratio)
         if len(with_ratio.logprob):
             found |= _weights(with_ratio) | _staleness(with_ratio) | _mismatch(with_ratio)
@@ -146,16 +139,6 @@ def _weights(seen: Observed) -> dict[str, float]:
     for name, of_sign in (("clip_positive", seen.advantage > 0), ("clip_negative", seen.advantage < 0)):
         if of_sign.any():
             found[name] = float(seen.clipped[of_sign].mean())
-    return found
-
-
-def _routing(seen: Observed) -> dict[str, float]:
-    replayed = seen.rerouted >= 0
-    without = np.setdiff1d(seen.sequence, seen.sequence[replayed])
-    found = {"routing_replayed": float(replayed.mean()), "routing_without": float(len(without))}
-    if replayed.any():
-        share = seen.rerouted[replayed]
-        found |= {"routing_differs": float((share > 0).mean()), "routing_differs_layers": float(share.mean())}
     return found
 
 

@@ -14,7 +14,6 @@ from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from infra.policies.policy import Policy
 from infra.store.images import Pixels
@@ -84,17 +83,13 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled tokens with their logprobs and versions.
 
     tokens: new token ids. logprobs: logprob of each token. spans: spans, counted from the first new token. stopped: True if a
-    stop token ended the sequence, False at max_tokens. routing: experts of each token of prompt and answer except the last,
-    recorded when its successor was sampled: uint8, or uint16 above 256 experts, [tokens - 1, layers that route, k]. None
-    without the engine option `routing`. They are those of the version that sampled the successor; a reload does not change
-    recorded experts.
+    stop token ended the sequence, False at max_tokens.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     spans: tuple[Span, ...]
     stopped: bool
-    routing: npt.NDArray[np.unsignedinteger] | None = None
 
 
 class LoadReport(msgspec.Struct, frozen=True):

@@ -6,18 +6,15 @@ not called after new weights, sequences go on with those they have, and say from
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
 from actors.engines.engine import Completion, OnChunk, shaped_logits
 from actors.engines.grammar import Matcher
 from actors.engines.trace import RequestImages, Trace
-from infra.model.routers import Routers
 from infra.model.vision import Vision, model_inputs
 
 SLOT_STEP = 64  # sequences are stored in multiples of so many tokens
@@ -46,7 +43,6 @@ class RunningSequence:
         self.on_chunk = on_chunk
         self.cancelled = False
         self.kv_version = -1  # oldest version of its keys and values
-        self.routing: list[np.ndarray] = []  # [tokens, layers, k] of each forward
 
     @property
     def num_reserved(self) -> int:
@@ -64,8 +60,7 @@ class RunningSequence:
         return self.trace.add(token, logprob, version, self.kv_version) or self.is_stuck
 
     def completion(self) -> Completion:
-        found = self.trace.completion()
-        return replace(found, routing=np.concatenate(self.routing)) if self.routing else found
+        return self.trace.completion()
 
 
 class _Captured:
@@ -123,13 +118,10 @@ class _Slots:
 
 
 class RunningBatch:
-    """The sequences being sampled. Not for concurrent use. routers: whose choices are recorded, None for none's."""
+    """The sequences being sampled. Not for concurrent use."""
 
-    def __init__(
-        self, model: Any, generator: torch.Generator, vision: Vision | None = None, routers: Routers | None = None
-    ) -> None:
+    def __init__(self, model: Any, generator: torch.Generator, vision: Vision | None = None) -> None:
         self.rows: list[RunningSequence] = []
-        self._routers = routers
         self._vision = vision
         self._model = model
         self._generator = generator
@@ -147,9 +139,7 @@ class RunningBatch:
             which = torch.tensor([index[row.prompt, row.pictures] for row in group])
             for row, position in zip(group, which.tolist(), strict=True):
                 row.pictures = prompts[position][1]  # equal ones are prepared once
-            with self._recorded() as taken:
-                layers, logits = self._forward(prompts)
-            self._keep(taken, group, which.tolist(), len(prompts))
+            layers, logits = self._forward(prompts)
             start = len(self.rows)
             for row in group:
                 row.kv_version = version
@@ -166,15 +156,13 @@ class RunningBatch:
         slots = self._slots
         slots.positions, slots.width = torch.tensor(positions), max(positions) + 1
         mask = self._masks(slots.positions[:, None, None], torch.arange(slots.width))
-        with self._recorded() as taken:
-            logits = self._model(
-                input_ids=torch.tensor([[row.trace.tokens[-1]] for row in rows]),
-                position_ids=slots.positions[:, None],
-                attention_mask=mask,
-                past_key_values=slots,
-                use_cache=True,
-            ).logits[:, -1]
-        self._keep(taken, rows, range(len(rows)), len(rows))
+        logits = self._model(
+            input_ids=torch.tensor([[row.trace.tokens[-1]] for row in rows]),
+            position_ids=slots.positions[:, None],
+            attention_mask=mask,
+            past_key_values=slots,
+            use_cache=True,
+        ).logits[:, -1]
         return self._sample(0, logits, version)
 
     def remove_cancelled(self) -> None:
@@ -200,19 +188,6 @@ class RunningBatch:
             layers, _ = self._forward(unique)
             self._slots.write(layers, start, torch.tensor([index[sequence] for sequence in sequences]))
             start = stop
-
-    def _recorded(self) -> AbstractContextManager[list[Tensor]]:
-        """The experts of the tokens forwarded inside, layer after layer; nothing where they were not asked for."""
-        return nullcontext([]) if self._routers is None else self._routers.recorded()
-
-    def _keep(self, taken: list[Tensor], rows: Sequence[RunningSequence], which: Sequence[int], num: int) -> None:
-        if self._routers is None:
-            return
-        small = np.uint8 if self._routers.num_experts <= 256 else np.uint16
-        experts_PLk = torch.stack(taken, 1).numpy().astype(small)
-        experts_STLk = experts_PLk.reshape(num, -1, *experts_PLk.shape[1:])
-        for row, at in zip(rows, which, strict=True):
-            row.routing.append(experts_STLk[at])
 
     def _forward(self, sequences: Sequence[Input]) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
         length = max(len(tokens) for tokens, _ in sequences)

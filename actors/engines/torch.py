@@ -34,12 +34,11 @@ from actors.engines.slots import RunningBatch, RunningSequence, UncachedBatch, r
 from actors.engines.trace import RequestImages, Trace
 from infra.model.adapter import adapter_shapes, base_hash, prepare, put_adapter, remove_adapter
 from infra.model.model import load_into, load_model, meta_model, model_tensors, unlike
-from infra.model.routers import Routers
 from infra.model.vision import load_vision, probe_inputs
 from infra.policies.policy import Adapter, Policy, described
 from infra.policies.tensors import Tensor
 from infra.store.images import Pixels
-from schemas.errors import ConfigError, PolicyRefused
+from schemas.errors import PolicyRefused
 
 Result = TypeVar("Result")
 Finished = asyncio.Future[Completion]
@@ -50,9 +49,8 @@ class TorchEngine:
 
     model: Folder, or name in the local Hugging Face cache. dtype: Data type of weights and computation, by torch's name.
     max_model_len: Maximum tokens of prompt and answer. Default: the model's limit. max_sequences: Maximum sequences sampled at
-    once; further sequences wait. threads: Number of torch's threads. Default: torch's. routing: Whether the engine records the
-    experts of each token, for `trainer.routing = "replay"`. kv: KV cache of running sequences at a reload, as in [reload].
-    Layers with another kind of state are recomputed at every step.
+    once; further sequences wait. threads: Number of torch's threads. Default: torch's. kv: KV cache of running
+    sequences at a reload, as in [reload]. Layers with another kind of state are recomputed at every step.
     """
 
     def __init__(
@@ -64,7 +62,6 @@ class TorchEngine:
         max_sequences: int = 512,
         max_model_len: int | None = None,
         threads: int | None = None,
-        routing: bool = False,
         kv: KvMode = "rebuild",
     ) -> None:
         self._kv = kv
@@ -74,7 +71,6 @@ class TorchEngine:
         self._max_sequences = max_sequences
         self._max_model_len = max_model_len or 0
         self._threads = threads
-        self._records_routing = routing
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[RunningSequence] = deque()
         self._futures: dict[RunningSequence, Finished] = {}
@@ -112,14 +108,8 @@ class TorchEngine:
         self._num_vocabulary = int(self._model.config.get_text_config().vocab_size)
         longest = int(self._model.config.get_text_config().max_position_embeddings)
         self._max_model_len = min(self._max_model_len or longest, longest)
-        routers = self._routers() if self._records_routing else None
         kind = UncachedBatch if remembers_otherwise(self._model) else RunningBatch
-        if kind is UncachedBatch and routers is not None:
-            raise ConfigError(
-                f"engine.options.routing: got true with {self._folder}, expected false: its sequences are read anew at every "
-                "step, and routing is recorded once"
-            )
-        self._batch = kind(self._model, torch.Generator().manual_seed(self._seed), self._vision, routers)
+        self._batch = kind(self._model, torch.Generator().manual_seed(self._seed), self._vision)
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
@@ -170,15 +160,6 @@ class TorchEngine:
 
     async def score_tokens(self, tokens: Sequence[int]) -> tuple[float, ...]:
         return await self._in_thread(lambda: self._score(tokens))
-
-    def _routers(self) -> Routers:
-        found = Routers(self._model)
-        if not found.num_layers:
-            raise ConfigError(
-                f"engine.options.routing: {self._folder} ({self._model.config.model_type}) has no routers that are known, "
-                "expected a mixture of experts (Mixtral, Qwen-MoE, GPT-OSS, OLMoE); leave it out"
-            )
-        return found
 
     def _check(self, policy: Policy) -> frozenset[str]:
         self._adapters.check(policy, self._adapter, whole=not self._is_base)

@@ -4,8 +4,6 @@ import hashlib
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from actors.engines.engine import Chunk, Completion, Sampling
 from infra.model.vision import Prepared, Vision
@@ -34,31 +32,6 @@ class RequestImages:
 
     def __hash__(self) -> int:
         return hash(self._digest)
-
-
-Rows = npt.NDArray[np.unsignedinteger]
-
-
-class RoutedTokens(msgspec.Struct):
-    """Experts of one growing token sequence. A token keeps those that it went to first: when its successor was sampled, or,
-    of a token that no engine sampled, when the next turn was. given: whether every part was recorded. rows: new rows of each
-    part. num: tokens that they cover.
-    """
-
-    rows: list[Rows] = []
-    num: int = 0
-    given: bool = True
-
-    def add(self, found: Rows | None) -> None:
-        """Add the rows recorded of the whole sequence so far, None where nothing was recorded."""
-        self.given = self.given and found is not None
-        if found is not None:
-            self.rows.append(found[self.num :])
-            self.num = len(found)
-
-    def all(self) -> Rows | None:
-        """[tokens, layers, k], None where rows are missing."""
-        return np.concatenate(self.rows) if self.rows and self.given else None
 
 
 class Start(msgspec.Struct, frozen=True):

@@ -10,23 +10,9 @@ from typing import NamedTuple
 import msgspec
 
 from actors.engines.engine import Completion
-from actors.engines.trace import RoutedTokens, Rows
 from actors.rollout.continuation import Decoder, SampledTurn, added_tokens, words
-from schemas import Experience, Message, Score, Span
+from schemas import Message, Score, Span
 from schemas.fields import HISTORY_REWRITTEN as HISTORY_REWRITTEN
-from schemas.wire.routing import with_routing
-
-TOO_LARGE = "too large"
-
-
-def with_recorded(experience: Experience, rows: Rows | None, max_bytes: int) -> tuple[Experience, str]:
-    """The experience with its experts, and "" or why it goes without them. rows: of its first tokens."""
-    if rows is None:
-        return experience, ""
-    if rows.nbytes > max_bytes:
-        return experience, TOO_LARGE
-    return with_routing(experience, rows), ""
-
 
 Conversation = tuple[Message, ...]
 # What the template writes behind the turn of a part that has so many messages, None where it cannot be found.
@@ -44,8 +30,8 @@ class GrowingPart(msgspec.Struct):
     tokens: prompt and answers so far. rendered: the template's own tokens for the last turn's prompt. turn: what the
     last turn sampled. said: its text. logprobs: one for each sampled token. spans: of sampled tokens. conversation: of
     the last turn, its answer included. stopped: whether a stop token ended the last turn. scores: of its turns. reason:
-    why it does not go on in a part before. routed: experts of its tokens. sampling: a turn of it is being sampled. cut:
-    its text is shorter than its tokens.
+    why it does not go on in a part before. sampling: a turn of it is being sampled. cut: its text is shorter than its
+    tokens.
     """
 
     tokens: list[int] = []
@@ -58,7 +44,6 @@ class GrowingPart(msgspec.Struct):
     stopped: bool = False
     scores: list[Score] = []
     reason: str = ""
-    routed: RoutedTokens = msgspec.field(default_factory=RoutedTokens)
     sampling: bool = False
     cut: bool = False
 
@@ -80,7 +65,6 @@ class GrowingPart(msgspec.Struct):
             self.spans.append(msgspec.structs.replace(span, start=start + span.start, stop=start + span.stop))
         self.tokens = [*prompt, *completion.tokens]
         self.logprobs.extend(completion.logprobs)
-        self.routed.add(completion.routing)
         self.rendered, self.turn = rendered, (*forced, *completion.tokens)
         self.conversation, self.stopped = conversation, completion.stopped
         self.said = conversation[-1].content if said is None else said

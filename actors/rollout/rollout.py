@@ -14,7 +14,6 @@ import msgspec
 from actors.config import ExploreConfig
 from actors.engines.engine import Engine, EngineStopped, Sampling
 from actors.rollout.environment import EnvironmentFailed
-from actors.rollout.parts import with_recorded
 from actors.rollout.scheduler import Stop, require_issued
 from actors.rollout.session import ChatTokenizer, Session
 from actors.rollout.workflow import EpisodeFailed, Workflow, Workflows
@@ -151,7 +150,7 @@ def _experiences(
     session: Session, task: Task, episode: int, failure: str, scores: tuple[Score, ...], runtime: RolloutRuntime
 ) -> list[Experience]:
     issued = require_issued(task)
-    found = session.experiences(
+    return session.experiences(
         group=issued.group,
         attempt=issued.attempt,
         episode=episode,
@@ -166,20 +165,6 @@ def _experiences(
         held_out=bool(issued.suite),
         meta=task.meta,
     )
-    return found if issued.suite else _routed(found, session, runtime)  # what is not trained needs no routing
-
-
-def _routed(found: list[Experience], session: Session, runtime: RolloutRuntime) -> list[Experience]:
-    metrics, limit = runtime.role.metrics, runtime.config.max_routing_bytes
-    routed = []
-    for experience, rows in zip(found, session.routing, strict=True):
-        with_rows, reason = with_recorded(experience, rows, limit)
-        routed.append(with_rows)
-        if reason:
-            metrics.counter("routing_dropped", reason=reason).inc()
-        elif rows is not None:
-            metrics.counter("routing_bytes").inc(rows.nbytes)
-    return routed
 
 
 async def _publish(ended: Sequence[_Ended], issued: Issued, runtime: RolloutRuntime, reason: str = FAILED) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from actors.engines.engine import Engine, Sampling
-from actors.engines.trace import Rows
 from actors.rollout.continuation import MARK, SampledTurn, following_tokens
 from actors.rollout.parts import Conversation, Found, GrowingPart, Parts
 from infra.store.images import ImageReader, Pixels, images_of
@@ -70,11 +69,6 @@ class Session:
     def stopped(self) -> bool:
         """True if the last turn ended with a stop token, False at max_tokens or without a turn."""
         return self.parts.last is not None and self.parts.last.stopped
-
-    @property
-    def routing(self) -> tuple[Rows | None, ...]:
-        """Experts of each part's tokens except the last, [tokens, layers, k]; None if the engine records none."""
-        return tuple(part.routed.all() for part in self.parts.all)
 
     async def reply(self, messages: Sequence[Message], *, sampling: Sampling | None = None) -> Message:
         """Sample the next assistant message of the whole conversation `messages`.

@@ -108,8 +108,6 @@ MEASURES = (
     _counter("duplicate_tasks", "explore", "tasks delivered more than once"),
     _counter("evals_passed", "explore", "eval tasks skipped because the engine is past their version"),
     _counter("bad_images", "explore", "episodes with unreadable images, by reason", "reason"),
-    _counter("routing_bytes", "explore", "bytes of recorded experts"),
-    _counter("routing_dropped", "explore", "answers published without their recorded experts, by reason", "reason"),
     _gauge("tokens_per_s", "explore", "tokens per second of the time with a running episode, since the first group"),
     _gauge("idle_share", "explore", "share of the time since the first group in which no episode ran, 0 to 1"),
     _gauge("episodes_in_flight", "explore", "episodes that run"),
@@ -223,10 +221,6 @@ MEASURES = (
             ("mismatch_tokens", "tokens of the version in training, on which engine and trainer are compared"),
             ("mismatch_abs_max", "largest engine-trainer difference of a token's log-probability"),
             ("mismatch_k3", "k3 estimate of the engine-trainer divergence"),
-            ("routing_replayed", "share of tokens routed to the experts that the engine recorded"),
-            ("routing_without", "sequences without recorded experts"),
-            ("routing_differs", "share of replayed tokens for which the learner's router chooses other experts"),
-            ("routing_differs_layers", "share of layers in which the learner's router chooses other experts"),
         )
     ),
     # serving

@@ -9,12 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from msgspec.structs import replace
 from openai.types.chat import ChatCompletionMessage
 
 from actors.engines.engine import Completion, LoadReport, Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.rollout.parts import with_recorded
 from actors.rollout.session import Session
 from infra.log.log import Log
 from infra.model.model import Tokenizer, load_tokenizer
@@ -24,7 +22,6 @@ from infra.store.images import MISSING, Pixels, deposit_image
 from infra.store.memory import MemoryStore
 from schemas import DropMarker, Image, Issued, Message, Span, Task
 from schemas.topics import EXPERIENCES, TASKS, VERIFIED
-from schemas.wire.routing import ABSENT, routing
 from tests.actors.gateway.gateway_rig import EOS as BYTE_EOS
 from tests.actors.gateway.gateway_rig import ByteTokenizer, engine, says, serving
 from tests.actors.rig import EOS, EXPLORE, FLOOR, CharTokenizer, Looking, TopicArrivals, memory_log, running, until
@@ -324,46 +321,6 @@ async def test_through_the_gateway_too_the_turns_of_a_session_go_on_from_what_wa
             size = len(before.tokens)
             assert after.tokens.tolist()[:size] == before.tokens.tolist()
             assert after.tokens.tolist()[size : size + len(behind) + 1] == [*behind, BYTE_EOS]
-
-
-def routed(completion: Completion, num_prompt: int, turn: int) -> Completion:
-    """With rows that say which turn recorded them, and of which token."""
-    num = num_prompt + len(completion.tokens) - 1
-    rows = np.stack([np.full(num, turn), np.arange(num)], 1).astype(np.uint8)
-    return replace(completion, routing=rows[:, None])
-
-
-def two_turns(*, first: bool = True, second: bool = True) -> Session:
-    """One token sequence of two turns. first, second: whether the engine records in it."""
-    asked, said, then = (user("1"),), spell("ab"), user("2")
-    turns = [answer(*said, END), answer(*spell("c"), END)]
-    num_first = len(Spelled().encode_chat(asked))
-    conversation = (*asked, Message(role="assistant", content="ab"), then)
-    num_second = len(Spelled().encode_chat(conversation))
-    given = [
-        routed(turns[0], num_first, 1) if first else turns[0],
-        routed(turns[1], num_second, 2) if second else turns[1],
-    ]
-    session = Session(Answers(*given), Spelled(), SAMPLING)  # type: ignore[arg-type]
-
-    async def run() -> None:
-        reply = await session.reply(asked)
-        await session.reply((*asked, reply, then))
-
-    asyncio.run(run())
-    assert session.num_parts == 1
-    return session
-
-
-def test_a_token_keeps_the_experts_it_first_went_to_and_what_was_observed_has_the_next_turns() -> None:
-    session = two_turns()
-    (experience,) = session.experiences(group="t.0", attempt=0, episode=0)
-    (rows,) = session.routing
-    made, reason = with_recorded(experience, rows, 1000)
-    found = routing(made)
-    assert reason == "" and found[:, 0, 1].tolist() == [*range(experience.num_tokens - 1), ABSENT]
-    read_first = experience.spans[0].stop - 1  # the last token of the first turn was read in the second
-    assert found[:, 0, 0].tolist() == [1] * read_first + [2] * (experience.num_tokens - 1 - read_first) + [ABSENT]
 
 
 def looks() -> Looking:

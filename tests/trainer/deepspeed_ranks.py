@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 
 import numpy as np
-from trainer_samples import CRITIC, make_item, random_items, random_routing, rewarded, with_experts
+from trainer_samples import CRITIC, make_item, random_items, rewarded
 
 from infra.policies.tensors import Tensor, load_tensors, save_tensors, to_numpy
 from infra.store.directory import DirectoryStore
@@ -92,7 +92,6 @@ NEEDS = {
         "expert": LaneConfig(loss="sft", weight=0.1, entropy=0.05),
     },
     "bfloat16": LANES,
-    "replay": LANES,
 }
 
 
@@ -104,8 +103,7 @@ def check_needs(model: str, stage: int, what: str) -> None:
         threads=1,
         dtype=dtype,
         reference_decay=0.9,
-        activation_checkpointing=what in ("proximal", "replay"),
-        routing="replay" if what == "replay" else "own",
+        activation_checkpointing=what == "proximal",
     )
     learner = DeepSpeedLearner(model, config, stage=stage)
     if learner.rank:
@@ -114,14 +112,9 @@ def check_needs(model: str, stage: int, what: str) -> None:
     alone = TorchLearner(model, config, device="cpu")
     for step in range(2):
         items = random_items(step)
-        if what == "replay":
-            items = with_experts(items, random_routing(items))
-        batch = pack(items, max_tokens=40, version=5, replay=what == "replay")
+        batch = pack(items, max_tokens=40, version=5)
         stats, expected = (each.step(batch, learning_rate=1e-4, seed=step) for each in (learner, alone))
         assert stats.finite and expected.finite
-        if what == "replay":
-            told, wanted = (each.values["usual/routing_differs_layers"] for each in (stats, expected))
-            assert told > 0.5 and abs(told - wanted) < 1e-2, (told, wanted)
         near = 2e-2 if dtype == "bfloat16" else 1e-4
         assert abs(stats.loss - expected.loss) < near, (stats.loss, expected.loss)
     assert furthest(learner.save(), alone.save()) < (2e-3 if dtype == "bfloat16" else 5e-5)

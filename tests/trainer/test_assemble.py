@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from infra.chain.insert import ProcessorConfig
 from schemas import Batch, Block, Span, Stretch, decode, encode, ids, make_experience
 from schemas.errors import BadFrame
-from schemas.wire.routing import routing, with_routing
 from schemas.wire.teacher import teacher_logprobs, with_teacher_logprobs
 from tests.trainer.trainer_samples import block
 from trainer.batch.assemble import (
@@ -183,15 +182,10 @@ def test_turns_keep_their_own_advantages() -> None:
     assert packed.advantage_N.tolist() == [1.0 + 1 - 1, 1.0 + 2 - 1]
 
 
-def test_the_teachers_words_and_the_experts_stay_with_their_tokens() -> None:
+def test_the_teachers_logprobs_stay_with_their_tokens() -> None:
     (experience,) = group("a.0", [5, 7, 8]).experiences
-    experts = np.arange(experience.num_tokens * 2, dtype=np.int16).reshape(-1, 1, 2)
-    full = with_routing(with_teacher_logprobs(experience, [-0.1, -0.2, -0.3]), experts)
-    left = without_old(full, 7)
-    found = teacher_logprobs(left)
+    found = teacher_logprobs(without_old(with_teacher_logprobs(experience, [-0.1, -0.2, -0.3]), 7))
     assert found is not None and found.tolist() == np.array([-0.2, -0.3], np.float32).tolist()
-    kept, before = routing(left), routing(full)
-    assert kept is not None and before is not None and np.array_equal(kept, before)
 
 
 @settings(max_examples=200, deadline=None)

@@ -124,12 +124,6 @@ def test_ranks_train_an_adapter_alone_as_one_process_does(agree, stage, what):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stage", [2, 3])
-def test_ranks_send_tokens_to_the_recorded_experts_as_one_process_does(agree, tmp_path, stage):
-    agree(stage, "replay", folder=str(build_family(tmp_path / "experts", "qwen3_moe")))
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 3])
 def test_losses_and_gradients_of_very_unequal_lengths_are_those_of_one_rank(agree, stage):
     agree(stage, "unequal")

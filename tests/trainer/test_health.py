@@ -255,7 +255,6 @@ def observed(weight, **more):
         "sequence": np.zeros(num, int),
         "kl": np.full(num, np.nan),
         "entropy": np.full(num, np.nan),
-        "rerouted": np.full(num, np.nan),
     }
     return Observed(**given | {name: np.asarray(values) for name, values in more.items()})
 

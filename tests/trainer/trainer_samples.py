@@ -8,7 +8,6 @@ import numpy as np
 from infra.log.bus import Record
 from infra.log.log import LogMessage
 from schemas import BatchItem, Block, Lane, Span, encode, ids, make_experience
-from schemas.wire.routing import with_routing
 from tests.tiny_models import build_tiny_model
 from trainer.batch.batch import Microbatch, PackedBatch, TrainItem, pack
 from trainer.config import CriticConfig, LaneConfig, TrainerConfig
@@ -96,26 +95,6 @@ def long_microbatch(num_tokens: int, *, sequences: int, sampled: int = 32) -> Mi
     (rows,) = pack(items, max_tokens=num_tokens).microbatches
     assert rows.tokens_BT.shape == (1, num_tokens)
     return rows
-
-
-def random_routing(items: list[TrainItem], *, seed: int = 0, layers: int = 2) -> list[np.ndarray]:
-    """Two of four experts, the same for equal beginnings, as those of one engine and version are."""
-    found = []
-    for item in items:
-        rows = []
-        for at in range(item.experience.num_tokens - 1):
-            prefix = item.experience.tokens[: at + 1].tolist()
-            draw = np.random.default_rng([seed, *prefix])
-            rows.append([draw.permutation(4)[:2] for _ in range(layers)])
-        found.append(np.array(rows))
-    return found
-
-
-def with_experts(items: list[TrainItem], experts: list[np.ndarray]) -> list[TrainItem]:
-    """The items, each with the experts of its tokens."""
-    return [
-        TrainItem(with_routing(item.experience, each), item.item) for item, each in zip(items, experts, strict=True)
-    ]
 
 
 def num_positions(batch: PackedBatch) -> int:

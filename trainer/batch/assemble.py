@@ -22,7 +22,6 @@ from schemas import Batch, BatchItem, Block, Experience
 from schemas.errors import BadFrame
 from schemas.experience import pair_side
 from schemas.fields import Lane
-from schemas.wire.routing import routing, with_routing
 from schemas.wire.teacher import teacher_logprobs, with_teacher_logprobs
 from trainer.batch.batch import PackedBatch, TrainItem, pack
 from trainer.buffer.buffer import Stored
@@ -50,11 +49,9 @@ def without_old(experience: Experience, below: int) -> Experience:
     """The experience in which tokens sampled by versions under `below` are context: given, and not sampled."""
     kept = tuple(span for span in experience.spans if span.version >= below)
     is_kept_N = np.concatenate([np.full(span.stop - span.start, span.version >= below) for span in experience.spans])
-    teacher, experts = teacher_logprobs(experience), routing(experience)
+    teacher = teacher_logprobs(experience)
     made = experience.with_bulk(spans=kept, logprobs=experience.logprobs[is_kept_N])
-    if teacher is not None:
-        made = with_teacher_logprobs(made, teacher[is_kept_N])
-    return made if experts is None else with_routing(made, experts)
+    return made if teacher is None else with_teacher_logprobs(made, teacher[is_kept_N])
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,7 +185,6 @@ def step_inputs(
         version=batch.version,
         exact=steps_done % pacing.steps_per_version == 0,
         bootstrap=config.critic is not None and config.critic.truncated == "bootstrap",
-        replay=config.routing == "replay",
     )
     return packed, learning_rate_at(config, batch.phase, steps_done)
 

@@ -27,12 +27,9 @@ from trainer.batch.tree import (
     grow,
     hang,
     in_order,
-    no_experts,
     no_pixels,
     no_places,
     picture_fields,
-    recorded,
-    row_experts,
 )
 
 
@@ -60,9 +57,7 @@ class Microbatch(msgspec.Struct, frozen=True, kw_only=True):
     teacher_N: float32, the teacher's logprob, NaN without a teacher. reward_N: float32, the sequence's reward at its last
     sampled token (NaN where it has none), 0 elsewhere and where it is bootstrapped. bootstrap_N: index into B*T where what
     follows the last sampled token of such a sequence is valued, -1 elsewhere. pixels_I3HW: float32, its pictures. places_P:
-    indexes into B*T of their tokens, picture after picture, equally many each. experts_BTLk: int16, the experts that each
-    token was sampled with, -1 where they are unknown (see `trainer.batch.tree`); [0, 0, 0, 0] where the routers choose for
-    all of them.
+    indexes into B*T of their tokens, picture after picture, equally many each.
     """
 
     tokens_BT: np.ndarray
@@ -85,7 +80,6 @@ class Microbatch(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap_N: np.ndarray
     pixels_I3HW: np.ndarray = msgspec.field(default_factory=no_pixels)
     places_P: np.ndarray = msgspec.field(default_factory=no_places)
-    experts_BTLk: np.ndarray = msgspec.field(default_factory=no_experts)
 
 
 class PackedBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,21 +114,20 @@ def pack(
     version: int = 0,
     exact: bool = True,
     bootstrap: bool = False,
-    replay: bool = False,
 ) -> PackedBatch:
     """Pack whole groups, and joined turns of a session, into rows, and rows into microbatches of at most `max_tokens` positions
     including padding.
 
     A larger group is cut between sequences, never within a pair; a larger sequence is packed alone. bootstrap: whether the last
-    part of a truncated episode gets a place for the critic's value in place of its reward. replay: whether to pack recorded
-    experts. Packing proceeds group by group, so other threads can run. Raises ValueError for an experience that cannot be
-    trained (no sampled token, or no token before the first).
+    part of a truncated episode gets a place for the critic's value in place of its reward. Packing proceeds group by group, so
+    other threads can run. Raises ValueError for an experience that cannot be trained (no sampled token, or no token before the
+    first).
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens: got {max_tokens}, expected 1 or more")
     if not items:
         return PackedBatch(microbatches=(), lane_tokens={}, num_sequences=0, version=version, exact=exact)
-    given = _given(items, bootstrap, replay)
+    given = _given(items, bootstrap)
     groups: dict[tuple[object, ...], list[int]] = {}
     for s, item in enumerate(items):  # equal tokens are the same only where they show the same
         names = item.pictures.names if item.pictures is not None else ()
@@ -166,8 +159,7 @@ def shared_by(experience: Experience) -> str:
 class _Given(NamedTuple):
     """Arrays of all sequences before they are laid out. at: of each, indexes of its sampled tokens.
 
-    pair_S: pair and side. bootstrap_S bool: its end is valued. start_S: where it begins in the gallery's numbers. experts:
-    of each what was recorded.
+    pair_S: pair and side. bootstrap_S bool: its end is valued. start_S: where it begins in the gallery's numbers.
     """
 
     at: list[np.ndarray]
@@ -175,10 +167,9 @@ class _Given(NamedTuple):
     bootstrap_S: np.ndarray
     start_S: np.ndarray
     gallery: Gallery
-    experts: Sequence[np.ndarray | None]
 
 
-def _given(items: Sequence[TrainItem], bootstrap: bool, replay: bool) -> _Given:
+def _given(items: Sequence[TrainItem], bootstrap: bool) -> _Given:
     for item in items:
         if not item.experience.spans or item.experience.num_prompt < 1:
             got = item.experience.spans[:1]
@@ -201,7 +192,6 @@ def _given(items: Sequence[TrainItem], bootstrap: bool, replay: bool) -> _Given:
         ),
         start_S=start_S,
         gallery=hang([item.pictures for item in items], start_S, int(length_S.sum())),
-        experts=recorded([item.experience for item in items]) if replay else [None] * len(items),
     )
 
 
@@ -312,7 +302,6 @@ def _assemble(
         reach_BT=reach,
         predecessor_N=np.concatenate([nodes[s][0] for s in chosen]),
         bootstrap_N=np.concatenate(bootstraps),
-        experts_BTLk=row_experts(given.experts, trees, rows, num_T),
         **_per_token(items, given, chosen),
         **picture_fields(given.gallery, np.concatenate(numbers), np.concatenate(indexes)),
     )

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from trainer.batch.batch import Microbatch, PackedBatch, count_lanes, count_sequences
-from trainer.batch.tree import laid_out, padded, picture_rows
+from trainer.batch.tree import picture_rows
 
 
 def split(batch: PackedBatch, parts: int, *, seed: int | None = None) -> tuple[PackedBatch, ...]:
@@ -84,7 +84,6 @@ def _together(microbatches: Sequence[Microbatch], keys: Sequence[tuple[int, int]
         positions_BT=np.concatenate([_widened(rows.positions_BT, num_T) for rows in parts]),
         reach_BT=np.concatenate([_widened(rows.reach_BT, num_T, own=True) for rows in parts]),
         pixels_I3HW=np.concatenate(pixels) if pixels else parts[0].pixels_I3HW,
-        experts_BTLk=np.concatenate([padded(rows.experts_BTLk, num_T) for rows in parts]),
         **joined,
     )
 
@@ -116,7 +115,6 @@ def _select_rows(microbatch: Microbatch, rows: list[int]) -> Microbatch:
     picked["predecessor_N"] = row_N[chosen] * num_T + picked["predecessor_N"] % num_T
     at = picked["bootstrap_N"]
     picked["bootstrap_N"] = np.where(at >= 0, row_N[chosen] * num_T + at % num_T, -1)
-    picked["experts_BTLk"] = microbatch.experts_BTLk[rows] if len(microbatch.experts_BTLk) else microbatch.experts_BTLk
     return Microbatch(**picked, **picture_rows(microbatch.pixels_I3HW, microbatch.places_P, new_row, num_T))
 
 
@@ -128,7 +126,7 @@ class Paths(NamedTuple):
     """G sequences of a microbatch side by side, the longest of L tokens, P tokens together.
 
     tokens_GL: int64, padded on the right. node_P: int64, index into B*T of each token. cell_P: int64, index into G*L of the
-    same. pixels_I3HW, places_P, experts: see `Microbatch`, with indexes into G*L.
+    same. pixels_I3HW, places_P: see `Microbatch`, with indexes into G*L.
     """
 
     tokens_GL: np.ndarray
@@ -136,7 +134,6 @@ class Paths(NamedTuple):
     cell_P: np.ndarray
     pixels_I3HW: np.ndarray
     places_P: np.ndarray
-    experts: np.ndarray
 
 
 def unpacked(rows: Microbatch) -> list[Paths]:
@@ -173,9 +170,7 @@ def _side_by_side(rows: Microbatch, group: Sequence[np.ndarray]) -> Paths:
     cell_P = np.concatenate([g * width + np.arange(len(path)) for g, path in enumerate(group)])
     tokens_GL.reshape(-1)[cell_P] = rows.tokens_BT.reshape(-1)[node_P]
     pixels, places = _shown(rows, node_P, cell_P)
-    return Paths(
-        tokens_GL, node_P, cell_P, pixels, places, laid_out(rows.experts_BTLk, node_P, cell_P, tokens_GL.shape)
-    )
+    return Paths(tokens_GL, node_P, cell_P, pixels, places)
 
 
 def _shown(rows: Microbatch, node_P: np.ndarray, cell_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

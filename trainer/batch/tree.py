@@ -1,8 +1,7 @@
-"""Trees of shared prefixes: the sequences of a group laid out depth first, with pictures and recorded experts at their nodes.
+"""Trees of shared prefixes: the sequences of a group laid out depth first, with pictures at their nodes.
 
 Guarantees: what sequences share is laid out once, a shared picture is computed once, and every place of a picture is in the row
-that holds it; a shared node has the recorded experts of the first sequence in the tree's order, also where that sequence has
-none and another has.
+that holds it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,9 +9,6 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-
-from schemas import Experience
-from schemas.wire.routing import ABSENT, Experts, routing
 
 
 class Branch(NamedTuple):
@@ -178,59 +174,3 @@ def picture_rows(
     kept = row_I >= 0
     moved = row_I[kept, None] * num_T + places_IP[kept] % num_T
     return {"pixels_I3HW": pixels_I3HW[kept], "places_P": moved.reshape(-1)}
-
-
-def no_experts() -> np.ndarray:
-    """The experts of a batch that the model's own routers route."""
-    return np.zeros((0, 0, 0, 0), np.int16)
-
-
-def recorded(experiences: Sequence[Experience]) -> list[Experts | None]:
-    """Recorded experts of each sequence, [num_tokens, layers, k]; None without a record, if its shape is not that of the first
-    record, and where no token has a ratio: a demonstration is not sampled, whatever it was made from. Raises BadFrame.
-    """
-    found = [
-        routing(experience) if any(span.ratio for span in experience.spans) else None for experience in experiences
-    ]
-    shape = next((experts_TLk.shape[1:] for experts_TLk in found if experts_TLk is not None), None)
-    return [
-        experts_TLk if experts_TLk is not None and experts_TLk.shape[1:] == shape else None for experts_TLk in found
-    ]
-
-
-def row_experts(
-    experts: Sequence[Experts | None], trees: Sequence[Tree], rows: Sequence[Sequence[int]], num_T: int
-) -> np.ndarray:
-    """The experts of a microbatch, [B, T, layers, k]. experts: of each sequence. rows: the trees of each."""
-    shape = next((experts_TLk.shape[1:] for experts_TLk in experts if experts_TLk is not None), None)
-    if shape is None:
-        return no_experts()
-    found = np.full((len(rows), num_T, *shape), ABSENT, np.int16)
-    for r, row in enumerate(rows):
-        begin = 0
-        for tree in (trees[index] for index in row):
-            stops = [*tree.firsts[1:], tree.size]
-            for s, first, stop in zip(tree.sequences, tree.firsts, stops, strict=True):
-                own = experts[s]
-                if own is not None and stop > first:
-                    at = int(tree.position[first])
-                    found[r, begin + first : begin + stop] = own[at : at + stop - first]
-            begin += tree.size
-    return found
-
-
-def padded(experts_BTLk: np.ndarray, num_T: int) -> np.ndarray:
-    """Rows of `num_T` tokens: what pads them was never routed."""
-    found = np.full((len(experts_BTLk), num_T, *experts_BTLk.shape[2:]), ABSENT, np.int16)
-    found[:, : experts_BTLk.shape[1]] = experts_BTLk
-    return found
-
-
-def laid_out(experts_BTLk: np.ndarray, node_P: np.ndarray, cell_P: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The experts of nodes, indexes into B*T, in cells of other rows, [*shape, layers, k]."""
-    of_token = experts_BTLk.shape[2:]
-    if not len(experts_BTLk):
-        return experts_BTLk
-    found = np.full((*shape, *of_token), ABSENT, np.int16)
-    found.reshape(-1, *of_token)[cell_P] = experts_BTLk.reshape(-1, *of_token)[node_P]
-    return found

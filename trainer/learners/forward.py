@@ -6,10 +6,8 @@ Guarantees: equal to a plain forward of each sequence up to rounding (checked on
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -22,12 +20,10 @@ from schemas.errors import ConfigError
 from schemas.fields import Lane
 from trainer.batch.batch import Microbatch
 from trainer.batch.split import Paths, unpacked
-from trainer.batch.tree import no_experts
 from trainer.config import TrainerConfig
 from trainer.learners.attention import Abilities, Path, RowTrees, chain, dense_mask, reading_path, row_path
 from trainer.learners.head import Head
 from trainer.learners.opening import find_abilities, reading_words
-from trainer.learners.routing import Given, Replay
 from trainer.losses.loss import Objective
 
 MAX_LOGITS = 2**26  # 256 MiB of float32
@@ -40,9 +36,8 @@ class PackedModel:
     """A causal language model and how its sampled tokens are read. device: where it runs.
 
     max_logits: held at once; beyond it the head runs in pieces that are computed again in the backward.
-    activation_checkpointing: so do the layers. replay: tokens go to the experts they were sampled with, where these are
-    known (see `Microbatch.experts_BTLk`); ConfigError for a model whose routers are not known. module: the folder's
-    model, whose weights may come later (`infra.model.parts`); it is read only after `find_reading`.
+    activation_checkpointing: so do the layers. module: the folder's model, whose weights may come later (`infra.model.parts`);
+    it is read only after `find_reading`.
     """
 
     def __init__(
@@ -53,17 +48,12 @@ class PackedModel:
         device: str,
         max_logits: int = MAX_LOGITS,
         activation_checkpointing: bool = False,
-        replay: bool = False,
         module: Any = None,
     ) -> None:
         loaded: Any = module or load_model(folder, dtype=dtype)
         self.module: Any = loaded if module else loaded.to(device)
-        self._replay = Replay(self.module, folder) if replay else None
-        self._differs_P: torch.Tensor | None = None  # of all tokens of the last forward
-        self._rerouted_N: torch.Tensor | None = None
         if activation_checkpointing:
-            again = {} if self._replay is None else {"context_fn": self._replay.again}
-            self.module.gradient_checkpointing_enable({"use_reentrant": False, **again})
+            self.module.gradient_checkpointing_enable({"use_reentrant": False})
             self.module.train()  # transformers recomputes in training mode only; the model has no dropout to turn on
             _refuse_dropout(self.module, folder)
         self.device = torch.device(device)
@@ -123,17 +113,6 @@ class PackedModel:
         logprobs: list[float] = self._head.logprobs(hidden_TD, ids[0, 1:], torch.ones(1, device=self.device)).tolist()
         return logprobs
 
-    def rerouted(self, rows: Microbatch) -> np.ndarray:
-        """For each sampled token the share of layers whose router, in the last forward, which was of this
-        microbatch, would have sent it elsewhere than it was sent; -1 where the router decided. [N] float32, NaN without
-        `replay`.
-        """
-        if self._replay is None:
-            return np.full(len(rows.target_N), np.nan, np.float32)
-        if self._rerouted_N is None:
-            return np.full(len(rows.target_N), -1, np.float32)
-        return self._rerouted_N.cpu().numpy()
-
     def states(self, rows: Microbatch) -> torch.Tensor:
         """The last hidden state of every position, [B*T, D]; what is not read may be anything."""
         path = reading_path(self.device.type, rows.tokens_BT.shape[1], self._family)
@@ -141,7 +120,6 @@ class PackedModel:
 
     def _read(self, read: Reader, rows: Microbatch) -> torch.Tensor:
         state_PD, at_N = self.states(rows), self._tensor(rows.predecessor_N)
-        self._rerouted_N = None if self._differs_P is None else self._differs_P[at_N]
         return read(state_PD[at_N], *self._targets(rows))
 
     def _targets(self, rows: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,48 +139,30 @@ class PackedModel:
             inputs |= {"attention_mask": dense_mask(reach_BT), "position_ids": position_BT}
         elif path is not None:
             inputs |= RowTrees(reach_BT, position_BT, path).inputs()
-        given = self._given(rows.experts_BTLk)
-        states = self._routed(inputs, given)
-        self._differs_P = None if given is None else given.shares()
-        return states
+        return self._hidden(inputs)
 
-    def _given(self, experts_BTLk: np.ndarray) -> Given | None:
-        """Recorded experts, as far as this model can use them. experts_BTLk: see `Microbatch`."""
-        known = self._replay
-        if known is None or experts_BTLk.shape[2:] != (known.num_layers, known.k):
-            return None
-        experts_PLk = experts_BTLk.reshape(-1, known.num_layers, known.k)
-        unknown_P11 = experts_PLk.max((1, 2), keepdims=True, initial=-1) >= known.num_experts
-        experts_PLk = np.where(unknown_P11, -1, experts_PLk)
-        return Given(self._tensor(experts_PLk.astype(np.int64)))
-
-    def _routed(self, inputs: dict[str, Any], given: Given | None) -> torch.Tensor:
+    def _hidden(self, inputs: dict[str, Any]) -> torch.Tensor:
         """The last hidden states, flat."""
-        with nullcontext() if self._replay is None else self._replay.given(given):
-            states: torch.Tensor = self._body(**inputs, use_cache=False).last_hidden_state
+        states: torch.Tensor = self._body(**inputs, use_cache=False).last_hidden_state
         return states.flatten(0, 1)
 
     def _unpacked_states(self, rows: Microbatch) -> torch.Tensor:
         """The states of each sequence for itself; some of them at a time, and computed again in the backward."""
         groups = unpacked(rows)
         where = np.zeros(rows.tokens_BT.size, np.int64)
-        states, differs, num = [], [], 0
+        states, num = [], 0
         for group in groups:
             again = torch.is_grad_enabled() and len(groups) > 1
-            given = self._given(group.experts)
-            read = functools.partial(self._side_by_side, group, given)
+            read = functools.partial(self._side_by_side, group)
             states.append(checkpoint(read, use_reentrant=False) if again else read())
-            if given is not None:
-                differs.append(given.shares()[self._tensor(group.cell_P)])
             where[group.node_P] = num + np.arange(len(group.node_P))
             num += len(group.node_P)
-        self._differs_P = torch.cat(differs)[self._tensor(where)] if differs else None
         return torch.cat(states)[self._tensor(where)]
 
-    def _side_by_side(self, group: Paths, given: Given | None) -> torch.Tensor:
+    def _side_by_side(self, group: Paths) -> torch.Tensor:
         """The states of a group's tokens, [P, D]: no sequence sees what is beside it, nor the padding after it."""
         inputs = dict(model_inputs(self.module, self._tensor(group.tokens_GL), group.places_P, group.pixels_I3HW))
-        return self._routed(inputs, given)[self._tensor(group.cell_P)]
+        return self._hidden(inputs)[self._tensor(group.cell_P)]
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
@@ -210,11 +170,7 @@ class PackedModel:
 
 def policy_settings(config: TrainerConfig) -> dict[str, Any]:
     """Settings of `PackedModel` for the policy."""
-    return {
-        "dtype": config.dtype,
-        "activation_checkpointing": config.activation_checkpointing,
-        "replay": config.routing == "replay",
-    }
+    return {"dtype": config.dtype, "activation_checkpointing": config.activation_checkpointing}
 
 
 def _refuse_dropout(module: torch.nn.Module, folder: str) -> None:
@@ -262,10 +218,8 @@ class ReferenceAdapter:
         """
 
         def compare(what: str, argument: Any) -> Any:
-            # A reference sends its tokens where its own routers do.
-            own = msgspec.structs.replace(argument, experts_BTLk=no_experts())
             with computing_with(self._policy.module, REFERENCE):
-                return run(what, own)
+                return run(what, argument)
 
         return compare
 

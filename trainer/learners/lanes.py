@@ -165,11 +165,8 @@ def microbatch_loss(
     reference_N: torch.Tensor | None = None,
     entropy_N: torch.Tensor | None = None,
     advantage_N: np.ndarray | None = None,
-    rerouted_N: np.ndarray | None = None,
 ) -> tuple[torch.Tensor, Observed]:
-    """The share of these tokens in the step's loss, and their observations. advantage_N: a critic's, for its lanes.
-    rerouted_N: see `PackedModel.rerouted`.
-    """
+    """The share of these tokens in the step's loss, and their observations. advantage_N: a critic's, for its lanes."""
     device = logprob_N.device
     staleness = context.version - rows.version_N
     weight = rows.weight_N
@@ -212,7 +209,6 @@ def microbatch_loss(
         sequence=rows.sequence_N,
         kl=kl,
         entropy=entropy,
-        rerouted=np.full(len(clipped), np.nan, np.float32) if rerouted_N is None else rerouted_N,
     )
 
 

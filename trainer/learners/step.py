@@ -204,7 +204,6 @@ def _backward(
         rows, real = part.at(index)
         is_last = index == part.most - 1
         logprob_N, entropy_N = read(engine.run, context, rows)
-        rerouted_N = engine.model.rerouted(rows)
         loss, seen = microbatch_loss(
             context,
             rows,
@@ -213,7 +212,6 @@ def _backward(
             reference_N=_reference(engine, context, rows),
             entropy_N=entropy_N,
             advantage_N=advantages[index] if real and advantages is not None else None,
-            rerouted_N=rerouted_N,
         )
         if real:
             observed.append(seen)

@@ -170,7 +170,6 @@ async def distances(run: Run, candidates: list[Candidate]) -> dict[int, float]:
         max_tokens=run.config.max_tokens_per_microbatch,
         version=run.position.version,
         exact=False,
-        replay=run.config.routing == "replay",
     )
     sums = await run.in_thread(run.learner.log_distances, packed)
     owner = np.repeat(np.arange(len(blocks)), [len(block.experiences) for block in blocks])

@@ -39,7 +39,7 @@ from actors.engines.engine import Completion, EngineStopped, KvMode, LoadReport,
 from actors.engines.grammar import Grammars, folder_vocabulary
 from actors.engines.trace import RequestImages
 from actors.engines.vllm.adapters import Adapters, Attempts, check_adapted
-from actors.engines.vllm.requests import Requests, layer_name, layers_that_route, stream, whole
+from actors.engines.vllm.requests import Requests, layer_name, stream, whole
 from actors.engines.vllm.settings import (
     GRAMMARS,
     ChildErrors,
@@ -49,7 +49,6 @@ from actors.engines.vllm.settings import (
     environment,
     errors_of_children,
     give_cache,
-    routing_options,
 )
 from infra.model.adapter import adapter_shapes, find_adapter, write_adapter_folder
 from infra.model.model import folder_tensors, load_model, meta_model, model_folder, model_tensors
@@ -194,8 +193,7 @@ class VllmEngine:
     """Serves a model with vLLM.
 
     model: folder, or name in the local Hugging Face cache. options: vLLM's engine arguments. group_max_tokens: longest calls
-    that become one request. routing: record the experts of each token, for `trainer.routing = "replay"`; on a GPU only, and not
-    for answers that are streamed. lora: rank, alpha and targets where versions are adapters of the model; `max_loras` of them
+    that become one request. lora: rank, alpha and targets where versions are adapters of the model; `max_loras` of them
     live at once. kv: treatment of the keys and values of running requests at a reload; a request under an adapter keeps its
     version, and them with it.
 
@@ -209,7 +207,6 @@ class VllmEngine:
         model: str,
         seed: int = 0,
         group_max_tokens: int = 64,
-        routing: bool = False,
         lora: Mapping[str, Any] | None = None,
         kv: KvMode = "rebuild",
         **options: object,
@@ -220,7 +217,6 @@ class VllmEngine:
         self._seed = seed
         self._group_max_tokens = group_max_tokens
         self._options = options
-        self._records_routing = routing
         self._llm: Any = None
         self._requests: Requests | None = None
         self._swap: Swap | None = None
@@ -292,7 +288,6 @@ class VllmEngine:
             group_max_tokens=self._group_max_tokens,
             adapters=self._adapters,
             vision=self._vision,
-            routed_layers=layers_that_route(self._names) if self._records_routing else (),
         )
         self._requests.born = label
         self._swap = Swap(self._llm, self._requests, sees=self._vision is not None)
@@ -392,11 +387,10 @@ class VllmEngine:
 
         on_cpu = bool(current_platform.is_cpu())
         known = frozenset(AsyncEngineArgs.__dataclass_fields__)
-        routing = routing_options(self._records_routing, on_cpu=on_cpu, known=known)
         arguments = engine_arguments(
             model=str(self._folder),
             seed=self._seed,
-            options={**self._options, **routing},
+            options=self._options,
             on_cpu=on_cpu,
             known=known,
             vision=self._vision,

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from actors.engines.engine import Chunk, Completion, EngineStopped, OnChunk, Sampling, Shaping
-from actors.engines.trace import RequestImages, RoutedTokens, Rows, Start, Trace, begin, spans
+from actors.engines.trace import RequestImages, Start, Trace, begin, spans
 from actors.engines.vllm.adapters import Adapters, Attempts, LoadedAdapter
 from infra.model.vision import Prepared, Vision
 
@@ -33,14 +33,13 @@ NEVER = -100.0  # the lowest logit bias there is
 MAX_BIASED = 1024  # tokens of a request that vLLM takes a bias for
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
-_OF_EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts\b")
 
 _log = logging.getLogger(__name__)
 
 
 class Requests:
     """Serves callers from one AsyncLLM. group_max_tokens: longest calls that are joined. adapters: where versions are adapters.
-    vision: of a model that sees. routed_layers: whose experts completions have.
+    vision: of a model that sees.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class Requests:
         group_max_tokens: int,
         adapters: Adapters | None = None,
         vision: Vision | None = None,
-        routed_layers: tuple[int, ...] = (),
         sampling_params: Callable[[Sampling, int], Any] | None = None,
         streamed_params: Callable[[Sampling], Any] | None = None,
     ) -> None:
@@ -61,7 +59,6 @@ class Requests:
         self._adapters = adapters
         self._group_max_tokens = group_max_tokens
         self._vision = vision
-        self._routed_layers = routed_layers
         self._loop = asyncio.get_running_loop()
         self._num_requests = 0
         self._entering: dict[tuple[tuple[int, ...], RequestImages, Sampling], list[Waiting]] = {}
@@ -205,7 +202,6 @@ class Requests:
         tokens: list[int] = []
         logprobs: list[float] = []
         starts: list[Start] = []
-        routed = RoutedTokens()
         while True:
             output, labels, born = sampled
             kept = len(output.token_ids)
@@ -220,8 +216,6 @@ class Requests:
                 raise RuntimeError("vLLM returned a different number of tokens and logprobs")
             tokens += output.token_ids[:kept]
             logprobs += found[:kept]
-            if kept and self._routed_layers:
-                routed.add(self._routed(output, len(prompt) + len(tokens) - 1))
             stopped = bool(tokens) and tokens[-1] in sampling.stop
             if stopped or len(tokens) >= sampling.max_tokens:
                 return Completion(
@@ -229,18 +223,12 @@ class Requests:
                     logprobs=tuple(logprobs),
                     spans=spans(starts, len(tokens), sampling),
                     stopped=stopped,
-                    routing=routed.all(),
                 )
             if sampling.json_schema:
                 _log.warning("answer_begun_again reason=schema tokens=%d", len(output.token_ids))
-                tokens, logprobs, starts, routed = [], [], [], RoutedTokens()
+                tokens, logprobs, starts = [], [], []
             left = replace(sampling, max_tokens=sampling.max_tokens - len(tokens))
             (sampled,) = await self._sample((*prompt, *tokens), pictures, left, 1)
-
-    def _routed(self, output: Any, stop: int) -> Rows | None:
-        """Experts of the tokens up to `stop` in the layers that route, None where vLLM did not give them."""
-        found = getattr(output, "routed_experts", None)
-        return None if found is None or len(found) < stop else found[:stop, list(self._routed_layers)]
 
     def _sampling_params(self, sampling: Sampling, num: int) -> Any:
         return _sampling_params(sampling, num, self.special)
@@ -361,15 +349,6 @@ def _score_params() -> Any:
     params = _sampling_params(Sampling(max_tokens=1), 1)
     params.prompt_logprobs = 0
     return params
-
-
-def layers_that_route(names: Iterable[str]) -> tuple[int, ...]:
-    """The layers that have experts, by the names of the model's tensors: vLLM has a row for every layer, and 0s for others.
-
-    >>> layers_that_route(["model.layers.1.mlp.experts.0.up_proj.weight", "model.layers.0.mlp.up_proj.weight"])
-    (1,)
-    """
-    return tuple(sorted({int(found[1]) for name in names if (found := _OF_EXPERTS.search(name))}))
 
 
 def layer_name(name: str) -> str:

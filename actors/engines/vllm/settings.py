@@ -156,20 +156,6 @@ def adapting(adapter: Adapter, options: Mapping[str, object]) -> dict[str, objec
     }
 
 
-def routing_options(asked: bool, *, on_cpu: bool, known: frozenset[str]) -> Mapping[str, object]:
-    """Engine arguments that make vLLM return experts. known: the names it takes. Raises ConfigError where it cannot."""
-    if not asked:
-        return {}
-    if on_cpu:
-        raise ConfigError(
-            "engine.options.routing: vLLM 0.32 returns experts from its Model Runner V2 alone, which needs Triton, and its CPU "
-            'build has none ("Model Runner V2 requires Triton"); leave it out, or use actors.engines.torch:TorchEngine'
-        )
-    if "enable_return_routed_experts" not in known:
-        raise ConfigError("engine.options.routing: this vLLM returns no experts; install 0.32 or later")
-    return {"enable_return_routed_experts": True}
-
-
 def give_cache(config: Any, free_bytes: Callable[[], int] | None = None) -> None:
     """Set the memory for keys and values on a CPU: enough for all requests in flight, at most CACHE_BYTES unless a single
     request needs more, and at most half of the free memory. config: vLLM's config, which this changes. Raises ConfigError if a

@@ -74,7 +74,7 @@ async def check_settings(settings: Settings, *, create: bool) -> int:
     if batch := build_batch(settings.processor):
         chains["batch"] = batch
     sources = build_sources(settings.feedback, settings.folder)
-    notes = check_plugins(settings) + check_reward(settings) + check_routing(settings) + check_gateway(settings)
+    notes = check_plugins(settings) + check_reward(settings) + check_gateway(settings)
     if importlib.util.find_spec("torch") is not None:
         notes += check_state(settings)
     notes += open_to_others(settings)
@@ -179,18 +179,6 @@ def check_reward(settings: Settings) -> list[str]:
         for name in names
         if name not in given
     ]
-
-
-def check_routing(settings: Settings) -> list[str]:
-    """Notes where engine and trainer disagree about recorded experts; their machines may have other files."""
-    recorded, wanted = bool(settings.engine.options.get("routing")), settings.trainer.routing == "replay"
-    if wanted and not recorded:
-        return [
-            'trainer.routing is "replay", but engine.options.routing is not true: explorers of this file record no experts'
-        ]
-    if recorded and not wanted:
-        return ['engine.options.routing records experts that nothing reads: trainer.routing is "own"']
-    return []
 
 
 def check_gateway(settings: Settings) -> list[str]:
