@@ -21,8 +21,6 @@ TESTS = json.dumps({"function": "double", "calls": [{"args": [4], "equals": 8}]}
 SAYS = (
     ("37+45=", ("82", "83")),
     ("10+1=", ("11",)),
-    ("3 km in m", ("3000 m", "3 m")),
-    ("circles?", ("3", "4")),
     ("double", ("def double(n):\n    return 2 * n", "def double(n):\n    return n")),
     ("price?", ("7", "8")),
     ("arithmetic problem", ("-4", "4")),
@@ -42,8 +40,6 @@ TASKS: tuple[dict[str, Any], ...] = (
     {"id": "twin", "prompt": "37+45=", "answer": "82"},  # in the partition of add, behind it
     {"id": "untested", "prompt": "halve", "answer": "n / 2", "workflow": "check"},
     {"id": "program", "prompt": "double", "workflow": "check", "meta": {"tests": TESTS}},
-    {"id": "units", "prompt": "3 km in m", "answer": "3000 m"},
-    {"id": "shapes", "prompt": "circles?", "answer": "3", "meta": {"kind": "count"}},
     {"id": "product", "prompt": "7*6", "answer": "42", "workflow": "call"},
     {"id": "walk", "prompt": "walk", "workflow": "walk", "meta": {"map": "SG"}},
     {"id": "shop", "prompt": "price?", "answer": "7", "workflow": "shop"},
@@ -63,7 +59,7 @@ ROWS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
 }
 RIDDLE = "chain_sum-1-0"  # "4 - 1 - 7 ="
-DRAWN = frozenset({"add", "program", "units", "shapes", "product", "walk", "shop", RIDDLE})
+DRAWN = frozenset({"add", "program", "product", "walk", "shop", RIDDLE})
 PLUGIN = '''
 import msgspec
 from headrace import Experience, Task, processor
@@ -84,7 +80,7 @@ def noticed(experience: Experience) -> Experience:
     """Passes everything; its stamp says from when on."""
     return experience
 '''
-# At port 9 nobody listens. With this seed the first groups are of nine different tasks.
+# At port 9 nobody listens. The first seven groups are of seven different tasks.
 SETTINGS = """
 app = "{app}"
 plugins = ["plugins"]
@@ -141,14 +137,6 @@ name = "math"
 use = "streams.scores.math:Math"
 timeout_s = 60
 [[score]]
-name = "k12"
-use = "streams.scores.k12:k12"
-timeout_s = 60
-[[score]]
-name = "vision"
-use = "streams.scores.vision:vision"
-timeout_s = 60
-[[score]]
 name = "code"
 use = "streams.scores.code:Code"
 timeout_s = 60
@@ -171,7 +159,7 @@ timeout_s = 60
 options = {{ folder = "{folder}/quality" }}
 
 [reward]
-blend = {{ exact = 1, math = 1, k12 = 1, vision = 1, code = 1, environment = 1, judge = 0.5, rubric = 0.5, quality = 0.1 }}
+blend = {{ exact = 1, math = 1, code = 1, environment = 1, judge = 0.5, rubric = 0.5, quality = 0.1 }}
 
 [collect]
 deadline_s = 3600
