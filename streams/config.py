@@ -16,7 +16,6 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a share from 0 to
 Weight = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6, description="a weight")]
 Options = dict[str, Any]
 FEEDBACK_PATH = "/v1/feedback"
-QUESTION = "{question}"  # its place in a template
 
 
 class LangfuseConfig(Section, frozen=True):
@@ -356,18 +355,15 @@ class CollectConfig(Section, frozen=True):
 class TaskDedupeConfig(Section, frozen=True):
     """[tasks.dedupe]: drop of tasks with the same question as an earlier task.
 
-    Example: TaskDedupeConfig(near=0.9)
+    Example: TaskDedupeConfig(by="task")
     """
 
     on: bool = True
     by: Literal["question", "task"] = "question"
     """Key of the comparison. "question": the question. "task": the whole task without its id, for environments whose prompts
     are all the same."""
-    near: Share = 0.0
-    """Minimum estimated similarity, 0 to 1, at which a question with the same answer and numbers is a duplicate. Default 0:
-    exact comparison."""
     memory: Positive = 1_000_000
-    """Number of entries kept: 18 per task with `near`, else 1 per task."""
+    """Number of tasks kept."""
 
 
 class TaskFilterConfig(Section, frozen=True):
@@ -387,36 +383,6 @@ class TaskFilterConfig(Section, frozen=True):
     """Names of [[score]] tables. A task is dropped unless each gives its reference answer 1.0."""
 
 
-class VaryConfig(Section, frozen=True):
-    """[tasks.vary]: additional training tasks, as variations of the loaded tasks.
-
-    Example: VaryConfig(on=True, templates=("Think first, then answer: {question}",))
-    """
-
-    on: bool = False
-    templates: tuple[str, ...] = ()
-    """Texts that contain {question}; each makes a variation of every task."""
-    url: str = ""
-    """Base URL of an OpenAI-compatible endpoint that rewrites questions. "" for none."""
-    model: str = ""
-    """Model name at the endpoint."""
-    number: Positive = 1
-    """Number of rewritten versions per question."""
-    api_key_env: str = ""
-    """Environment variable with the endpoint's key. "" for no key."""
-    timeout_s: Seconds = 30.0
-    """Maximum seconds of a request."""
-
-    def __post_init__(self) -> None:
-        for template in self.templates:
-            if QUESTION not in template:
-                raise ValueError(f"got the template {template!r}, expected {QUESTION} in it")
-        if bool(self.url) != bool(self.model):
-            raise ValueError("got one of url and model, expected both or neither")
-        if self.url:
-            checked_url(self.url)
-
-
 class DifficultyConfig(Section, frozen=True):
     """[tasks.difficulty]: drop of training tasks by difficulty, 1 minus the success rate.
 
@@ -433,14 +399,13 @@ class DifficultyConfig(Section, frozen=True):
 
 
 class TasksConfig(Section, frozen=True):
-    """[tasks]: chain of the stage tasks: clean, dedupe, vary, filter, difficulty.
+    """[tasks]: chain of the stage tasks: clean, dedupe, filter, difficulty.
 
-    Example: TasksConfig(dedupe=TaskDedupeConfig(near=0.9))
+    Example: TasksConfig(dedupe=TaskDedupeConfig(by="task"))
     """
 
     clean: Switch = Switch()
     dedupe: TaskDedupeConfig = TaskDedupeConfig()
-    vary: VaryConfig = VaryConfig()
     filter: TaskFilterConfig = TaskFilterConfig()
     difficulty: DifficultyConfig = DifficultyConfig()
 

@@ -74,7 +74,7 @@ BUDGETS = {
     "infra/cli": 7_315,
     "infra/cli/console": 2_239,
     "infra/cli/demo": 1_211,
-    "streams": 9_598,
+    "streams": 8_550,
     "actors": 16_800,
     "actors/master/gate": 813,
     "trainer": 11_320,

@@ -31,66 +31,7 @@ def prioritize(group: tuple[Experience, ...], *, min_priority: float = MIN_PRIOR
     return tuple(msgspec.structs.replace(m, priority=priority) if not m.is_given else m for m in group)
 
 
-NEWEST = "newest version"
-
-
-@processor(version=1, of="group", memory=1)
-def recency(
-    group: tuple[Experience, ...], *, memory: Memory, half_life: float = 4.0, min_factor: float = MIN_PRIORITY
-) -> tuple[Experience, ...]:
-    """Multiply the priority by 2^(−age / half_life), at least `min_factor`. The age is the number of versions from the group's
-    oldest sampled token to the newest version seen on this partition.
-
-    half_life: Age in versions at which the factor is 0.5. min_factor: Minimum factor.
-    """
-    versions = [span.version for member in group if not member.is_given for span in member.spans]
-    if not versions:
-        return group
-    before = memory.get(NEWEST, -1)
-    assert isinstance(before, int)
-    newest = max(before, *versions)
-    memory.set(NEWEST, newest)
-    factor = max(min_factor, 2.0 ** (-(newest - min(versions)) / half_life))
-    return _times(group, factor)
-
-
 REMEMBERED = 262_144
-
-
-@processor(version=1, of="group", memory=REMEMBERED)
-def progress(
-    group: tuple[Experience, ...],
-    *,
-    memory: Memory,
-    fast: float = 0.5,
-    slow: float = 0.1,
-    full: float = 0.25,
-    min_factor: float = MIN_PRIORITY,
-) -> tuple[Experience, ...]:
-    """Multiply the priority by the expected learning progress: recent change, up or down, of the task's mean reward.
-
-    The progress is |fast − slow|, the difference of two moving averages of the mean reward of the task's groups (Matiisen et
-    al., arXiv 1707.00183, section 3), scaled so that `full` gives 1 and 0 gives `min_factor`. A task's first group has factor
-    1. Each partition computes its own averages; later revisions of a group do not change them.
-
-    fast: Weight of a new group in the fast average, 0 to 1. slow: Weight of a new group in the slow average, 0 to 1. full:
-    Difference of the averages from which on the factor is 1. min_factor: Minimum factor.
-    """
-    rewards = episode_rewards(group).values()
-    if not rewards:
-        return group
-    mean = math.fsum(rewards) / len(rewards)
-    task = task_of(group[0].group)
-    known = memory.get(task)
-    if isinstance(known, list):
-        quick, slack = float(known[0]), float(known[1])
-        if group[0].revision == 0:
-            quick, slack = quick + fast * (mean - quick), slack + slow * (mean - slack)
-        factor = min(1.0, max(min_factor, abs(quick - slack) / full))
-    else:
-        quick, slack, factor = mean, mean, 1.0
-    memory.set(task, [quick, slack])
-    return _times(group, factor)
 
 
 @processor(version=1, of="group", memory=REMEMBERED)

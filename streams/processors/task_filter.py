@@ -1,12 +1,14 @@
-"""Filter of tasks without required fields, and of tasks that no score can judge."""
+"""Built-in processors of stage tasks."""
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
 from infra.chain.chain import Context, Step, run_chain
-from infra.chain.processor import Drop, processor
+from infra.chain.processor import Drop, Memory, processor
 from schemas import Message, Span, Task, make_experience
 
 MISSING = "task incomplete"
@@ -87,6 +89,25 @@ def clean(task: Task) -> Task:
     )
     answer = None if task.answer is None else task.answer.strip()
     return msgspec.structs.replace(task, messages=messages, answer=answer)
+
+
+DUPLICATE = "duplicate task"
+
+
+@processor(version=2, of="task", memory=1_000_000)
+def dedupe(task: Task, *, memory: Memory, by: Literal["question", "task"]) -> Task | Drop:
+    """Drop a task whose question came before under another id; the same id passes again (a redelivery, a repair).
+
+    by: "task" also compares answer and meta, for environments whose prompts are all the same.
+    """
+    hidden = (task.answer, sorted(task.meta.items())) if by == "task" else ()
+    asked = (task.split, task.workflow, task.messages, hidden)
+    question = hashlib.sha256(msgspec.msgpack.encode(asked)).hexdigest()[:32]
+    first = memory.get(question)
+    if first is not None and first != task.id:
+        return Drop(DUPLICATE, f"task {task.id}: the same question as {first}")
+    memory.set(question, task.id)
+    return task
 
 
 SOLVED = "too easy"

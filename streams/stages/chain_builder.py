@@ -38,25 +38,22 @@ def built_in(stage: Stage, name: str, section: Section, *, use: str = "", **opti
     """
     fields = {**msgspec.to_builtins(msgspec.structs.asdict(section)), **options}
     on, memory = fields.pop("on", True), fields.pop("memory", 0)
-    module = {"tasks": "task_dedupe" if name == "dedupe" else "task_filter", "verify": "filter"}.get(stage, name)
+    module = {"tasks": "task_filter", "verify": "filter"}.get(stage, name)
     table = ProcessorConfig(use=use or f"streams.processors.{module}:{name}", stage=stage, name=name, options=fields)
     return BuiltIn(table, memory, on)
 
 
 def tasks_chain(config: StreamsConfig) -> list[BuiltIn]:
-    """clean, dedupe, vary, filter, difficulty."""
+    """clean, dedupe, filter, difficulty."""
     tasks = config.tasks
     needs: dict[str, Any] = {
         "require": list(tasks.filter.require),
         "workflows": tasks.filter.workflows,
         "max_chars": tasks.filter.max_chars,
     }
-    vary = built_in("tasks", "vary", tasks.vary, use="streams.processors.task_vary:Vary")
-    slow = msgspec.structs.replace(vary.table, timeout_s=tasks.vary.timeout_s + 1.0)
     return [
         built_in("tasks", "clean", tasks.clean),
         built_in("tasks", "dedupe", tasks.dedupe),
-        *([vary._replace(table=slow)] if vary.on else []),
         built_in("tasks", "filter", Switch(on=tasks.filter.on), **needs),
         built_in("tasks", "difficulty", tasks.difficulty),
     ]

@@ -66,9 +66,8 @@ from headrace import Experience, Task, processor
 
 @processor(version=1)
 def arranged(task: Task) -> Task:
-    """Variations are kept, but never drawn; a generator's tasks are asked by its environment."""
-    workflow = "riddle" if "generator" in task.meta else task.workflow
-    return msgspec.structs.replace(task, workflow=workflow, priority=0.0 if task.parent else task.priority)
+    """A generator's tasks are asked by its environment."""
+    return msgspec.structs.replace(task, workflow="riddle" if "generator" in task.meta else task.workflow)
 
 @processor(version=1)
 def reserved(experience: Experience) -> Experience:
@@ -122,7 +121,6 @@ use = "actors.rollout.workflows.interact:Interact"
 environment = {{ use = "actors.rollout.environments.reasoning_gym:ReasoningGym" }}
 
 [tasks]
-vary = {{ on = true, templates = ["Please: {{question}}"] }}
 filter = {{ workflows = {{ check = ["meta.tests"] }} }}
 [[processor]]
 use = "whole:arranged"

@@ -27,7 +27,6 @@ from infra.settings.secret import bearer, read_secret
 from schemas import Message, Task
 from schemas.errors import ConfigError
 from streams.config import LangfuseConfig
-from streams.processors.task_vary import Vary
 from streams.scores.endpoint import UNREADABLE, Endpoint, EndpointConfig
 from streams.sources import langfuse
 
@@ -271,11 +270,10 @@ def test_a_password_is_refused_and_not_told() -> None:
             assert "S3CRET" not in str(caught.value)
 
 
-def test_canary_judge_and_rewriter_are_checked() -> None:
+def test_canary_and_judge_are_checked() -> None:
     for make in (
         lambda: CanaryShare(url="http://169.254.169.254:80"),
         lambda: EndpointConfig(url="http://169.254.169.254/v1", model="m"),
-        lambda: Vary(url="http://169.254.169.254/v1", model="m"),
     ):
         with pytest.raises((ValueError, ConfigError), match="link-local"):
             make()
@@ -299,10 +297,6 @@ async def judge_refuses(url: str) -> None:
     await endpoint.aclose()
 
 
-async def rewriter_refuses(url: str) -> None:
-    assert await Vary(url=url, model="m")(TASK) == [TASK]
-
-
 async def program_refuses(url: str) -> None:
     with pytest.raises(EpisodeFailed, match=r"Content-Encoding|more than"):
         await ask_service(url, ProgramInput("http://x", "k", "m", {}), None)
@@ -315,9 +309,7 @@ async def environment_refuses(url: str) -> None:
     await environment.close()
 
 
-@pytest.mark.parametrize(
-    "refuses", [langfuse_refuses, judge_refuses, rewriter_refuses, program_refuses, environment_refuses]
-)
+@pytest.mark.parametrize("refuses", [langfuse_refuses, judge_refuses, program_refuses, environment_refuses])
 @pytest.mark.parametrize("kind", ["compressed", "endless"])
 async def test_an_answer_of_a_service_takes_no_more_memory_than_its_limit(
     refuses: Callable[[str], Awaitable[None]], kind: str

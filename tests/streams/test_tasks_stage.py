@@ -1,4 +1,4 @@
-"""tasks: cleaned, each question once, varied, filtered; what does not go on is dead-lettered with its reason."""
+"""tasks: cleaned, each question once, filtered; what does not go on is dead-lettered with its reason."""
 
 import asyncio
 from typing import Any
@@ -16,13 +16,11 @@ from schemas import DeadLetter, Experience, Message, Task, encode
 from schemas.errors import ConfigError
 from schemas.topics import DEAD_LETTERS, TASKSET
 from streams.config import StreamsConfig
-from streams.processors.task_vary import Vary
 from streams.stages.chain_builder import build_tasks
 from streams.stages.tasks_stage import TaskStage
 
 HERE = "tests.streams.test_tasks_stage"
 EXACT = {"name": "exact", "use": "streams.scores.exact:exact"}
-LONG = "A train leaves Bern at 10 and rides for 3 hours at 80 kilometres an hour. How far does it get before it stops?"
 
 
 def task(id: str, content: str = "37+45=", answer: str | None = "82", **fields: Any) -> Task:
@@ -114,20 +112,6 @@ async def test_questions_are_remembered_across_a_restart() -> None:
     assert [output.record.error for output in (*first.then, *second.then)]  # type: ignore[union-attr] == ["task b: the same question as a", "task d: the same question as c"]
 
 
-def test_a_question_in_nearly_the_same_words_is_asked_once() -> None:
-    near = {"dedupe": {"near": 0.7}}
-    again = LONG.replace("How far does", "How far, please, does").upper()
-    found = through(task("a", LONG), task("b", again), task("c", LONG.replace("80", "90"), answer="270"), tasks=near)
-    assert ids(found) == ["a", "near duplicate task: task b: nearly the same question as a", "c"]
-    assert ids(through(task("a", LONG), task("b", again))) == ["a", "b"]  # exactly, unless asked otherwise
-
-
-def test_another_answer_or_other_numbers_make_another_question() -> None:
-    near = {"dedupe": {"near": 0.5}}
-    others = (task("b", LONG.replace("3 hours", "4 hours")), task("c", LONG + " Please.", answer="no"))
-    assert ids(through(task("a", LONG), *others, tasks=near)) == ["a", "b", "c"]
-
-
 def test_a_task_without_what_its_workflow_needs_is_dropped_with_the_field() -> None:
     needs = {"filter": {"require": ["meta.source"], "workflows": {"guess": ["answer"]}}}
     given_ = {"meta": {"source": "web"}}
@@ -170,52 +154,6 @@ def test_difficulty_comes_from_the_success_rate_a_task_brings() -> None:
         "too easy: difficulty 0, expected 0.1 or more",
         "too hard: difficulty 1, expected at most 0.9",
     ]
-
-
-def test_variations_name_their_parent_keep_its_answer_and_are_never_varied() -> None:
-    vary = {"vary": {"on": True, "templates": ["Think: {question}", "{question} Answer:", "{question}"]}}
-    system = Message(role="system", content="Be brief.")
-    parent = Task(id="a", messages=(system, Message(role="user", content="1+1?")), answer="2")
-    found = through(parent, task("h", split="held-out"), task("a-v0", "Think: 1+1?", parent="a"), tasks=vary)
-    kept = [found_item for _, found_item in found if isinstance(found_item, Task)]
-    assert [(member.id, member.parent, member.messages[-1].content) for member in kept] == [
-        ("a", "", "1+1?"),
-        ("a-v0", "a", "Think: 1+1?"),
-        ("a-v1", "a", "1+1? Answer:"),
-        ("h", "", "37+45="),
-        ("a-v0", "a", "Think: 1+1?"),
-    ]
-    assert all(member.messages[0] == system and member.answer == "2" for member in kept[:3])
-
-
-@pytest.mark.parametrize("away", [False, True])
-def test_a_model_writes_variations_and_its_absence_loses_no_task(away: bool) -> None:
-    """A real endpoint on this machine, or a port that nobody listens on."""
-
-    async def run() -> list[Task]:
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            body = b'{"choices": [{"message": {"content": " One plus one? "}}, {"message": {"content": "1+1?"}}]}'
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
-            await writer.drain()
-            writer.close()
-
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        if away:
-            server.close()
-            await server.wait_closed()
-        vary = Vary(url=f"http://127.0.0.1:{port}/v1", model="writer", number=2)
-        try:
-            return await vary(task("a", "1+1?", "2"))
-        finally:
-            server.close()
-
-    original, *made = asyncio.run(run())
-    assert original == task("a", "1+1?", "2")
-    assert [(item.id, item.messages[0].content, item.parent) for item in made] == (
-        [] if away else [("a-v0", "One plus one?", "a")]
-    )
 
 
 def test_a_processor_of_ones_own_is_inserted_into_the_stage() -> None:

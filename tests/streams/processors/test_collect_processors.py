@@ -11,7 +11,6 @@ from schemas import BatchItem, Block, Experience, Message, Score, Span, Stretch,
 from schemas.errors import ConfigError
 from streams.processors.advantage import group_normalized, leave_one_out, less_the_mean
 from streams.processors.difficulty import difficulty
-from streams.processors.length import length
 from streams.processors.prioritize import prioritize
 from streams.processors.reward import blended
 from streams.scores.overlong import Overlong
@@ -300,31 +299,12 @@ def long(num_sampled: int, episode: int = 0, right: float | None = None, **heade
     return member.with_bulk(tokens=tokens, logprobs=logprobs, spans=(Span(2, 2 + num_sampled, 3),))
 
 
-def values(group: tuple[Experience, ...]) -> list[float | None]:
-    return [member.score("length") for member in length(group)]
-
-
 def test_overlong_is_dapos_soft_punishment() -> None:
     score = Overlong(max_tokens=100, margin=20)
     found = {number: score(long(number)) for number in (1, 80, 85, 90, 100, 140)}
     assert found == {1: 0.0, 80: 0.0, 85: 0.25, 90: 0.5, 100: 1.0, 140: 1.0}
     with pytest.raises(ConfigError, match="margin = 200"):
         Overlong(max_tokens=100, margin=200)
-
-
-def test_length_is_kimis_reward_within_the_group() -> None:
-    group = tuple(
-        long(tokens, episode, right)
-        for episode, (tokens, right) in enumerate([(10, 1.0), (20, 1.0), (30, 1.0), (10, 0.0), (30, 0.0)])
-    )
-    assert values(group) == [0.5, 0.0, -0.5, 0.0, -0.5], "a short wrong answer gains nothing"
-    assert values((long(10, 0, 1.0), long(10, 1, 0.0))) == [0.0, 0.0]
-
-
-def test_length_counts_all_parts_of_an_episode_and_leaves_demonstrations() -> None:
-    shown = answer(2, lane="expert", kind="demonstration")
-    group = (long(10, 0, last=False), long(30, 0, 1.0, part=1), long(20, 1, 1.0), shown)
-    assert values(group) == [-0.5, -0.5, 0.5, None]
 
 
 def test_a_weight_below_0_takes_a_penalty_off_the_mean_of_the_others() -> None:

@@ -1,4 +1,4 @@
-"""What a group's priority is multiplied by: novelty, learning progress, recency; each remembers, and only what it must."""
+"""The priority of what is new, and the running baselines of rewards and of verdicts."""
 
 import asyncio
 import math
@@ -20,7 +20,7 @@ from streams.collect.feedback import FeedbackRules, learn_usual, returns, usual_
 from streams.collect.state import AnswerFeedback, LaterCredit, LoggedFeedback
 from streams.config import StreamsConfig
 from streams.processors.advantage import MAX_ADVANTAGE, MEMORY, WINDOW, compared
-from streams.processors.prioritize import novelty, progress, recency
+from streams.processors.prioritize import novelty
 from streams.stages.chain_builder import build_collect
 from tests.streams.collect.collecting import said
 from tests.streams.processors.by_default import advantage
@@ -68,51 +68,24 @@ def test_new_answers_to_an_old_task_are_new_by_answer() -> None:
     assert priority(novelty(group(0.0, name="u.0"), memory=memory, of="answer")) == 1.0
 
 
-def test_a_task_that_moves_comes_before_one_that_stands_still() -> None:
+def test_a_later_revision_of_a_group_is_not_seen_again() -> None:
     memory = Memory(8)
-    still = [priority(progress(group(0.5, 0.5, name=f"still.{n}"), memory=memory)) for n in range(4)]
-    assert still == [1.0, 0.1, 0.1, 0.1]
-    moving = [priority(progress(group(n / 4, name=f"up.{n}"), memory=memory)) for n in range(3)]
-    # fast: 0, 0.125, 0.3125; slow: 0, 0.025, 0.0725
-    assert moving == pytest.approx([1.0, 0.1 / 0.25, 0.24 / 0.25])
-
-
-def test_what_is_forgotten_counts_as_much_as_what_is_learned() -> None:
-    up, down = Memory(8), Memory(8)
-    for rewards, memory in (((0.0, 0.2, 0.4), up), ((1.0, 0.8, 0.6), down)):
-        found = [priority(progress(group(reward, name=f"t.{n}"), memory=memory)) for n, reward in enumerate(rewards)]
-    assert found[-1] == pytest.approx(priority(progress(group(0.4, name="t.9", revision=1), memory=up)))
-
-
-def test_priority_halves_with_every_half_life_of_versions() -> None:
-    memory = Memory(1)
-    found = {version: priority(recency(group(1.0, version=version), memory=memory)) for version in (20, 16, 12, 0, 24)}
-    assert found == {20: 1.0, 16: 0.5, 12: 0.25, 0: 0.1, 24: 1.0}
-
-
-@pytest.mark.parametrize("factor", [novelty, progress])
-def test_a_later_revision_of_a_group_is_not_seen_again(factor: Any) -> None:
-    memory = Memory(8)
-    factor(group(0.0, 1.0), memory=memory)
-    factor(group(1.0, 1.0, name="t.1"), memory=memory)
+    novelty(group(0.0, 1.0), memory=memory)
+    novelty(group(1.0, 1.0, name="t.1"), memory=memory)
     before = memory.to_bytes()
-    factor(group(1.0, 1.0, name="t.1", revision=1), memory=memory)
+    novelty(group(1.0, 1.0, name="t.1", revision=1), memory=memory)
     assert memory.to_bytes() == before
 
 
-@pytest.mark.parametrize("factor", [novelty, progress, recency])
-def test_demonstrations_keep_their_priority(factor: Any) -> None:
+def test_demonstrations_keep_their_priority() -> None:
     given = tuple(msgspec.structs.replace(member, lane="expert") for member in group(1.0, version=-1))
-    assert factor(given, memory=Memory(8)) == given
+    assert novelty(given, memory=Memory(8)) == given
 
 
-def test_they_stand_behind_prioritize_by_the_settings_alone() -> None:
-    tables = [
-        {"use": f"streams.processors.prioritize:{name}", "stage": "collect", "after": "prioritize"}
-        for name in ("novelty", "progress", "recency")
-    ]
-    steps = build_collect(decode({"processor": tables}, StreamsConfig, "bot.toml"))
-    assert [step.name for step in steps][-4:] == ["prioritize", "novelty", "progress", "recency"]
+def test_it_stands_behind_prioritize_by_the_settings_alone() -> None:
+    table = {"use": "streams.processors.prioritize:novelty", "stage": "collect", "after": "prioritize"}
+    steps = build_collect(decode({"processor": [table]}, StreamsConfig, "bot.toml"))
+    assert [step.name for step in steps][-2:] == ["prioritize", "novelty"]
     memories = new_memories(steps)
 
     def run(name: str) -> tuple[Experience, ...]:
@@ -123,8 +96,7 @@ def test_they_stand_behind_prioritize_by_the_settings_alone() -> None:
         return asyncio.run(run_chain(steps, scored, Context(memories=memories))).kept
 
     assert priority(run("t.0")) == 1.0
-    # half right again: spread 1, seen twice, the reward did not move
-    assert priority(run("t.1")) == pytest.approx(1 / math.sqrt(2) * 0.1)
+    assert priority(run("t.1")) == pytest.approx(1 / math.sqrt(2)), "half right again, seen twice"
 
 
 GAMMA, TURNS = 0.9, 10
