@@ -70,7 +70,7 @@ test: missing-tools check agents ## what every change passes: linters, types, un
 	@$(BIN)/python -m pytest -q $(FAST) -m "not slow and not full and not gpu" $(ARGS)
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not full" --durations=20 $(ARGS)
 
-test-all: missing-tools check agents ## the same with kills, soaks, a thousand seeds, containers and other projects' clients (an hour)
+test-all: missing-tools check agents ## the same with kills, a thousand seeds, containers and other projects' clients (an hour)
 	@$(BIN)/python -m pytest -q $(FAST) -m "not slow and not full and not gpu" $(ARGS)
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "slow or full" --timeout=3600 --durations=20 $(ARGS)
 
