@@ -37,8 +37,8 @@ from infra.local.supervisor import Child, Supervisor
 from infra.log.log import Log
 from schemas import PolicyEvent, Progress, topics
 from schemas.errors import BrokerUnavailable
+from tests.actors.rig import until
 from tests.e2e.crash_ledger import Fates, LiveLedger
-from tests.e2e.demo_run import role_pid
 
 TARGETS = ("train", "process", "explore", "master", "kafka")
 # What a role says of itself before it works; anything else in a report means that it is back.
@@ -92,6 +92,26 @@ def plan_shots(kills: int, seed: int, pause_s: tuple[float, float]) -> list[Shot
             stop_s = 0.0 if dice > 0.25 else LONG_STOP_S if dice < 0.06 else chosen.uniform(0.2, 5.0)
             shots.append(Shot(target, chosen.uniform(*pause_s), stop_s))
     return shots[:kills]
+
+
+def role_pid(folder: Path, role: str) -> int | None:
+    """Process id of a role of the demo in `folder`, found as `ps` would."""
+    wanted = f"infra.cli.main {role} --config {folder}" if role != "kafka" else f"kafka.Kafka {folder}"
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if wanted in words and "parent_watch" not in words:
+                return int(entry.name)
+    return None
+
+
+def last_words(folder: Path) -> str:
+    """The ends of all role logs, for a failed run."""
+    logs = sorted(folder.glob("logs/*.log"))
+    return "".join(f"\n== {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
 
 
 def shoot(folder: Path, shot: Shot) -> int:
@@ -215,7 +235,7 @@ async def crash_loop(
             ledger = LiveLedger(log, folder / "acknowledged.txt")
             following = [asyncio.create_task(follow_reports(log, seen)), asyncio.create_task(follow_run(log, record))]
             keeping = asyncio.create_task(ledger.follow())
-            await until(lambda: len(record.published) > 2, "the first policies")
+            await until(lambda: len(record.published) > 2, seconds=240.0)
             started_s = time.monotonic()
             until_s = started_s + minutes * 60
             times = await fire(folder, shots, seen, until_s)
@@ -223,7 +243,7 @@ async def crash_loop(
             await running.stop("master")
             finish = patient(role_child(settings, SettingsFile(config, [*FINISH]), "master"))
             async with Supervisor([finish]):
-                await until(lambda: record.done, "the run to drain", 300.0)
+                await until(lambda: record.done, seconds=300.0)
             await running.stop()
             ledger.finish()
             await keeping
@@ -281,15 +301,6 @@ async def replayed_equal(config: Path) -> bool:
         return False
     found = json.loads(words)
     return bool(found["equal"] and found["bits_promised"] and found["checkpoints"])
-
-
-async def until(condition: "asyncio.Event | object", what: str, deadline_s: float = 240.0) -> None:
-    """Poll until the condition holds."""
-    assert callable(condition)
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {deadline_s:g} s"
-        await asyncio.sleep(0.1)
 
 
 def say(line: str) -> None:

@@ -1,11 +1,14 @@
 """Programs of well-known clients and frameworks, as they are, each trained on a task through the real broker.
 
 One broker, one explorer on the torch engine, one trainer. Words are sampled. Tool calls, which a random model cannot spell, are
-recited with the model's own log-probabilities: see `tests.e2e.clients_model`.
+recited token by token with the model's own log-probability of each.
 """
 
 import asyncio
+import itertools
 import json
+import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +19,7 @@ import pytest
 
 from actors.master.master import run_master
 from actors.rollout.explorer import run_explorer
+from infra.cli.demo.char_model import CHARACTERS, Size, Vocabulary, build_char_model
 from infra.cli.options import SettingsFile
 from infra.cli.run.up import role_child
 from infra.cli.settings import Settings, load_settings
@@ -29,10 +33,9 @@ from infra.store.store import Store
 from schemas import Batch, Experience, PolicyEvent, Span, Task, topics
 from schemas.ids import task_of
 from tests.actors.rig import TopicArrivals, folder_store, running, until
-from tests.e2e.clients_model import CallingEngine, build_model
-from tests.e2e.demo_run import last_words
-from tests.e2e.test_whole_system_kafka import command
-from tests.frameworks import frameworks_or_skip
+from tests.e2e.crash_loop import last_words
+from tests.e2e.test_whole_system_kafka import RecitingEngine, command
+from tests.own_sources import ROOT
 from tests.role import role_of
 from trainer.learners.torch import TorchLearner
 from trainer.train import run_trainer
@@ -73,6 +76,64 @@ WORKFLOW = """
 use = "actors.program.workflow:Program"
 options = {{ command = {command} }}
 """
+
+
+PYTHON = ROOT / ".venv" / "agents" / "bin" / "python"
+
+
+def frameworks_or_skip() -> Path:
+    """The Python with the agent frameworks; HEADRACE_REQUIRE_AGENTS=1 turns its absence into a failure."""
+    if not PYTHON.exists():
+        if os.environ.get("HEADRACE_REQUIRE_AGENTS") == "1":
+            pytest.fail(f"HEADRACE_REQUIRE_AGENTS=1, and there is no {PYTHON}: make agents")
+        pytest.skip(f"no {PYTHON}: make agents")
+    return PYTHON
+
+
+CONTEXT = 16_384  # smolagents explains itself in five thousand characters
+TEMPLATE = """{{ bos_token }}{% if tools %}{{ tools | tojson }}
+{% endif %}{% for message in messages %}{{ message.role + ':' + (message.content or '') }}{% for call in message.tool_calls %}
+<tool_call>
+{{ '{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) + '}' }}
+</tool_call>{% endfor %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
+ROW = re.compile(r"row (\d+)")
+# What an answer is called that is a tool call too: pydantic-ai's, smolagents'.
+FINAL = {"final_result": "row", "final_answer": "answer"}
+
+
+def build_model(folder: Path) -> Path:
+    """A Qwen3 of two layers with one token per character, whose template knows tools."""
+    vocabulary = Vocabulary(words=CHARACTERS, pattern=r"[\s\S]", chat_template=TEMPLATE)
+    build_char_model(folder, 3, vocabulary, Size(hidden=64, layers=2))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
+    return folder
+
+
+class CallingEngine(RecitingEngine):
+    """Calls `look` where it is offered and was not called, with another row each time; then the final answer's tool, if there
+    is one; else it samples. It goes on from a beginning of the answer that a request forces.
+    """
+
+    def __init__(self, *, model: str, tokenizer: Tokenizer) -> None:
+        super().__init__(model=model, tokenizer=tokenizer)
+        self._rows = itertools.count(1)
+
+    def answer_to(self, heard: str) -> str:
+        tools, _, said = heard.partition("\n")
+        if not tools.removeprefix("<bos>").startswith("["):
+            return ""
+        rows = ROW.findall(said)
+        finals = [name for name in FINAL if f'"name": "{name}"' in tools]
+        if rows and not finals:
+            return ""
+        name = finals[0] if rows else "look"
+        argument = {FINAL[name]: int(rows[-1])} if rows else {"row": next(self._rows)}
+        text = f"<tool_call>\n{json.dumps({'name': name, 'arguments': argument})}\n</tool_call>"
+        for cut in range(len(text), 0, -1):
+            if heard.endswith(text[:cut]):
+                return text[cut:]
+        return text
 
 
 class TrainedByClient(msgspec.Struct, frozen=True):

@@ -5,69 +5,89 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.crash_loop import TARGETS, crash_loop, plan_shots
-from tests.e2e.demo_run import LIMIT_S, OwnLedger, run_demo
+from infra.local.broker import EmbeddedKafka
+from infra.log.kafka import KafkaBus
+from infra.log.log import Log
+from tests.e2e.crash_ledger import Fates
+from tests.e2e.crash_loop import TARGETS, crash_loop, last_words, plan_shots
 
 pytestmark = pytest.mark.slow
+LIMIT_S = 400.0
 NUM_VERSIONS = 20  # enough to learn; how long they take is the machine's
 LEARNING = {"all rewards equal", "kept for validation"}
 
 
-def check_promises(report: dict, ledger: OwnLedger) -> None:
+def headrace(folder: Path, *arguments: object) -> dict[str, Any]:
+    """What a command prints as JSON. folder: of the run, whose logs are shown where the command fails."""
+    command = [sys.executable, "-m", "infra.cli.main", *map(str, arguments), "--json"]
+    printed, said = (folder.parent / f"{folder.name}.{end}" for end in ("out", "err"))
+    with printed.open("wb") as output, said.open("wb") as errors:
+        code = subprocess.run(command, stdout=output, stderr=errors, timeout=LIMIT_S).returncode
+    assert code == 0, printed.read_text()[-1000:] + said.read_text()[-2000:] + last_words(folder)
+    report: dict[str, Any] = json.loads(printed.read_text())
+    return report
+
+
+async def fates_of(folder: Path) -> Fates:
+    """What became of every experience of a finished demo, without headrace's own bookkeeping."""
+    with EmbeddedKafka(folder / "kafka") as broker:
+        bus = KafkaBus(broker.bootstrap)
+        await bus.start()
+        try:
+            return await Fates.read(Log(bus, "demo"), max_staleness=2)
+        finally:
+            await bus.close()
+
+
+def check_promises(report: dict[str, Any], fates: Fates) -> None:
     """What holds for every run, killed or not."""
     assert report["audit_clean"] and report["pending"] == 0
-    assert report["experiences_published"] == len(ledger.acknowledged)
-    trained = {name for name, _, _ in ledger.trained}
-    assert trained <= ledger.acknowledged
+    assert report["experiences_published"] == len(fates.published)
+    trained = {name for name, _, _ in fates.trained}
+    assert trained <= fates.published
     assert report["experiences_trained"] == len(trained)
-    assert report["experiences_trained"] + sum(report["dropped"].values()) == len(ledger.acknowledged)
-    assert max(ledger.trained.values()) == 1, "an (id, revision, use) stands in the journal twice"
-    assert ledger.stale_tokens == 0 and report["staleness_max"] <= 2
+    assert report["experiences_trained"] + sum(report["dropped"].values()) == len(fates.published)
+    assert not fates.trained_twice()
+    assert fates.stale_tokens == 0 and report["staleness_max"] <= 2
     assert report["mismatch_abs_max"] is None or report["mismatch_abs_max"] <= 1e-4
     assert report["accuracy_final"] > report["accuracy_after_sft"] > report["accuracy_start"]
 
 
 @pytest.fixture(scope="module")
-def unkilled(tmp_path_factory: pytest.TempPathFactory) -> dict:
+def unkilled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The report of a run in peace, through vLLM, its promises checked."""
     folder = tmp_path_factory.mktemp("unkilled") / "run"
-    report = run_demo(folder, "--set", f"master.stop.versions={NUM_VERSIONS}", "--seed", "2")
-    check_promises(report, OwnLedger(folder))
-    return report | {"folder": str(folder)}
+    stop = ("--set", f"master.stop.versions={NUM_VERSIONS}")
+    report = headrace(folder, "demo", "--task", "add", "--dir", folder, *stop, "--seed", "2")
+    check_promises(report, asyncio.run(fates_of(folder)))
+    return report | {"folder": folder}
 
 
-def test_a_model_learns_through_vllm(unkilled: dict) -> None:
+def test_a_model_learns_through_vllm(unkilled: dict[str, Any]) -> None:
     assert unkilled["requests_failed"] == 0 and unkilled["restarts"] == {}
     assert unkilled["mismatch_abs_max"] > 0.0, "engine and trainer were never compared"
 
 
-def test_the_run_is_done_again_to_the_bit_from_an_archive_of_it(unkilled: dict) -> None:
+def test_the_run_is_done_again_to_the_bit_from_an_archive_of_it(unkilled: dict[str, Any]) -> None:
     """From its folder it is done again where all roles were killed."""
-    folder = Path(unkilled["folder"])
+    folder: Path = unkilled["folder"]
     archive = folder.parent / "run.headrace"
-    headrace("export", folder, archive)
-    whole = headrace("replay", archive, "--verify")
+    headrace(folder, "export", folder, archive)
+    whole = headrace(folder, "replay", archive, "--verify")
     assert whole["equal"] and whole["bits_promised"] and not whole["faults"]
     assert whole["from_step"] == -1 and whole["steps"] == unkilled["steps"] + unkilled["warmup_steps"]
     checkpoints = {item["step"] for item in whole["checkpoints"]}
     assert len(checkpoints) >= 3 and whole["to_step"] in checkpoints
 
 
-def headrace(*arguments: object) -> dict:
-    """What a command prints as JSON."""
-    command = [sys.executable, "-m", "infra.cli.main", *map(str, arguments), "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-2000:]
-    return json.loads(result.stdout)
-
-
 @pytest.mark.full
-def test_every_role_and_the_broker_may_be_killed_at_any_moment(tmp_path: Path, unkilled: dict) -> None:
+async def test_every_role_and_the_broker_may_be_killed_at_any_moment(tmp_path: Path, unkilled: dict[str, Any]) -> None:
     """Ten shots at moments of chance, two at each role and at the broker; the whole loop is `tests/e2e/crash_loop.py`."""
-    report = asyncio.run(crash_loop(tmp_path / "run", plan_shots(10, 7, (0.5, 4.0)), seed=7, minutes=5.0))
+    report: dict[str, Any] = await crash_loop(tmp_path / "run", plan_shots(10, 7, (0.5, 4.0)), seed=7, minutes=5.0)
     assert report["kills"] + report["stops"] == 10, report
     assert not report["lost"] and not report["trained_twice"] and not report["stale"], report
     assert report["audit_clean"] and report["pending"] == 0, report
@@ -78,7 +98,7 @@ def test_every_role_and_the_broker_may_be_killed_at_any_moment(tmp_path: Path, u
         assert share <= in_peace.get(reason, 0.0) + 0.02, f"{reason}: {share:.3f}, in peace {in_peace}"
 
 
-def unlearned(report: dict, total: int) -> dict[str, float]:
+def unlearned(report: dict[str, Any], total: int) -> dict[str, float]:
     """Shares of what was dropped for other reasons than what the model had learned. An attempt that another attempt of its
     group made superfluous took nothing away.
     """
