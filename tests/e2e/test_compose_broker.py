@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -29,10 +30,9 @@ from infra.store.s3 import open_s3
 from infra.store.store import Store
 from schemas import Block, topics
 from schemas.errors import NotInStore, StoreError
+from schemas.ids import ANSWER_PREFIX
 from tests import minio
 from tests.e2e.compose_stack import REPOSITORY, ComposeStack, programs
-from tests.e2e.prometheus import Prometheus, program
-from tests.e2e.users import UserCrowd
 from tests.variables import variables
 
 pytestmark = pytest.mark.full
@@ -159,6 +159,74 @@ def blocks(title: str) -> list[list[str]]:
     return [[line for line in block.splitlines() if not line.startswith("export ")] for block in found]
 
 
+def program() -> str:
+    """Where `prometheus` lies; the test is skipped, or fails, where it is not."""
+    found = shutil.which("prometheus")
+    if found is None:
+        if os.environ.get("HEADRACE_REQUIRE_PROMETHEUS") == "1":
+            pytest.fail("HEADRACE_REQUIRE_PROMETHEUS=1, and there is none on PATH: apt-get install prometheus")
+        pytest.skip("prometheus is not on PATH: apt-get install prometheus")
+    return found
+
+
+ASK_S = 30.0
+NUM_RATERS = 200
+BODY = {"model": "main", "messages": [{"role": "user", "content": "37+45="}], "max_tokens": 6}
+
+
+class UserCrowd:
+    """Users of a gateway, who rate every other answer. No request is sent twice: each that fails counts.
+
+    held: ids of answers. failed: what came in place of an answer. cut_off: requests without a response.
+    """
+
+    def __init__(self, gateway: str, key: str) -> None:
+        self.held: set[str] = set()
+        self.failed: list[str] = []
+        self.cut_off = 0
+        self._asked = 0
+        self._is_leaving = False
+        # No connection is kept: one that ends as it is used again is no fault of the gateway.
+        self._http = httpx.AsyncClient(
+            base_url=gateway,
+            headers={"authorization": f"Bearer {key}"},
+            timeout=ASK_S,
+            trust_env=False,
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
+
+    async def come(self, per_s: float) -> None:
+        """Ask until `leave`; return once every request has ended."""
+        async with self._http, asyncio.TaskGroup() as group:
+            while not self._is_leaving:
+                self._asked += 1
+                group.create_task(self._visit(self._asked))
+                await asyncio.sleep(1.0 / per_s)
+
+    def leave(self) -> None:
+        self._is_leaving = True
+
+    async def _visit(self, number: int) -> None:
+        answer = await self._post("/v1/chat/completions", BODY, 200)
+        if answer is None:
+            return
+        self.held.add(answer["id"].removeprefix(ANSWER_PREFIX))
+        if number % 2:
+            said = {"answer_id": answer["id"], "value": number % 4 // 2, "rater": f"user-{number % NUM_RATERS}"}
+            await self._post("/v1/feedback", said, 202)
+
+    async def _post(self, path: str, body: object, expected: int) -> dict[str, Any] | None:
+        try:
+            response = await self._http.post(path, json=body)
+        except httpx.TransportError:
+            self.cut_off += 1
+            return None
+        if response.status_code == expected:
+            return dict(response.json())
+        self.failed.append(f"{path}: {response.status_code} {response.text[:200]}")
+        return None
+
+
 class Stranger:
     """Who types. stack: what runs. users: who ask meanwhile, once there is a key."""
 
@@ -233,28 +301,28 @@ class Stranger:
         before = len(self.users.held)
         self.sees(lambda: self.users is not None and len(self.users.held) > before + 2 * PER_S, "answers")
 
-    def prometheus(self, ask: Callable[[Prometheus], Any]) -> Any:
-        """What Prometheus says."""
+    def _prometheus(self, what: str) -> list[dict[str, Any]]:
+        """Prometheus's list of targets or alerts."""
+        url = f"http://{self.stack.at('prometheus', 9090)}/api/v1/{what}"
+        answer = httpx.get(url, trust_env=False, timeout=60).json()
+        assert answer["status"] == "success", answer
+        return list(answer["data"]["activeTargets" if what == "targets" else what])
 
-        async def main() -> Any:
-            address = f"http://{self.stack.at('prometheus', 9090)}"
-            async with httpx.AsyncClient(base_url=address, trust_env=False, timeout=60) as http:
-                return await ask(Prometheus(http))
+    def scraped(self) -> dict[str, str]:
+        """Health of every target, by its address."""
+        return {target["labels"]["instance"]: target["health"] for target in self._prometheus("targets")}
 
-        return asyncio.run(main())
+    def alerts(self) -> dict[tuple[str, str], str]:
+        """State of every alert that is not inactive, by its name and its label `role`."""
+        found = self._prometheus("alerts")
+        return {(alert["labels"]["alertname"], alert["labels"].get("role", "")): alert["state"] for alert in found}
 
 
 @contextmanager
 def traffic(address: str, key: str) -> Iterator[UserCrowd]:
     """Users in a thread of their own, until the end of the block."""
-    users = UserCrowd(key)
-    users.gateways.append(address)
-
-    async def come() -> None:
-        async with users:
-            await users.come(PER_S)
-
-    thread = threading.Thread(target=asyncio.run, args=(come(),), name="users")
+    users = UserCrowd(address, key)
+    thread = threading.Thread(target=asyncio.run, args=(users.come(PER_S),), name="users")
     thread.start()
     try:
         yield users
@@ -285,7 +353,7 @@ def test_the_page_brings_up_every_container_of_the_file_once_and_all_is_well(str
     stranger.sees(stranger.is_well, "status finds nothing")
     assert stranger.asks("check", "--connect")[0] == 0
     up = {stranger.stack.at(role, 9200): "up" for role in ROLES}
-    stranger.sees(lambda: stranger.prometheus(Prometheus.up) == up, "every role is scraped")
+    stranger.sees(lambda: stranger.scraped() == up, "every role is scraped")
 
 
 def test_a_version_that_learned_from_what_users_said_is_served(stranger: Stranger) -> None:
@@ -322,7 +390,7 @@ def test_what_is_broken_is_named_while_users_are_served_and_the_lines_of_the_pag
         assert code == 1 and said in told, told
     if title == "A role hangs":
         role = ("HeadraceRoleSilent", "process")
-        stranger.sees(lambda: stranger.prometheus(Prometheus.alerts).get(role) == "firing", "the alert is raised")
+        stranger.sees(lambda: stranger.alerts().get(role) == "firing", "the alert is raised")
     stranger.is_answered()
     stranger.types(mends)
     stranger.sees_that_all_is_well()
