@@ -15,9 +15,10 @@ from infra.observe.metrics import Metrics
 from infra.settings.config import duration_s
 from infra.store.open import DividedStore, MeasuredStore, open_store
 from infra.store.store import Store
-from schemas.errors import ConfigError
+from schemas.errors import BrokerUnavailable, ConfigError
 
-RUNNING_S, STOPPED_S = 30.0, 2.0  # see `patience_s`
+UP_LOCK = "state/up.lock"  # in the run's folder, held by `headrace up`
+HELD_S, STOPPED_S = 30.0, 2.0  # for an embedded broker that a process runs, slow on a busy machine; for any other
 
 
 def kafka_folder(settings: Settings) -> Path:
@@ -110,12 +111,18 @@ async def reading(settings: Settings, *, create: bool = False) -> AsyncIterator[
 
     quieten_client()
     runs = bool(settings.kafka.bootstrap_servers)
-    if not runs and not (create and read_address(kafka_folder(settings)) is None):
-        runs = await answers(broker_address(settings), timeout_s=patience_s(settings), access=kafka_access(settings))
+    if not runs and (read_address(kafka_folder(settings)) is not None or not (create or is_held(settings))):
+        wait_s = HELD_S if is_held(settings) else STOPPED_S
+        runs = await answers(broker_address(settings), timeout_s=wait_s, access=kafka_access(settings))
     if runs:
         async with connected(settings, deadline_s=10.0, create=create) as log:
             yield log
         return
+    if is_held(settings):
+        raise BrokerUnavailable(
+            f"the broker in {kafka_folder(settings)} does not answer yet: `headrace up` or another command of this run is "
+            "starting or stopping it; try again in a moment, or see broker.log there"
+        )
     jars = Path(settings.kafka.jars) if settings.kafka.jars else None
     broker = EmbeddedKafka(kafka_folder(settings), jars=jars, with_password=True)
     await asyncio.to_thread(broker.start)
@@ -128,15 +135,12 @@ async def reading(settings: Settings, *, create: bool = False) -> AsyncIterator[
         await asyncio.to_thread(broker.stop)
 
 
-def patience_s(settings: Settings) -> float:
-    """Seconds after which a silent embedded broker counts as stopped.
-
-    One that a process runs may be slow on a busy machine, and no other can be started next to it.
-    """
+def is_held(settings: Settings) -> bool:
+    """True while `headrace up` runs in this folder, or any process has its embedded broker."""
     from infra.files import is_locked
     from infra.local.broker import LOCK
 
-    return RUNNING_S if is_locked(kafka_folder(settings) / LOCK) else STOPPED_S
+    return is_locked(settings.folder / UP_LOCK) or is_locked(kafka_folder(settings) / LOCK)
 
 
 async def create_topics(log: Log, settings: Settings) -> list[str]:

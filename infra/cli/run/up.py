@@ -12,7 +12,15 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from infra.cli.connect import app_store, broker_address, connected, create_topics, kafka_folder, quieten_client
+from infra.cli.connect import (
+    UP_LOCK,
+    app_store,
+    broker_address,
+    connected,
+    create_topics,
+    kafka_folder,
+    quieten_client,
+)
 from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT, INTERRUPTED, STOPPED, last_error
 from infra.cli.options import SettingsFile, command
 from infra.cli.run.roles import CODE_VARIABLE, metrics_address
@@ -140,7 +148,7 @@ async def up(chosen: SettingsFile) -> int:
     Example: [cyan]headrace up -c support/headrace.toml --set trainer.learning_rate=1e-6[/]
     """
     settings = chosen.load()
-    with lock_folder(settings.folder / "state" / "up.lock", f"headrace up in {settings.folder}"):
+    with lock_folder(settings.folder / UP_LOCK, f"headrace up in {settings.folder}"):
         return await _run_here(settings, chosen)
 
 

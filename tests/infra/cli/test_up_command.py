@@ -18,10 +18,12 @@ import httpx
 import msgspec
 import pytest
 from rich.console import Console as PlainScreen
+from typer.testing import CliRunner
 
 from infra.cli.connect import connected
 from infra.cli.demo.char_model import build_char_model
 from infra.cli.exit_codes import CONFIG_ERROR
+from infra.cli.main import app
 from infra.cli.options import SettingsFile
 from infra.cli.run.roles import gateway_config
 from infra.cli.run.stay_down import VARIABLE
@@ -42,6 +44,7 @@ from infra.cli.terminal import Screen
 from infra.files import lock_folder
 from infra.ledger.archive import writing
 from infra.ledger.bundle import Bundle
+from infra.local.broker import plan_address
 from infra.local.http_server import bound
 from infra.local.supervisor import Child, ChildEvent, Supervisor
 from infra.log.log import Log
@@ -121,6 +124,23 @@ def test_a_second_up_in_the_same_folder_is_refused_with_the_process_that_runs_it
     assert done.stderr == (
         f"headrace: headrace up in {tmp_path} is in use by process {os.getpid()}: stop it, or choose another folder\n"
     )
+
+
+@pytest.mark.parametrize("lock", ["state/up.lock", "kafka/broker.lock"])
+@pytest.mark.parametrize("has_begun", [False, True], ids=["first-start", "later-start"])
+def test_a_command_that_looks_while_up_starts_its_broker_says_to_try_again(
+    lock: str, has_begun: bool, tmp_path: Path
+) -> None:
+    file = settings_file(tmp_path)
+    if has_begun:
+        plan_address(tmp_path / "kafka")
+    with lock_folder(tmp_path / lock, "this folder"):
+        found = CliRunner().invoke(app, ["status", "-c", str(file)])
+    assert found.exit_code == 1
+    assert found.stderr.startswith(
+        f"headrace: the broker in {tmp_path / 'kafka'} does not answer yet: `headrace up` or"
+    )
+    assert "try again" in found.stderr and "stop it" not in found.stderr
 
 
 async def test_up_prints_the_cause_of_a_role_that_cannot_start_once_and_an_alarm_where_it_goes_on(
@@ -357,6 +377,7 @@ faulthandler.dump_traceback_later(90)  # says where it hangs, if it does
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as `main` does: a shell may have it ignored
 print("began", file=sys.stderr, flush=True)
 from infra.cli.console.serve import run_console
+from infra.cli.main import app
 from infra.cli.options import SettingsFile
 sys.exit(asyncio.run(run_console(SettingsFile(pathlib.Path(sys.argv[1])), "127.0.0.1:0")))
 """
