@@ -438,13 +438,13 @@ def read_toml(path: Path, sets: Iterable[str] = ()) -> Table:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     for setting in sets:
-        _apply_set(table, setting)
+        apply_set(table, setting)
     if "folder" in table:
         raise ConfigError(f"{path}: folder: unknown key; the folder is where the file lies")
     return table
 
 
-def _apply_set(table: Table, setting: str) -> None:
+def apply_set(table: Table, setting: str) -> None:
     """Put the value of `a.b=c` into `table`: TOML syntax, else a bare string; a number steps into a list."""
     key, equals, value_text = setting.partition("=")
     where = f"--set {setting}"

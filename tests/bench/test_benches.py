@@ -59,8 +59,8 @@ def test_every_recipe_has_settings_that_load_and_measured_figures_within_its_bou
         assert f"--dir {recipes.RUNS}/{name}" in recipes.commands(page) and ".png)" in page
         words = shlex.split(recipes.commands(page).replace("\\\n", " "))
         sets = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
-        options = DemoOptions(directory=tmp_path / name, traffic="--traffic" in words)
-        load_settings(write_settings(options), sets).streams()
+        options = DemoOptions(directory=tmp_path / name, traffic="--traffic" in words, sets=sets)
+        load_settings(write_settings(options)).streams()
         figures = recipes.EXPECTED.findall(page)
         assert {"accuracy_final", "wall_s", "memory_gb"} <= {what for what, *_ in figures}
         for what, side, bound, measured in figures:

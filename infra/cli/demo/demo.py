@@ -66,16 +66,13 @@ async def run_demo(options: DemoOptions) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     console = Console(stderr=True, highlight=False, quiet=options.as_json, soft_wrap=True)
     config = write_settings(options)
-    sets = (
-        *options.sets,
-        *((f"gateway.listen=127.0.0.1:{choose_address().port}",) if options.chosen is TRAFFIC else ()),
-    )
+    sets = [f"gateway.listen=127.0.0.1:{choose_address().port}"] if options.chosen is TRAFFIC else []
     settings = load_settings(config, sets)
     log_to_file(settings.folder / "logs" / "demo.log")
     console.print(f"headrace demo in {settings.folder}; logs in {settings.folder / 'logs'}")
     broker = broker_child(settings)
     assert broker is not None, "the demo brings its own broker"
-    chosen, others = SettingsFile(config, [*sets]), load_children(settings, config)
+    chosen, others = SettingsFile(config, sets), load_children(settings, config)
     others += service_children(settings, options.services)
     roles = Supervisor([role_child(settings, chosen, role) for role in roles_to_start(settings)])
     async with Supervisor([broker]) as first:

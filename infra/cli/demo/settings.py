@@ -17,6 +17,7 @@ import typer
 
 from infra.cli.demo.chat_model import CACHED_MODEL
 from infra.cli.demo.users import EDITS
+from infra.settings.config import apply_set
 from schemas.errors import ConfigError
 
 ENGINES = {
@@ -108,7 +109,7 @@ def task_of(name: str) -> DemoTask:
 
 
 def demo_toml(options: DemoOptions) -> str:
-    """The text of the settings file. Raises ConfigError for an unknown task or engine."""
+    """The text of the settings file, with --set in it. Raises ConfigError for an unknown task or engine."""
     task = options.chosen
     engine, minutes = options.engine or task.engines[0], options.minutes or task.minutes
     if engine not in task.engines:
@@ -116,7 +117,7 @@ def demo_toml(options: DemoOptions) -> str:
     dtype, max_sequences = ("float32", 256) if task.is_toy else ("auto", 128)
     chat_model = str(Path(options.model).resolve()) if options.model else str(CACHED_MODEL)
     template = Path(__file__).with_name(f"{task.name}.toml").read_text(encoding="utf-8")
-    return Template(template).substitute(
+    text = Template(template).substitute(
         model=json.dumps("model" if task.is_toy else chat_model),
         engine=ENGINES[engine].format(dtype=dtype, max_model_len=task.max_model_len, max_sequences=max_sequences),
         dtype=dtype,
@@ -124,3 +125,11 @@ def demo_toml(options: DemoOptions) -> str:
         minutes=f"{minutes:g}",
         after_users=f"{60 * minutes + SETTLE_S:g}",
     )
+    if not options.sets:
+        return text
+    import tomlkit
+
+    document = tomlkit.parse(text)  # keeps the comments
+    for setting in options.sets:
+        apply_set(document, setting)
+    return tomlkit.dumps(document)
