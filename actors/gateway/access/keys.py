@@ -22,7 +22,7 @@ from infra.store.store import API_KEYS, Store
 
 REVOKED = ".revoked"
 PREFIX = "hr"
-Scope = Literal["serve", "feedback", "admin", "look", "operate", "unseal"]
+Scope = Literal["serve", "feedback", "admin", "look", "unseal"]
 Train = Literal["yes", "no", "unset"]
 TRAINS: tuple[Train, ...] = ("yes", "no", "unset")
 SCOPES: tuple[Scope, ...] = get_args(Scope)
@@ -33,7 +33,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     """One key.
 
     id: 16 letters, which logs may show. tenant: whose answers alone it may speak of. scopes: serve, feedback and admin
-    (its metrics) are the gateway's; look, operate (promote, pause, redeliver) and unseal (texts of named users) the
+    (its metrics) are the gateway's; look and unseal (texts of named users) the
     console's, where a key sees all tenants. sha256: of its secret. train: whether what it serves may be trained on.
     rpm, tpm: requests and tokens a minute at each gateway, 0 for no limit. created_s: when it was made, seconds of the
     epoch. expires_s: likewise, 0 for never.

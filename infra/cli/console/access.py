@@ -27,7 +27,7 @@ RELOAD_S = 5.0
 LIVES_S = 12 * 3600  # of a session
 MAX_ENDED = 10_000  # sessions that were signed out of; the newest are remembered
 LINK = "link"  # the viewer who came by the link that the command prints
-LOOKS: frozenset[Scope] = frozenset({"look", "operate", "unseal"})
+LOOKS: frozenset[Scope] = frozenset({"look", "unseal"})
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class ConsoleAccess:
         else:
             key = self._book.find(presented, self._clock())
             if LOOKS.isdisjoint(key.scopes):
-                raise Forbidden(f"this key has {', '.join(key.scopes)}; the console needs look, operate or unseal")
+                raise Forbidden(f"this key has {', '.join(key.scopes)}; the console needs look or unseal")
             key_id = key.id
         session.clear()
         session.update(key=key_id, until=self._clock() + LIVES_S, token=secrets.token_hex(32))

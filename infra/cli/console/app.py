@@ -1,7 +1,7 @@
 """The web application: its addresses, the scope of each, and the headers of every response.
 
 Guarantees: by these headers a browser runs only the console's own scripts, loads nothing from elsewhere, and shows no page in a
-frame. Every page and every action is behind `ConsoleAccess`. A GET changes nothing. Each value that a template shows went
+frame. Every page is behind `ConsoleAccess`. A GET changes nothing. Each value that a template shows went
 through `printable` and was escaped.
 """
 
@@ -28,9 +28,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.gateway.access.keys import Refused
 from infra.cli.console.access import LIVES_S, ConsoleAccess, Forbidden, Viewer, check_form, check_origin
-from infra.cli.console.actions import ACTIONS, Refusal
 from infra.cli.console.flow import short
-from infra.cli.console.pages import PAGES, Console
+from infra.cli.console.pages import PAGES, Console, Refusal, open_answer
 from infra.cli.console.reading import NotReadYet
 from infra.cli.terminal import clock, printable
 from schemas.errors import HeadraceError, NotInLog
@@ -54,7 +53,7 @@ NAV = (
     ("/privacy", "Privacy"),
 )  # fmt: skip
 WHY = {
-    "missing": "Sign in with a key that has the scope look, operate or unseal.",
+    "missing": "Sign in with a key that has the scope look or unseal.",
     "wrong": "The key is unknown to this console.",
     "revoked": "That key was revoked.",
     "expired": "That key has expired, or your session has ended.",
@@ -76,7 +75,7 @@ def make_app(console: Console, access: ConsoleAccess, *, hosts: tuple[str, ...],
         routes=[
             Route("/enter", site.enter, methods=["GET", "POST"]),
             Route("/leave", site.leave, methods=["POST"]),
-            Route("/actions/{action}", site.act, methods=["POST"]),
+            Route("/open", site.open, methods=["POST"]),
             Mount("/assets", StaticFiles(directory=HERE / "assets")),
             *[Route(path, site.page(path), methods=["GET"]) for path in PAGES],
         ],
@@ -136,19 +135,15 @@ class _Site:
 
         return answer
 
-    async def act(self, request: Request) -> Response:
-        """An action, for viewers whose key has its scope, from a form of their own session."""
-        name = str(request.path_params["action"])
-        if name not in ACTIONS:
-            return await self._error(request, None, 404, "Unknown action.")
-        scope, do = ACTIONS[name]
+    async def open(self, request: Request) -> Response:
+        """A sealed answer, for viewers whose key may unseal, from a form of their own session."""
 
-        async def done(viewer: Viewer) -> tuple[str, dict[str, Any]] | Response:
+        async def opened(viewer: Viewer) -> dict[str, Any]:
             form = await read_form(request)
-            check_form(viewer, scope, form)
-            return await do(self._console, viewer, name, form)
+            check_form(viewer, "unseal", form)
+            return await open_answer(self._console, viewer, form)
 
-        return await self._checked(request, done)
+        return await self._checked(request, opened, "answer.html")
 
     async def enter(self, request: Request) -> Response:
         await self._access.refresh()
@@ -186,7 +181,7 @@ class _Site:
     async def _checked(
         self,
         request: Request,
-        read: Callable[[Viewer], Awaitable[dict[str, Any] | tuple[str, dict[str, Any]] | Response]],
+        read: Callable[[Viewer], Awaitable[dict[str, Any] | Response]],
         template: str = "",
     ) -> Response:
         """The rendered result of `read` if the viewer has access, else a page with the reason."""
@@ -201,8 +196,7 @@ class _Site:
             found = await read(viewer)
             if isinstance(found, Response):
                 return found
-            name, values = found if isinstance(found, tuple) else (template, found)
-            return await self._show(request, viewer, name, **values)
+            return await self._show(request, viewer, template, **found)
         except Refused as error:
             return await self._show(request, None, "enter.html", 401, why=WHY[error.reason])
         except sqlite3.OperationalError as error:
@@ -231,9 +225,7 @@ class _Site:
             "fault": known.fault if known else "",
             "building": known.building if known else "",
             "unread": known.unread if known else "",
-            "can_act": bool(viewer and viewer.may("operate")),
             "may_open": bool(viewer and viewer.may("unseal")),
-            "done": request.query_params.get("done", "")[:200] if viewer else "",
         }
         text = self._templates.get_template(template).render(about | values)
         return HTMLResponse(text.encode("utf-8", "replace"), status_code=status)

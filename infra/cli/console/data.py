@@ -68,14 +68,6 @@ def task_shares(database: sqlite3.Connection) -> list[int]:
     return [counts.get(tenth, 0) for tenth in range(10)]
 
 
-def made(database: sqlite3.Connection) -> Rows:
-    """The newest experiences that processors made from others."""
-    return database.execute(
-        "SELECT answers.*, asked, answered FROM answers LEFT JOIN texts ON texts.n = answers.n WHERE made > 0"
-        " ORDER BY answers.n DESC LIMIT 20"
-    ).fetchall()
-
-
 def privacy(database: sqlite3.Connection) -> dict[str, Any]:
     """Sealed answers, forgotten users and openings. num_counted: number of the newest orders that were
     counted; None for all.

@@ -3,27 +3,18 @@
 A figure that no role reports is "missing"; zero is shown only where a role said zero.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infra.cli.look.expected import OVER
-from infra.cli.look.status import State, grown_line
+from infra.cli.look.status import State
 from infra.observe.alarms import anchor, parse_alarm
-from infra.observe.measures import MEASURES
 from infra.policies.fold import Stable
 
 MISSING = "missing"
 WAITS = 0.4  # share of a minute above which a wait is worth a word
 BEHIND = 1000  # records that wait for a stage
 MAX_ALARMS = 30
-IN_TABLE = 16  # counters of one process
-OF_STEP = "alarms"  # the trainer's counter of values outside their range: its label is <lane>/<value>
-_LABEL = re.compile(r"(^|,)(\w+)=")
-_NUMBER = re.compile(r"\d[\d.,]*")
-
-Rates = Mapping[str, float]
-"""A counter's whole name, such as `answers{end=whole}` → rate per second."""
 
 
 def figures(state: State, stable: Stable, held: int = -1) -> dict[str, dict[str, Any]]:
@@ -169,104 +160,16 @@ def since(seconds: float) -> str:
     return "less than a minute"
 
 
-def alarms(state: State, seen: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Every alarm of `status`, in its order: `name` (title of its section of the help), `about`, `page` of the help,
-    `since_ms` (0 where it is not known), `times` since then and `lately` in the last minute (0 for one that lasts).
-
-    seen: time of the first sighting in seconds, by the line `without_numbers`.
+def alarms(state: State) -> list[dict[str, str]]:
+    """Every alarm of `status`, in its order: `name` (title of its section of the help, "" for none), `about` and `page` of the
+    help.
     """
-    counted = {
-        grown_line(report["instance"], name, more): (report, name, more)
-        for report in state["roles"]
-        for name, more in report["grown"].items()
-    }
     found = []
     for line in state["alarms"]:
         known = parse_alarm(line)
-        shown = {
-            "name": known.title if known else "",
-            "page": f"runbook#{anchor(known.title)}" if known else "runbook",
-            "about": line,
-            "since_ms": 1000 * seen.get(without_numbers(line), 0.0),
-            "times": 0,
-            "lately": 0,
-        }
-        if line in counted:
-            report, counter, more = counted[line]
-            at_s, times = report["grown_at"][counter]
-            shown |= {"about": _counted(report, counter), "since_ms": 1000 * at_s, "times": times, "lately": more}
-        found.append(shown)
+        page = f"runbook#{anchor(known.title)}" if known else "runbook"
+        found.append({"name": known.title if known else "", "about": line, "page": page})
     return found
-
-
-def _counted(report: State, counter: str) -> str:
-    name, labels = name_and_labels(counter)
-    what = value_words(labels.partition("=")[2]) if name == OF_STEP and labels else label_words(labels)
-    return f"{what}, at {report['instance']}" if what else f"at {report['instance']}"
-
-
-def without_numbers(line: str) -> str:
-    """An alarm's line with # for its numbers, which change between readings."""
-    return _NUMBER.sub("#", line)
-
-
-def noted(seen: Mapping[str, float], lines: Sequence[str], now_s: float) -> dict[str, float]:
-    """First sighting of each present alarm."""
-    return {kind: seen.get(kind, now_s) for kind in map(without_numbers, lines)}
-
-
-def value_words(value: str) -> str:
-    """The name of a step's value in words, with its meaning: "chi2 of lane live (estimate of χ²(π‖μ))"."""
-    lane, _, name = value.rpartition("/")
-    if not lane:
-        return name.replace("_", " ")
-    # The table has the values of a lane once for all lanes.
-    meaning = next((measure.meaning for measure in MEASURES if measure.name == f"usual/{name}"), "")
-    return f"{name} of lane {lane}" + (f" ({meaning})" if meaning else "")
-
-
-def by_labels(rates: Rates) -> dict[str, dict[str, float]]:
-    """Counter → labels ("" for none) → rate per second, without counters of seconds, whose rate is a share of time."""
-    found: dict[str, dict[str, float]] = {}
-    for whole, rate in rates.items():
-        name, labels = name_and_labels(whole)
-        if "seconds" not in name:
-            found.setdefault(name, {})[labels] = rate
-    return found
-
-
-def name_and_labels(whole: str) -> tuple[str, str]:
-    name, _, labels = whole.partition("{")
-    return name, labels.removesuffix("}")
-
-
-def rates(role: str, per_s: Rates, at_most: int) -> tuple[list[dict[str, Any]], int]:
-    """The counters that grow, with labels added up: `name`, `meaning` ("" for a plugin's), `per_s` and `labels` (of several,
-    those that grow fastest); and how many counters are left out. This role's own come first, in the order of the table.
-    """
-    known = {measure.name: (measure.roles != role, at, measure.meaning) for at, measure in enumerate(MEASURES)}
-    last = (True, len(MEASURES), "")
-    grown = {name: labels for name, labels in by_labels(per_s).items() if sum(labels.values()) > 0}
-    names = sorted(grown, key=lambda name: (*known.get(name, last)[:2], name))
-    found = []
-    for name in names[:at_most]:
-        labels = grown[name]
-        largest = max(labels, key=lambda each: labels[each])
-        words = label_words(largest)
-        found.append(
-            {
-                "name": name,
-                "meaning": known.get(name, last)[2],
-                "per_s": sum(labels.values()),
-                "labels": words if len(labels) == 1 or not words else f"most {words}, {short(labels[largest])}",
-            }
-        )
-    return found, max(0, len(names) - at_most)
-
-
-def label_words(labels: str) -> str:
-    """Labels of a counter in words, such as "outcome kept, source gateway"."""
-    return _LABEL.sub(lambda found: f"{', ' if found[1] else ''}{found[2].replace('_', ' ')} ", labels)
 
 
 def short(value: float) -> str:

@@ -1,6 +1,6 @@
 """The Learning page: charts of measurements by version, drawn by uPlot.
 
-A chart is plain data for the page's script and for the table below it: `title`, `x` (versions or minutes), `labels` of each x,
+A chart is plain data for the page's script and for the table below it: `title`, `x` (versions), `labels` of each x,
 `series` with a value or None for each x, and how to draw them.
 """
 
@@ -27,68 +27,61 @@ MAX_FATES = 7
 COLOURS = 8  # of the stylesheet
 
 Chart = dict[str, Any]
-Point = tuple[float, int, float, float | None, float | None]
-"""x, the version, a value, and the ends of its interval."""
+Point = tuple[int, float, float | None, float | None]
+"""The version, a value, and the ends of its interval."""
 
 
-def charts(run: str, database: sqlite3.Connection, *, by_time: bool) -> list[Chart]:
+def charts(run: str, database: sqlite3.Connection) -> list[Chart]:
     """A chart for each suite and for each group of curves that has values. run: name of the lines of suites."""
     lines: dict[tuple[str, bool], list[tuple[str, list[Point]]]] = {}
-    start = _start(database)
     for row in database.execute("SELECT * FROM evals WHERE asked > 0 ORDER BY suite, version"):
         ((_, points),) = lines.setdefault((f"Suite {row['suite']}", True), [(run, [])])
-        points.append((*_x(row, start, by_time), row["right"] / row["asked"], row["low"], row["high"]))
+        points.append((row["version"], row["right"] / row["asked"], row["low"], row["high"]))
     names = [row["name"] for row in database.execute("SELECT DISTINCT name FROM curves ORDER BY name")]
     for title, ends, zero in CURVES:
         for name in names:
             if any(name == end or (end[0] == "/" and name.endswith(end)) for end in ends):
                 rows = database.execute("SELECT * FROM curves WHERE name = ? ORDER BY version", (name,))
-                points = [(*_x(row, start, by_time), row["value"], None, None) for row in rows]
+                points = [(row["version"], row["value"], None, None) for row in rows]
                 lines.setdefault((title, zero), []).append((name, points))
     found = [
-        _aligned(title, zero, by_time, [(name, thin(points)) for name, points in of_title])
+        _aligned(title, zero, [(name, thin(points)) for name, points in of_title])
         for (title, zero), of_title in lines.items()
     ]
     return [chart for chart in found if chart["x"]]
 
 
-def _x(row: sqlite3.Row, start_ms: int, by_time: bool) -> tuple[float, int]:
-    x = round((row["time_ms"] - start_ms) / 60_000, 5) if by_time else row["version"]
-    return x, row["version"]
-
-
-def _aligned(title: str, zero: bool, by_time: bool, lines: Sequence[tuple[str, Sequence[Point]]]) -> Chart:
-    places = sorted({point[:2] for _, points in lines for point in points})
+def _aligned(title: str, zero: bool, lines: Sequence[tuple[str, Sequence[Point]]]) -> Chart:
+    versions = sorted({version for _, points in lines for version, *_ in points})
     series = []
     for colour, (name, points) in enumerate(lines):
-        known = {point[:2]: point[2:] for point in points}
-        values, low, high = ([known[at][part] if at in known else None for at in places] for part in range(3))
+        known = {version: point for version, *point in points}
+        values, low, high = ([known[at][part] if at in known else None for at in versions] for part in range(3))
         band = {"low": low, "high": high} if any(end is not None for end in low) else {"low": None, "high": None}
         series.append({"name": printable(name), "colour": colour % COLOURS, "values": values, **band})
     return {
-        "title": title, "zero": zero, "stacked": False, "by_time": by_time, "x": [x for x, _ in places],
-        "labels": [f"v{version}" for _, version in places], "series": series,
+        "title": title, "zero": zero, "stacked": False, "x": versions, "labels": [f"v{version}" for version in versions],
+        "series": series,
     }  # fmt: skip
 
 
 def thin(points: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
     """At most `at_most` finite points: the first, the last, and the lowest and highest of each stretch between."""
-    points = [point for point in points if math.isfinite(point[2])]
+    points = [point for point in points if math.isfinite(point[1])]
     if len(points) <= at_most:
         return points
     inner, many = range(1, len(points) - 1), max(1, (at_most - 2) // 2)
     kept = {0, len(points) - 1}
     for part in range(many):
         stretch = inner[part * len(inner) // many : (part + 1) * len(inner) // many]
-        kept |= {min(stretch, key=lambda at: points[at][2]), max(stretch, key=lambda at: points[at][2])}
+        kept |= {min(stretch, key=lambda at: points[at][1]), max(stretch, key=lambda at: points[at][1])}
     return [points[at] for at in sorted(kept)]
 
 
-def fates_chart(database: sqlite3.Connection, *, by_time: bool) -> Chart:
-    """Fates of answers as stacked areas over equal ranges of versions or minutes."""
-    column = "time_ms / 60000" if by_time else "hi"
+def fates_chart(database: sqlite3.Connection) -> Chart:
+    """Fates of answers as stacked areas over equal ranges of versions."""
     rows = database.execute(
-        f"SELECT {column} AS x, fate, count(*) AS count FROM answers WHERE suite = '' AND hi >= 0 GROUP BY x, fate ORDER BY x"
+        "SELECT hi AS x, fate, count(*) AS count FROM answers WHERE suite = '' AND hi >= 0 GROUP BY x, fate ORDER BY x"
     ).fetchall()
     totals: dict[str, int] = {}
     for row in rows:
@@ -101,11 +94,9 @@ def fates_chart(database: sqlite3.Connection, *, by_time: bool) -> Chart:
     for row in rows:
         layer = layers[row["fate"] if row["fate"] in names[:MAX_FATES] else "others"]
         layer[(row["x"] - first) // width] += row["count"]
-    origin, mark = (first, "") if by_time else (0, "v")
-    ranges = [(x - origin, x - origin + width - 1) for x in xs]
     return {
-        "title": "Outcomes of answers", "zero": True, "stacked": True, "by_time": by_time, "x": [x for x, _ in ranges],
-        "labels": [f"{mark}{low}" + (f" to {mark}{high}" if width > 1 else "") for low, high in ranges],
+        "title": "Outcomes of answers", "zero": True, "stacked": True, "x": [*xs],
+        "labels": [f"v{x}" + (f" to v{x + width - 1}" if width > 1 else "") for x in xs],
         "series": [
             {
                 "name": printable(name) or "pending", "colour": colour % COLOURS, "values": values,
@@ -114,10 +105,3 @@ def fates_chart(database: sqlite3.Connection, *, by_time: bool) -> Chart:
             for colour, (name, values) in enumerate(layers.items())
         ],
     }  # fmt: skip
-
-
-def _start(database: sqlite3.Connection) -> int:
-    found = database.execute(
-        "SELECT min(at) FROM (SELECT min(time_ms) AS at FROM evals UNION SELECT min(time_ms) FROM curves)"
-    ).fetchone()[0]
-    return int(found or 0)

@@ -11,14 +11,16 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from infra.cli.console import data, learning, versions
+from infra.cli.console.access import Viewer
 from infra.cli.console.answers import Spell, beside, list_scores, shown
-from infra.cli.console.flow import IN_TABLE, MAX_ALARMS, alarms, figures, rates, sentence
+from infra.cli.console.flow import MAX_ALARMS, alarms, figures, sentence
 from infra.cli.console.reading import PAGE_S, NotReadYet, Reading, has_answer
 from infra.cli.console.search import Query, choices, parse_query, search
-from infra.ledger.index import bounds, sizes
+from infra.cli.look.status import shown_rates
 from infra.ledger.index_fold import MAX_TEXT
 from infra.ledger.trace import AnswerTrace
 from infra.observe.alarms import anchor
+from schemas import Directive, topics
 from schemas.errors import NotInLog
 from schemas.ids import ANSWER_PREFIX, group_of, session_of
 
@@ -36,15 +38,15 @@ NOT_HEARD = "The log could not be read yet. This page retries."
 ARCHIVED = "This is an archive without reports of roles: see Versions for decisions and Learning for measurements."
 FLOW_S = 0.5  # wait for the log; afterwards the first page reports the reading, and retries
 DRAWN_S = 10.0  # reuse of a chart, since a chart of thousands of versions takes time to read
-COUNTED_S = 60.0  # reuse of the numbers of rows
 SHOWN = 20  # answers on the page of the version that was trained on them
+MAX_WHY = 500
 
 Values = dict[str, Any]
 
 
 class Console:
     """A run for the pages. command: the arguments that name it for a command, none for an archive. load_spell: loads a
-    function from token ids to texts, None where there is no tokenizer; blocks. is_comparing: a reprocess runs.
+    function from token ids to texts, None where there is no tokenizer; blocks.
     """
 
     def __init__(
@@ -55,7 +57,6 @@ class Console:
     ) -> None:
         self.reading = reading
         self.command = tuple(command)
-        self.is_comparing = False
         self._load_spell = load_spell
         self._spell: tuple[Spell | None] | None = None
 
@@ -73,7 +74,7 @@ async def flow(console: Console, request: Request) -> Values:
         state, history = await asyncio.gather(reading.status(FLOW_S), reading.history(FLOW_S))
     except NotReadYet:
         return {"state": None, "sentence": NOT_HEARD if (await reading.look(FLOW_S)).fault else BEING_READ}
-    found, words = alarms(state, state["seen"]), sentence(state, time.time())
+    found, words = alarms(state), sentence(state, time.time())
     if not state["roles"] and not console.command:
         found, words = [], ARCHIVED
     if (await reading.look(FLOW_S)).fault:
@@ -81,20 +82,18 @@ async def flow(console: Console, request: Request) -> Values:
     return {
         "state": state, "sentence": words, "alarms": found[:MAX_ALARMS], "num_alarms": len(found),
         "figures": figures(state, history.stable, versions.held_back(history)),
-        "roles": [(role, *rates(role["role"], role["rates"], IN_TABLE)) for role in state["roles"]],
+        "roles": [(role, shown_rates(role)) for role in state["roles"]],
     }  # fmt: skip
 
 
 async def learn(console: Console, request: Request) -> Values:
-    by_time = request.query_params.get("over") == "time"
     reading = console.reading
     app = reading.settings.app
 
     def charts(database: Any) -> list[Values]:
-        return [*learning.charts(app, database, by_time=by_time), learning.fates_chart(database, by_time=by_time)]
+        return [*learning.charts(app, database), learning.fates_chart(database)]
 
-    found = await reading.held(f"charts {by_time}", lambda: reading.rows(charts), held_s=DRAWN_S)
-    return {"charts": found, "by_time": by_time}
+    return {"charts": await reading.held("charts", lambda: reading.rows(charts), held_s=DRAWN_S)}
 
 
 async def answers(console: Console, request: Request) -> Values | Response:
@@ -129,6 +128,24 @@ async def answer_values(console: Console, trace: AnswerTrace, *, opened: bool = 
         "scores": list_scores(trace), "beside": await rows(beside, trace.id), "openings": await rows(data.openings, trace.id),
         "fate": await rows(data.fate, trace.id), "group": group, "in_session": bool(session_of(group)),
     }  # fmt: skip
+
+
+class Refusal(Exception):
+    """The action is impossible. The page shows the message."""
+
+
+async def open_answer(console: Console, viewer: Viewer, form: Mapping[str, str]) -> Values:
+    """The page of a sealed answer, opened for one view once the log has the viewer and the reason. Raises Refusal."""
+    trace = await console.reading.answer(form.get("answer", ""))
+    values = await answer_values(console, trace, opened=True)
+    if values["view"]["shut"] == "forgotten":
+        raise Refusal("its user was forgotten: it cannot be opened")
+    why = " ".join(form.get("why", "").split())[:MAX_WHY]
+    if not why:
+        raise Refusal("the reason is empty: enter a reason, the log keeps it with the opening")
+    record = Directive(order="open", owner=viewer.name, about=trace.id, reason=why)
+    await console.reading.log.publish(topics.POLICIES, record)
+    return values
 
 
 async def all_versions(console: Console, request: Request) -> Values:
@@ -168,17 +185,14 @@ async def version(console: Console, request: Request) -> Values:
 
 async def all_data(console: Console, request: Request) -> Values:
     asked, reading = request.query_params, console.reading
-    rows, held = reading.rows, reading.held
+    rows = reading.rows
     before = parse_query({"before": asked.get("before", "")})[0].before
     reason, order, named = asked.get("reason", "")[:200], asked.get("order", ""), asked.get("task", "")[:200]
     letters, older = await rows(data.letters, reason, before)
     return {
         "reason": reason, "order": order, "named": named, "letters": letters, "older": older,
         "counts": await rows(data.letter_counts), "tasks": await rows(data.tasks, order, named),
-        "tenths": await held("tenths", lambda: rows(data.task_shares), held_s=DRAWN_S),
-        "rows": await held("sizes", lambda: rows(sizes), held_s=COUNTED_S), "bounds": bounds(reading.settings.keep.replay),
-        "max_named": data.MAX_NAMED, "made": await rows(data.made), "busy": console.is_comparing,
-        "has_rules": bool(console.command),
+        "tenths": await reading.held("tenths", lambda: rows(data.task_shares), held_s=DRAWN_S), "max_named": data.MAX_NAMED,
     }  # fmt: skip
 
 

@@ -7,7 +7,6 @@ It only reads; no role waits for it. While the log is unavailable the pages show
 """
 
 import asyncio
-import math
 import sqlite3
 import threading
 import time
@@ -17,7 +16,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from infra.cli.console.flow import noted
 from infra.cli.govern.channel import ChannelDecision, decisions
 from infra.cli.govern.words import RECENT, PolicyWords, recent_words, words_about
 from infra.cli.look.expected import expected_roles
@@ -90,23 +88,23 @@ def history_in(words: PolicyWords) -> History:
 
 
 class Reading:
-    """Reads of a run. state: folder of the index."""
+    """Reads of a run. state: folder of the index. held_s: reuse of what was read."""
+
+    held_s = HELD_S
 
     def __init__(self, settings: Settings, log: Log, state: Path) -> None:
         self.settings = settings
         self.log = log
         self.index_state = IndexState()
         self._fault = ""  # of this process
-        self._seen: dict[str, float] = {}  # alarms that there are, with when each was first seen
         self._path = state / FILE
         self.index = open_index(settings, state, pages=True)
         self._hour = LastHour(log)
         self._words: PolicyWords | None = None
         self._held: dict[str, tuple[float, Any]] = {}
-        self._turns: dict[str, asyncio.Lock] = {}
+        self._tracing = asyncio.Lock()
         self._readings: dict[str, asyncio.Task[Any]] = {}  # what is being read, which all who ask for it wait for
         self._running: set[asyncio.Task[Any]] = set()
-        self._decided = 0  # how many decisions were made here
         self._threads = threading.local()
 
     async def close(self) -> None:
@@ -138,17 +136,14 @@ class Reading:
         return self.index_state
 
     async def status(self, wait_s: float | None = None) -> State:
-        """State of `headrace status`, at most HELD_S old, with the first sighting of each alarm. wait_s: see `held`."""
+        """State of `headrace status`, at most HELD_S old. wait_s: see `held`."""
         wanted = expected_roles(self.settings.expect, serves=self.settings.gateway is not None)
 
         async def read() -> State:
-            now_s = time.time()
             policies = (await self.history()).policies
-            state = await read_status(
-                self.log, now_s=now_s, max_lag=MAX_LAG, wanted=wanted, policies=policies, hour=self._hour
+            return await read_status(
+                self.log, now_s=time.time(), max_lag=MAX_LAG, wanted=wanted, policies=policies, hour=self._hour
             )
-            self._seen = state["seen"] = noted(self._seen, state["alarms"], now_s)
-            return state
 
         return await self.held("status", read, wait_s=wait_s)
 
@@ -178,7 +173,7 @@ class Reading:
         known = await self.look(PAGE_S)
         if known.is_whole:  # before, to look for a group would be to look at every row
             try:
-                async with self._turn("trace"):
+                async with self._tracing:
                     return await trace_answer(self.log, self.index, ref)
             except NotInLog:
                 if not known.unread:
@@ -194,20 +189,18 @@ class Reading:
 
     async def learned(self, version: int) -> PolicyTrace:
         """Answers that a version was trained on. Raises NotInLog."""
-        async with self._turn("trace"):
+        async with self._tracing:
             return await trace_policy(self.log, self.index, version)
 
     async def held(
-        self, name: str, read: Callable[[], Awaitable[Found]], held_s: float = HELD_S, wait_s: float | None = None
+        self, name: str, read: Callable[[], Awaitable[Found]], held_s: float | None = None, wait_s: float | None = None
     ) -> Found:
         """Result of `read`, called once for all requests within `held_s`; its last result while the log is away.
         wait_s: longest wait for a reading that has begun, None for no limit: then what it returned last. Raises NotReadYet
         where that is nothing.
         """
         known: tuple[float, Found] | None = self._held.get(name)
-        if known is not None and known[0] == -math.inf:  # a decision was made here, and is to be seen
-            wait_s = None
-        if known is not None and time.monotonic() - known[0] < held_s:
+        if known is not None and time.monotonic() - known[0] < (self.held_s if held_s is None else held_s):
             return known[1]
         task: asyncio.Task[Found] | None = self._readings.get(name)
         if task is None:
@@ -227,30 +220,17 @@ class Reading:
             task.exception()  # every reader that waits for it gets it
 
     async def _read(self, name: str, read: Callable[[], Awaitable[Found]]) -> Found:
-        decided = self._decided
         try:
-            async with self._turn(name):
-                value = await read()
+            value = await read()
         except (BrokerUnavailable, StoreError, BadFrame) as error:
             self._fault = str(error)
             if name not in self._held:
                 raise
             value = self._held[name][1]
         finally:
-            if self._readings.get(name) is asyncio.current_task():
-                del self._readings[name]
-        # Values read before a decision of this console are old.
-        self._held[name] = (time.monotonic() if decided == self._decided else -math.inf, value)
+            del self._readings[name]
+        self._held[name] = time.monotonic(), value
         return value
-
-    def forget_fresh(self) -> None:
-        """Read again after a decision of this console; old values stay for an outage of the log."""
-        self._decided += 1
-        self._readings.clear()
-        self._held = {name: (-math.inf, value) for name, (_, value) in self._held.items()}
-
-    def _turn(self, name: str) -> asyncio.Lock:
-        return self._turns.setdefault(name, asyncio.Lock())
 
     def _reader(self) -> sqlite3.Connection:
         held: tuple[int, sqlite3.Connection] | None = getattr(self._threads, "held", None)

@@ -22,7 +22,7 @@ PAGE = 50
 MAX_DISTINCT = 60  # values of a column that a page offers
 MAX_PIECES = 16  # of a text that are looked for in the texts themselves
 FEW = 2000  # as long as a window is where texts themselves are read
-RANGES = ("low", "high", "rated_from", "rated_to")
+RANGES = ("low", "high")
 _WORD = re.compile(r"\w+", re.UNICODE)
 # Thai to Tibetan, Burmese, Khmer, and all that is written with Chinese or Japanese signs.
 _UNSPACED = re.compile(
@@ -50,8 +50,6 @@ class Query(msgspec.Struct, frozen=True):
     low: float | None = None
     high: float | None = None
     said: str = ""
-    rated_from: float | None = None
-    rated_to: float | None = None
     fate: str = ""
     made: str = ""
     before: int | None = None
@@ -108,14 +106,12 @@ def conditions(query: Query, steps: tuple[int, int] | None) -> tuple[list[str], 
     for name in ("lane", "tenant", "session", "suite", "task"):
         if value := getattr(query, name):
             add(f"{name} = ? AND {name} != ''", value)  # the second lets SQLite use an index that leaves "" out
-    low, high = _or_any(query.low, query.high)
+    low, high = -math.inf if query.low is None else query.low, math.inf if query.high is None else query.high
     if query.score:
         within = "EXISTS (SELECT 1 FROM scores WHERE name = ? AND scores.n = answers.n AND value BETWEEN ? AND ?)"
         add(within, query.score, low, high)
     elif query.low is not None or query.high is not None:
         add("reward BETWEEN ? AND ?", low, high)
-    if query.rated_from is not None or query.rated_to is not None:
-        add("rated BETWEEN ? AND ?", *_or_any(query.rated_from, query.rated_to))
     if query.said:
         add("said > 0" if query.said == "yes" else "said = 0")
     if query.made:
@@ -130,10 +126,6 @@ def conditions(query: Query, steps: tuple[int, int] | None) -> tuple[list[str], 
         twice = [piece for piece in pieces for _ in range(2)]
         add(f"n IN (SELECT n FROM texts WHERE n BETWEEN :low AND :high AND {held})", *twice)
     return found, values
-
-
-def _or_any(low: float | None, high: float | None) -> tuple[float, float]:
-    return (-math.inf if low is None else low), (math.inf if high is None else high)
 
 
 def split_terms(text: str) -> tuple[list[str], list[str]]:

@@ -61,8 +61,8 @@ async def console(
     """Show a run in the browser: flow, curves, answers, versions, data.
 
     The console reads the log, like [bold]status[/] and [bold]trace[/]: of a running or finished run, or of an archive of
-    [bold]export[/]. [bold]headrace up[/] starts it too. The printed link gives read access; promote, pin, rollback, pause and
-    redeliver need a key with the scope operate, encrypted texts a key with the scope unseal.
+    [bold]export[/]. [bold]headrace up[/] starts it too. The printed link gives read access; encrypted texts need a key with the
+    scope unseal.
 
     Example: [cyan]headrace console -c runs/demo/headrace.toml --listen 127.0.0.1:8401[/]
     """
@@ -101,7 +101,7 @@ async def _open_pages(opened: AsyncExitStack, chosen: SettingsFile, listen: str)
     address = f"{shown_host(sock)}:{sock.getsockname()[1]}"
     where = settings.console.opened_at(address) + ("" if given else f"/enter?link={link}")
     print(f"console {where}", file=sys.stderr, flush=True)
-    print("this link only looks; to act sign in with a key: headrace keys create --scope operate", file=sys.stderr)
+    print("encrypted texts need a key: headrace keys create --scope unseal", file=sys.stderr)
     if given:
         (state / CONSOLE_READY).touch()
     access = ConsoleAccess(store, link)

@@ -22,9 +22,7 @@ def create(
     tenant: Annotated[str, typer.Option(help="Tenant, the owner of the answers and feedback.")] = "default",
     scope: Annotated[
         str,
-        typer.Option(
-            help="Scopes, separated by commas: serve, feedback, admin (gateway); look, operate, unseal (console)."
-        ),
+        typer.Option(help="Scopes, separated by commas: serve, feedback, admin (gateway); look, unseal (console)."),
     ] = "serve,feedback",
     train: Annotated[
         Train, typer.Option(help="Consent to training on the key's answers: yes, no or unset. See gateway.train_on.")

@@ -286,8 +286,8 @@ class Console:
 
     async def _serve(self, settings: Settings, config: Path) -> None:
         for name, scope, lives_s in (
-            ("look", "look", 0.0), ("operate", "operate", 0.0), ("unseal", "unseal", 0.0), ("serve", "serve", 0.0),
-            ("revoked", "operate", 0.0), ("expired", "operate", -1.0),
+            ("look", "look", 0.0), ("unseal", "unseal", 0.0), ("serve", "serve", 0.0), ("revoked", "unseal", 0.0),
+            ("expired", "unseal", -1.0),
         ):  # fmt: skip
             made_key, self.keys[name] = create_key(
                 self.store, tenant="acme", scopes=(scope,), train="no", rpm=0, tpm=0, lives_s=lives_s  # type: ignore[arg-type]
@@ -402,7 +402,7 @@ def browser(here: "Console", key: str = "") -> Iterator[httpx.Client]:
 
 
 def form_token(client: httpx.Client, path: str = "/versions") -> str:
-    """The token that a form of a page carries."""
+    """The token that a form of a page carries, of the one to leave or another."""
     return client.get(path).text.partition('name="token" value="')[2].partition('"')[0]
 
 
@@ -422,10 +422,9 @@ async def looking_at(
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Reading]]:
     """Somebody who looks at a console with these settings at an address; is_built: once it has read what there is."""
     access = ConsoleAccess(MemoryStore(), LINK)
-    async with made(settings, log, state, access=access, command=(), address=address, every_s=OFTEN_S) as (
-        app,
-        reading,
-    ):
+    run = made(settings, log, state, access=access, command=(), address=address, every_s=OFTEN_S)
+    async with run as (app, reading):
+        reading.held_s = 0.0
         if is_built:
             await until(lambda: is_read(reading))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

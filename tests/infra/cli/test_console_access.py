@@ -1,6 +1,5 @@
 """Sign-in to the console: keys, scopes, origins and tokens, also behind a proxy that ends TLS."""
 
-import asyncio
 import base64
 import json
 from collections.abc import Iterator, Mapping
@@ -15,10 +14,9 @@ from starlette.routing import Mount, Route
 from actors.gateway.access.keys import Refused, Scope, create_key, revoke_key
 from infra.cli.console.access import LIVES_S as SESSION_S
 from infra.cli.console.access import MAX_ENDED, RELOAD_S, ConsoleAccess
-from infra.cli.console.actions import ACTIONS
 from infra.cli.settings import ConsoleConfig
 from infra.store.memory import MemoryStore
-from schemas import Block, DeadLetter, Directive, PolicyEvent, encode, topics
+from schemas import Directive
 from tests.infra.cli.console_rig import (
     HOSTILE,
     LINK,
@@ -29,21 +27,19 @@ from tests.infra.cli.console_rig import (
     browser,
     console,
     form_token,
-    live,
     page_text,
 )
 
-SCOPES: Mapping[str, Scope] = {name: scope for name, (scope, _) in ACTIONS.items()}
 PAGES = (
     "/", "/learning", "/answers", f"/answers/{SESSION}.1-0.0-0-0", "/versions", "/versions/5", "/data",
     "/privacy", "/help/see-what-happened",
 )  # fmt: skip
-FORM = {"version": "3", "why": "for a test", "answer": f"{SESSION}.1-22.0-0-0", "stage": "verify"}
-KEYS = ("", "serve", "revoked", "expired", "hr-nobody-nothing", "look", "operate", "unseal")
+FORM = {"why": "for a test", "answer": f"{SESSION}.1-22.0-0-0"}
+KEYS = ("", "serve", "revoked", "expired", "hr-nobody-nothing", "look", "unseal")
 LIVES_S = 60.0  # keys that expire in a test
 # Scope → keys that have it; every address that takes a form of a session, with the scope it needs.
-OPENS = {"operate": {"operate"}, "unseal": {"unseal"}, "look": {"look", "operate", "unseal"}}
-POSTS: Mapping[str, Scope] = {**{f"/actions/{name}": scope for name, scope in SCOPES.items()}, "/leave": "look"}
+OPENS: Mapping[Scope, set[str]] = {"unseal": {"unseal"}, "look": {"look", "unseal"}}
+POSTS: Mapping[str, Scope] = {"/open": "unseal", "/leave": "look"}
 LET_IN = {"/leave": 303}
 FOREIGN = ("https://elsewhere.example", "null", "", "http://127.0.0.1:1", "another site")
 SEALED = f"/answers/{SESSION}.1-22.0-0-0"
@@ -89,7 +85,7 @@ def signed_in(here: Console, key: str, scope: Scope) -> Iterator[tuple[httpx.Cli
 def test_a_page_is_shown_to_a_key_of_the_console_and_to_nobody_else(here: Console, page: str, key: str) -> None:
     with browser(here, key) as client:
         answer = client.get(page)
-        if key in ("look", "operate", "unseal"):
+        if key in OPENS["look"]:
             assert answer.status_code == 200, answer.text
         else:
             assert answer.status_code == 401 and "refund" not in answer.text
@@ -111,14 +107,14 @@ def test_of_every_action_key_and_origin_only_the_one_with_the_scope_from_a_page_
     with signed_in(here, key, POSTS[path]) as (client, token):
         client.headers.pop("origin")
         # Let in, an action says what lacks.
-        form = {"token": token, "why": " ", "stage": "none", "answer": SEALED.rpartition("/")[2]}
+        form = {"token": token, "why": " ", "answer": SEALED.rpartition("/")[2]}
         for at in FOREIGN:
             assert client.post(path, data=form, headers=headers_at(here, at)).status_code == 403, at
         answer = client.post(path, data=form, headers=headers_at(here, "here"))
         if key in OPENS[POSTS[path]]:
             assert answer.status_code == LET_IN.get(path, 400), answer.text
         else:
-            assert answer.status_code == (403 if key in ("look", "operate", "unseal") else 401)
+            assert answer.status_code == (403 if key in OPENS["look"] else 401)
 
 
 @pytest.mark.parametrize("at", ["here", *FOREIGN])
@@ -139,13 +135,13 @@ def test_every_address_that_takes_a_form_is_in_the_table_and_takes_nothing_else_
     for route in here.routes:
         if isinstance(route, Mount):
             assert route.path == "/assets"
-            with browser(here, "operate") as client:
+            with browser(here, "unseal") as client:
                 assert client.post("/assets/console.css").status_code == 405
             continue
         assert isinstance(route, Route) and route.methods is not None
         assert route.methods <= {"GET", "HEAD", "POST"}
         if "POST" in route.methods:
-            taking |= {route.path.replace("{action}", name) for name in (SCOPES if "{action}" in route.path else ("",))}
+            taking.add(route.path)
     assert taking == POSTS.keys() | {"/enter"}
 
 
@@ -174,63 +170,28 @@ def test_the_link_looks_and_does_nothing_else(here: Console) -> None:
     with browser(here) as client:
         assert client.get("/enter", params={"link": LINK}).status_code == 303
         assert client.get("/").status_code == 200
-        for action in SCOPES:
-            answer = client.post(f"/actions/{action}", data=FORM | {"token": minted(client)})
-            assert answer.status_code == 403 and "needs a key with the scope" in answer.text
+        answer = client.post("/open", data=FORM | {"token": minted(client)})
+        assert answer.status_code == 403 and "needs a key with the scope" in answer.text
     with browser(here) as client:
         assert client.get("/enter", params={"link": "another"}).status_code == 401
 
 
 def test_nothing_is_done_by_a_get_and_no_other_host_is_answered(here: Console) -> None:
-    with browser(here, "operate") as client:
-        for action in SCOPES:
-            assert client.get(f"/actions/{action}").status_code in (404, 405)
+    with browser(here, "unseal") as client:
+        assert client.get("/open").status_code == 405
         assert client.get("/", headers={"host": "elsewhere.example"}).status_code == 400
-        assert client.post("/actions/forget", data=FORM).status_code == 404
-
-
-@pytest.mark.parametrize(
-    ("action", "version", "expected"),
-    [
-        ("promote", "6", ("promoted", 6, "stable")),
-        ("try", "7", ("promoted", 7, "canary")), ("pin", "6", ("pinned", 6, "stable")),
-        ("unpin", "", ("pinned", -1, "stable")), ("rollback", "v1", ("rolled_back", 1, "stable")),
-    ],
-)  # fmt: skip
-def test_a_move_is_the_record_of_its_command_with_the_key_as_its_owner(
-    here: Console, action: str, version: str, expected: tuple[str, int, str]
-) -> None:
-    with browser(here, "operate") as client:
-        form = {"token": form_token(client), "version": version, "why": f"to {action}"}
-        answer = client.post(f"/actions/{action}", data=form)
-        assert answer.status_code == 303 and f"to {action}" in client.get("/versions").text
-    record = here.newest(PolicyEvent)
-    assert (record.event, record.version, record.channel) == expected and record.reason == f"to {action}"
-    assert record.owner == f"console:acme/{here.keys['operate'].split('-')[1]}"
-
-
-def test_letters_are_delivered_again_for_a_reason_and_each_says_who_did_and_why(here: Console) -> None:
-    good = encode(Block((live(70, "a lost question", "found"),)))
-    lost = DeadLetter(topic="experiences", partition=0, offset=10**6, stage="verify", reason="bad frame", value=good)
-    asyncio.run_coroutine_threadsafe(here.log.publish(topics.DEAD_LETTERS, lost), here.loop).result(timeout=20)
-    with browser(here, "operate") as client:
-        form = {"token": form_token(client)}
-        assert client.post("/actions/redeliver", data=form | {"why": " "}).status_code == 400
-        answer = client.post("/actions/redeliver", data=form | {"why": "verify was mended"})
-        assert answer.status_code == 303 and "1+to+experiences" in answer.headers["location"]
-    mark = here.newest(DeadLetter, topics.DEAD_LETTERS)
-    assert mark.error == f"console:acme/{here.keys['operate'].split('-')[1]}: verify was mended"
+        assert client.post("/forget", data=FORM).status_code == 404
 
 
 def test_what_is_sealed_stays_sealed_until_a_key_that_may_opens_it_and_the_log_says_so(here: Console) -> None:
-    with browser(here, "operate") as client:
+    with browser(here, "look") as client:
         assert "Sealed" in client.get(SEALED).text and SECRET not in client.get(SEALED).text
         assert SECRET not in client.get("/answers", params={"text": "Wilhelmina"}).text
     with browser(here, "unseal") as client:
         assert SECRET not in client.get(SEALED).text
         form = {"token": form_token(client, SEALED), "answer": SEALED.rpartition("/")[2]}
-        assert client.post("/actions/open", data=form | {"why": " "}).status_code == 400
-        opened = client.post("/actions/open", data=form | {"why": "a complaint"})
+        assert client.post("/open", data=form | {"why": " "}).status_code == 400
+        opened = client.post("/open", data=form | {"why": "a complaint"})
         assert opened.status_code == 200 and SECRET in opened.text
         assert opened.headers["cache-control"] == "no-store"
         assert SECRET not in client.get(SEALED).text
@@ -282,7 +243,7 @@ def test_signing_out_ends_the_session_wherever_a_copy_of_its_cookie_lies_and_no_
         for path in ("/", "/versions", "/answers"):
             page = thief.get(path)
             assert page.status_code == 401 and "your session has ended" in page.text
-        assert thief.post("/actions/pause", data={"token": token, "why": "mine"}).status_code == 401
+        assert thief.post("/open", data=FORM | {"token": token}).status_code == 401
         assert thief.post("/leave", data={"token": token}).status_code == 401
         assert other.get("/versions").status_code == 200
 
@@ -348,7 +309,7 @@ def proxied(here: Console, **headers: str) -> httpx.Client:
     return httpx.Client(base_url=here.url, headers=headers, verify=False)
 
 
-def signed_in_by(here: Console, headers: Mapping[str, str], key: str = "operate") -> httpx.Response:
+def signed_in_by(here: Console, headers: Mapping[str, str], key: str = "unseal") -> httpx.Response:
     with proxied(here, **headers) as client:
         return client.post("/enter", data={"key": here.keys[key]})
 
@@ -405,16 +366,16 @@ def test_behind_tls_a_form_is_taken_from_the_pages_of_its_url_alone(
         with proxied(behind, **headers) as client:
             token = form_token(client)
             assert len(token) == 64
-            for path in ("/actions/pause", "/leave"):
-                assert client.post(path, data={"token": token, "why": "theirs"}).status_code == 403
-            assert client.post("/enter", data={"key": behind.keys["operate"]}).status_code == 403
+            for path in ("/open", "/leave"):
+                assert client.post(path, data=FORM | {"token": token}).status_code == 403
+            assert client.post("/enter", data={"key": behind.keys["unseal"]}).status_code == 403
 
 
-def test_behind_tls_who_signed_in_acts_and_signs_out(behind: Console) -> None:
+def test_behind_tls_who_signed_in_opens_and_signs_out(behind: Console) -> None:
     cookie = sent_cookie(signed_in_by(behind, {"host": NAME, "origin": URL}))
     with proxied(behind, host=NAME, origin=URL, cookie=cookie) as client:
         token = form_token(client)
-        assert client.post("/actions/pause", data={"token": token, "why": "a test"}).status_code == 303
+        assert client.post("/open", data=FORM | {"token": token}).status_code == 200
         answer = client.post("/leave", data={"token": token})
         gone = answer.headers["set-cookie"].lower()
         assert answer.status_code == 303 and gone.startswith("__host-headrace_") and "expires=thu, 01 jan 1970" in gone

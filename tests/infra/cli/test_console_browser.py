@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, ViewportSize
 
 PAGES = {
-    "flow": "/", "learning": "/learning", "learning-time": "/learning?over=time", "answers": "/answers",
+    "flow": "/", "learning": "/learning", "answers": "/answers",
     "search": "/answers?text=refunds&fate=trained", "answer": f"/answers/{SESSION}.1-0.0-0-0",
     "markup": f"/answers/{SESSION}.1-10.0-0-0", "control": f"/answers/{SESSION}.1-11.0-0-0",
     "right-to-left": f"/answers/{SESSION}.1-12.0-0-0", "emoji": f"/answers/{SESSION}.1-13.0-0-0",
@@ -236,16 +236,16 @@ def busy() -> Iterator[Console]:
 
 
 @pytest.fixture
-def operator(chromium: "Browser", busy: Console) -> Iterator[WatchedPage]:
-    """Somebody who may act on a system at work."""
+def viewer(chromium: "Browser", busy: Console) -> Iterator[WatchedPage]:
+    """Somebody who looks at a system at work."""
     found = WatchedPage(chromium, busy.url, "light")
-    found.sign_in(busy.keys["operate"])
+    found.sign_in(busy.keys["look"])
     yield found
     found.context.close()
 
 
-def test_the_picture_of_a_system_at_work_says_of_each_part_how_it_does(operator: WatchedPage, tmp_path: Path) -> None:
-    picture = operator.page.get_by_role("region", name="The picture")
+def test_the_picture_of_a_system_at_work_says_of_each_part_how_it_does(viewer: WatchedPage, tmp_path: Path) -> None:
+    picture = viewer.page.get_by_role("region", name="The picture")
     for name in (
         "Master, v7: 1.5 tasks issued/s, 40 groups outstanding",
         "Gateway, v7: 2 answers/s, 5 running, wait for the log: missing",
@@ -255,8 +255,8 @@ def test_the_picture_of_a_system_at_work_says_of_each_part_how_it_does(operator:
     for name in ("group outcomes, from Collect to Master", "hot reload, from Versions to Explorers"):
         picture.get_by_role("img", name=name).wait_for()
     wide = "all => all.filter(box => box.scrollWidth > box.clientWidth).map(box => box.innerText)"
-    assert operator.page.eval_on_selector_all(".columns > section", wide) == [], "no table is wider than its column"
-    operator.sound_by_day_and_night("flow-at-work", tmp_path)
+    assert viewer.page.eval_on_selector_all(".columns > section", wide) == [], "no table is wider than its column"
+    viewer.sound_by_day_and_night("flow-at-work", tmp_path)
 
 
 def test_the_door_the_forms_and_an_opened_answer_can_be_used_by_anybody(
@@ -278,18 +278,6 @@ def test_the_door_the_forms_and_an_opened_answer_can_be_used_by_anybody(
     found.context.close()
 
 
-def test_an_operator_promotes_a_version_from_its_page_and_signs_out(operator: WatchedPage, tmp_path: Path) -> None:
-    page = operator.page
-    for path in ("/versions", "/versions/6", "/data"):
-        page.goto(f"{operator.url}{path}")
-        operator.sound_by_day_and_night(f"operator{path.replace('/', '-')}", tmp_path)
-    page.goto(f"{operator.url}/versions/6")
-    form = page.locator("form[action='/actions/promote']")
-    form.get_by_label("Reason").fill("looked at <b>fifty</b> answers")
-    form.get_by_role("button").click()
-    page.wait_for_url("**/versions?done=**")
-    text = page.inner_text("main")
-    assert "Customers get version 6" in text and "looked at <b>fifty</b> answers" in text
-    assert not operator.complaints
-    page.get_by_role("button", name="Sign out").click()
-    assert "Sign in" in page.inner_text("main")
+def test_a_viewer_signs_out(viewer: WatchedPage) -> None:
+    viewer.page.get_by_role("button", name="Sign out").click()
+    assert "Sign in" in viewer.page.inner_text("main")

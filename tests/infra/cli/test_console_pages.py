@@ -55,8 +55,7 @@ from trainer.replay.replay import find_start
 
 FIRST = f"/answers/{SESSION}.1-0.0-0-0"
 PAGES = (
-    "/", "/learning", "/learning?over=time", "/answers", FIRST, "/versions", "/versions/5", 
-    "/data", "/privacy",
+    "/", "/learning", "/answers", FIRST, "/versions", "/versions/5", "/data", "/privacy",
 )  # fmt: skip
 OF_THE_INDEX = ("/learning", "/answers", "/answers?text=refunds", "/data", "/privacy")
 SCRIPTED = "trainer.learners.scripted:ScriptedLearner"
@@ -106,7 +105,6 @@ async def test_every_page_answers_before_anything_is_read_and_says_how_much_ther
         assert page.status_code == 503 and "Not read yet: the index is behind the log by" in page_text(page)
         bus.here.set()
         await until(lambda: reading.index.note("whole") == 1)
-        reading.forget_fresh()
         for path in ("/", *OF_THE_INDEX, FIRST):
             page = await client.get(path)
             assert page.status_code == 200 and "is being built" not in page.text, path
@@ -118,7 +116,6 @@ async def test_while_the_broker_is_away_every_page_shows_what_was_known_or_says_
         for path in PAGES:
             assert (await client.get(path)).status_code == 200
         bus.is_away = True
-        reading.forget_fresh()
         for path in PAGES:
             page = await client.get(path)
             assert page.status_code == 200 or (page.status_code == 503 and "the broker is away" in page_text(page))
@@ -126,7 +123,6 @@ async def test_while_the_broker_is_away_every_page_shows_what_was_known_or_says_
         assert "question 0 about refunds" in page_text(await client.get("/answers?text=refunds"))
         bus.is_away = False
         await until(lambda: not reading.index.note("fault"))
-        reading.forget_fresh()
         assert "cannot be read" not in page_text(await client.get(FIRST))
 
 
@@ -222,14 +218,13 @@ async def test_an_archive_says_why_a_version_was_held_and_what_was_measured(tmp_
         open_source(SettingsFile(file)) as (read, restored, _, state, command),
         looking_at(read, restored, state) as (client, _),
     ):
-        assert command == (), "an archive has no settings of stages to run"
+        assert command == (), "an archive has no settings that a command reads"
         page = (await client.get("/versions/1")).text
         assert "Held back by gate: dev: 0.500, expected at least 0.600." in page and "0.75" in page and "2 of 4" in page
         flow = page_text(await client.get("/"))
         assert ARCHIVED in flow and "No alarms." in flow, "roles that are not in it are no alarm"
         learning = (await client.get("/learning")).text
         assert "Suite dev" in learning and "Loss" in learning
-        assert "An archive has no settings of stages." in (await client.get("/data")).text
         trained = (await client.get("/answers?fate=trained")).text
         assert (await client.get(re.findall('href="(/answers/[^?"]+)"', trained)[0])).status_code == 200
 
@@ -258,7 +253,7 @@ def test_a_run_of_which_nothing_is_there_says_so_on_every_page(tmp_path: Path) -
 def test_an_alarm_leads_to_the_section_of_the_runbook_that_says_what_to_do(
     tmp_path: Path, alarm: str, section: str
 ) -> None:
-    (shown,) = alarms({"roles": [], "alarms": [alarm]}, {})
+    (shown,) = alarms({"roles": [], "alarms": [alarm]})
     assert (shown["about"], shown["page"]) == (alarm, section)
     page, _, name = section.partition("#")
     (answer,) = look(tmp_path, f"/help/{page}")
@@ -286,7 +281,7 @@ async def test_any_number_may_be_asked_for_and_a_form_of_too_many_fields_is_refu
             for path in ("/data", "/answers", "/versions"):
                 assert (await client.get(path, params={"before": before})).status_code == 200
         body = "&".join(f"a{at}=1" for at in range(MAX_FIELDS + 1))
-        for path in ("/enter", "/actions/pause"):
+        for path in ("/enter", "/open"):
             page = await client.post(path, content=body, headers={"origin": "http://127.0.0.1:1"})
             assert page.status_code == 403 and f"more than {MAX_FIELDS} fields" in page.text
 

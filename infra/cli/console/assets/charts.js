@@ -48,7 +48,7 @@ function draw(node) {
   const words = document.createElement("p");
   words.className = "told";
   const last = chart.x[chart.x.length - 1];
-  const mark = x => (x > last ? "" : chart.by_time ? `${x}m` : Number.isInteger(x) ? `v${x}` : "");
+  const mark = x => (x > last ? "" : Number.isInteger(x) ? `v${x}` : "");
   const axis = { stroke: colour("soft"), grid: { stroke: colour("line"), width: 0.7 }, ticks: { show: false }, font: "10px sans-serif" };
   const padded = (u, low, high) => {
     if (low == null) return [0, 1];
@@ -62,7 +62,7 @@ function draw(node) {
     cursor: { y: false, drag: { x: false, y: false }, points: { show: !chart.stacked } },
     scales: { x: { time: false, range: (u, low, high) => (low === high ? [low - 0.5, high + 0.5] : [low, high]) }, y: { range: padded } },
     axes: [
-      { ...axis, size: 24, ...(chart.by_time ? {} : { incrs: WHOLE }), values: (u, marks) => marks.map(mark) },
+      { ...axis, size: 24, incrs: WHOLE, values: (u, marks) => marks.map(mark) },
       { ...axis, size: 46, values: (u, marks) => marks.map(brief) },
     ],
     hooks: { setCursor: [u => { words.textContent = u.cursor.idx == null ? "" : told(chart, Math.min(u.cursor.idx, chart.labels.length - 1)); }] },
