@@ -1,11 +1,9 @@
-"""`headrace check`: are the settings sound, do the plugins load, what runs in which order, is the broker as expected.
-
-Everything that a role would refuse when it starts is refused here, with the same words.
-"""
+"""`headrace check`: are the settings sound, do the plugins load, and what runs in which order."""
 
 import importlib.util
 import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,15 +14,16 @@ from actors.master.gate.trial import power
 from infra.chain.chain import Step
 from infra.chain.processor import declared_mark
 from infra.cli.check.connect import try_connections
-from infra.cli.check.state import check_fit, check_state
-from infra.cli.connect import connected, create_topics
+from infra.cli.connect import connected, create_topics, main_store
 from infra.cli.options import SettingsFile, command
-from infra.cli.run.roles import check_teacher, implied_options, open_to_others, read_webhooks
+from infra.cli.plan.model import configured_adapter
+from infra.cli.run.roles import check_teacher, implied_options, read_webhooks
 from infra.cli.settings import Settings
 from infra.cli.terminal import Screen, two_columns
+from infra.log.access import kafka_access
 from infra.settings.config import Use, duration_s
 from infra.settings.plugin import add_plugin_folders, check_names, find, option_defaults
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, StoreError
 from streams.config import FeedbackConfig
 from streams.sources.event import EventSource
 from streams.sources.langfuse import read_keys
@@ -46,10 +45,10 @@ async def check(
         str, typer.Option(help="Role whose rights --connect tests: master, train, process, explore, serve, operator.")
     ] = "operator",
 ) -> int:
-    """Check the settings, plugins, log and store, and show the resolved chain of each stage.
+    """Check the settings and plugins, and show the resolved chain of each stage.
 
-    The command refuses everything that a role would refuse at its start: unknown keys, plugins that do not load, wrong options,
-    a missing model or secret, a log and a store that do not belong together. It reads no weights.
+    The command refuses what a role would refuse at its start: unknown keys, plugins that do not load, wrong options, a missing
+    model or secret. It reads no weights and, without --connect, asks no broker.
 
     --connect tests everything that the roles use, from this machine and as the user of these settings: the broker, reading
     and writing each topic, each group, and put, list, get and delete in the store. It leaves nothing behind. --role tests only
@@ -77,7 +76,6 @@ async def check_settings(settings: Settings, *, create: bool) -> int:
     notes = check_plugins(settings) + check_reward(settings) + check_gateway(settings)
     if importlib.util.find_spec("torch") is not None:
         notes += check_state(settings)
-    notes += open_to_others(settings)
     parsers = ""
     if create:
         notes.append(
@@ -102,26 +100,9 @@ async def check_settings(settings: Settings, *, create: bool) -> int:
         async with connected(settings, deadline_s=15.0, create=True) as log:
             created = await create_topics(log, settings)
         console.print(f"topics created: {', '.join(created) or 'none, all were there'}")
-    for note in await check_fit(settings):
-        console.print(f"note: {note}", style="yellow")
-    if not create and (fits := model_fits(settings)):
-        console.print(fits)
     for line in NOT_SAID:
         console.print(line)
     return 0
-
-
-def model_fits(settings: Settings) -> str:
-    """One line that says whether the model fits this machine, "" where that cannot be computed."""
-    if not settings.policy.model or importlib.util.find_spec("transformers") is None:
-        return ""
-    from infra.cli.plan.model import plan_model, this_machine
-
-    try:
-        num_problems = len(plan_model(settings, this_machine(None, None, None, 120.0)).problems)
-    except ConfigError:  # a learner or a model whose needs are not known
-        return ""
-    return f"model: {f'will not fit, {num_problems} reasons' if num_problems else 'fits'} (computed): headrace plan"
 
 
 def trial_table(settings: Settings, config: CanaryConfig) -> Table:
@@ -166,6 +147,30 @@ def check_late(settings: Settings, loss: str) -> None:
             f'feedback[{retrains[0]}].late: got "retrain", which sends answers to lane human, but its loss "{loss}" takes pairs'
             ' alone; expected late = "amend", or another loss in [trainer.lanes.human]'
         )
+
+
+def check_state(settings: Settings) -> list[str]:
+    """What cannot be looked at of the newest checkpoint. Raises ConfigError for lanes that do not go with the critic, for
+    [trainer.lora] on a model that cannot be adapted, and for a warm-up of a run that began without one.
+    """
+    from trainer.journal import checkpoint
+    from trainer.learners.critic import check_critic
+    from trainer.losses.loss import open_objectives
+
+    if settings.trainer.lora is not None and Path(settings.model_path, "config.json").is_file():
+        configured_adapter(settings)
+    check_critic(settings.trainer, open_objectives(settings.trainer.lanes))
+    url = settings.store.url
+    is_there = bool(settings.store.use) or "://" in url or (settings.folder / Path(url).expanduser()).is_dir()
+    if settings.trainer.warmup is None or not is_there:  # to open a folder would make it
+        return []
+    try:
+        manifests = checkpoint.manifests(main_store(settings), settings.run or settings.app)
+    except StoreError as error:
+        return [f"the newest checkpoint was not looked at: {error}"]
+    if manifests:
+        checkpoint.check_warm_up(manifests[-1].position)
+    return []
 
 
 def check_reward(settings: Settings) -> list[str]:
@@ -291,7 +296,9 @@ def check_model(settings: Settings) -> tuple[str, list[str]]:
 
 
 def check_secrets(settings: Settings, sources: Sequence[EventSource]) -> None:
-    """Read every secret of feedback sources. Raises ConfigError."""
+    """Read every secret of the broker and of feedback sources. Raises ConfigError."""
+    if settings.kafka.bootstrap_servers:
+        kafka_access(settings)
     if settings.gateway is not None:
         read_webhooks(settings)
     for source in sources:

@@ -5,13 +5,10 @@ import inspect
 import logging
 import os
 import signal
-import stat
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-from urllib.parse import unquote, urlsplit
 
 import typer
 
@@ -21,12 +18,11 @@ from infra.cli.connect import (
     app_store,
     broker_address,
     connected,
-    kafka_folder,
     log_to_stderr,
     measured_store,
 )
 from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT, is_final, root_cause
-from infra.cli.options import SettingsFile, exit_with, file_umask, flags
+from infra.cli.options import SettingsFile, exit_with, flags
 from infra.cli.run.stay_down import VARIABLE, stay_down
 from infra.cli.settings import Settings
 from infra.local.ranks import RankGroup, adopt_slurm, launched_rank, run_ranks
@@ -41,7 +37,6 @@ from infra.roles.role import Role, instance_name
 from infra.settings.config import Use, split_address
 from infra.settings.plugin import add_plugin_folders, find
 from infra.settings.secret import read_secret
-from infra.store.store import PRIVATE
 from schemas import Progress
 from schemas.errors import BrokerUnavailable, ConfigError, HeadraceError, StoreError
 from schemas.topics import REPORTS
@@ -140,8 +135,6 @@ async def run_role(role: str, chosen: SettingsFile) -> int:
     """
     settings = chosen.load()
     log_to_stderr(as_json=settings.logs.format == "json")
-    for line in open_to_others(settings):
-        logger.warning("open_to_others %s", line)
     failpoint.check()
     add_plugin_folders(settings.folder, settings.plugins)
     stop = asyncio.Event()
@@ -423,40 +416,6 @@ def model_folder(settings: Settings) -> str:
     if not settings.policy.model:
         raise ConfigError(f"{settings.folder}: policy.model: missing, expected a model folder or a Hugging Face name")
     return settings.model_path
-
-
-def open_to_others(settings: Settings) -> list[str]:
-    """A line for each folder of a run that others may look into, and for open secrets. Raises ConfigError."""
-    refused = file_umask(os.environ) & 0o077
-    places = [settings.folder / "state", settings.folder / "logs"]
-    if not settings.kafka.bootstrap_servers:
-        places.append(kafka_folder(settings))
-    if settings.gateway is not None:
-        places.append(settings.folder / settings.gateway.spool)
-    if settings.trainer.tensorboard:
-        places.append(settings.folder / settings.trainer.tensorboard)
-    if not settings.store.use and (store := local_folder(settings.store.url, settings.folder)) is not None:
-        places.append(store)
-    open_ = [path for path in places if _mode(path) & refused]
-    if (secrets := local_folder(settings.store.keys or settings.store.url, settings.folder)) is not None:
-        inner = [secrets / name for name in (*PRIVATE, "gateway/secret")]
-        open_ += [path for path in inner if _mode(path) & 0o077]
-    return [f"{path}: others may look into it (mode {_mode(path):03o}); chmod -R go-rwx {path}" for path in open_]
-
-
-def local_folder(url: str, base: Path) -> Path | None:
-    """Folder of a local store; None for a store elsewhere."""
-    if "://" not in url:
-        return base / Path(url).expanduser()
-    parts = urlsplit(url)
-    return Path(unquote(parts.path)) if parts.scheme == "file" else None
-
-
-def _mode(path: Path) -> int:
-    try:
-        return stat.S_IMODE(path.stat().st_mode)
-    except OSError:
-        return 0
 
 
 async def train_on_ranks(settings: Settings, chosen: SettingsFile, stop: asyncio.Event) -> int:

@@ -16,7 +16,6 @@ from infra.cli.options import SettingsFile, file_umask
 from infra.cli.run.roles import (
     implied_options,
     open_on_rank,
-    open_to_others,
     train_on_ranks,
 )
 from infra.cli.settings import Settings, load_settings
@@ -58,7 +57,6 @@ def test_what_a_command_makes_is_its_owners_alone(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(command, check=True, env=environment, capture_output=True, timeout=120, umask=0o022)
     assert (tmp_path / "store" / "gateway" / "secret").exists() and not others_may(tmp_path / "store")
-    assert not open_to_others(load_settings(tmp_path / "headrace.toml"))
 
 
 @pytest.mark.parametrize(("told", "mask"), [(None, 0o077), ("027", 0o027), ("0022", 0o022), ("rw", 0o077), ("", 0o077)])
@@ -73,20 +71,6 @@ def test_secrets_are_their_owners_alone_whatever_the_umask(tmp_path: Path) -> No
     opened = {path.partition(str(tmp_path))[2].split("/")[1] for path in others_may(tmp_path)}
     assert opened <= {"policies", ".incoming"}
     assert {path.name for path in tmp_path.iterdir()} >= {"keys", "gateway"}
-
-
-def test_what_is_open_is_told_with_what_to_do(tmp_path: Path) -> None:
-    settings = load_settings(settings_file(tmp_path))
-    for name in ("state", "logs", "spool", "store/gateway"):
-        (tmp_path / name).mkdir(parents=True, mode=0o755)
-    (tmp_path / "store" / "gateway" / "secret").write_bytes(b"s")
-    told = open_to_others(settings)
-    for name in ("state", "logs", "spool", "store", "store/gateway", "store/gateway/secret"):
-        assert any(line.startswith(f"{tmp_path / name}: others may look into it") for line in told), name
-    assert all("chmod -R go-rwx" in line for line in told)
-    for path in (tmp_path / "state", tmp_path / "logs", tmp_path / "spool", tmp_path / "store"):
-        subprocess.run(["chmod", "-R", "go-rwx", str(path)], check=True)
-    assert not open_to_others(settings)
 
 
 def test_what_seals_and_signs_lies_where_the_settings_say_and_nowhere_else(tmp_path: Path) -> None:
