@@ -30,9 +30,7 @@ _URL = re.compile(r"https://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(?::([1-9][0-9]{0
 
 
 class Expect(Section, frozen=True):
-    """[expect]: number of processes that `headrace status` expects of each role. Default 0: the number that ran within the last
-    hour and were not stopped with SIGTERM, at least one.
-    """
+    """[expect]: number of processes that `headrace status` expects of each role. Default 0: at least one."""
 
     explore: NonNegative = 0
     """Expected explorers."""

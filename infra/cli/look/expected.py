@@ -1,9 +1,7 @@
 """Expected and running roles: roles that are not there, or fewer of them than there should be. Pure.
 
-Expected are the roles of the settings: as many as [expect] says, or else as many as run, and those that failed within the last
-hour and were not replaced by a process that began later. A process that is started again on any machine replaces itself, so
-none is missing. A process that was stopped in order is missing only where it was the last of its role.
-An app whose master has come to its end expects nothing, and one that began less than STARTING_S ago still loads its models.
+Expected are the roles of the settings, as many as [expect] says, or else one of each. An app whose master has come to its end
+expects nothing, and one that began less than STARTING_S ago still loads its models.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +10,6 @@ import msgspec
 
 from infra.cli.settings import Expect
 
-SEEN_S = 3600.0  # a process that reported within the last hour and did not end in order should still run
 STARTING_S = 60.0  # of the app's first report: a role that neither reported nor failed may still load a model
 OVER = ("stopped", "done", "failed")  # states of a role's last report
 
@@ -27,15 +24,11 @@ class Heard(msgspec.Struct, frozen=True):
     last_s: float
     reason: str = ""
 
-    @property
-    def place(self) -> str:
-        return self.instance.split("/")[1] if "/" in self.instance else ""
-
 
 def expected_roles(expect: Expect, *, serves: bool) -> dict[str, int]:
-    """Role to the number the settings ask for, 0 for "as many as there were"; a role that is not there is not expected."""
-    wanted = {"master": 1, "train": 1, "explore": expect.explore, "process": expect.process}
-    return wanted | ({"serve": expect.serve} if serves else {})
+    """Role to the number the settings ask for; a role that is not there is not expected."""
+    wanted = {"master": 1, "train": 1, "explore": expect.explore or 1, "process": expect.process or 1}
+    return wanted | ({"serve": expect.serve or 1} if serves else {})
 
 
 def process_name(instance: str) -> str:
@@ -55,37 +48,17 @@ def missing(wanted: Mapping[str, int], heard: Iterable[Heard], now_s: float, gon
     running = [process for process in processes if now_s - process.last_s < gone_s and process.state not in OVER]
     if not running and any(process.role == "master" and process.state == "done" for process in processes):
         return []
-    starting = bool(running) and now_s - min(process.first_s for process in running) < STARTING_S
+    began_s = min((process.first_s for process in running), default=0.0)
     found = []
     for role, number in wanted.items():
         of_role = [process for process in processes if process.role == role]
         here = [process for process in of_role if process in running]
-        lost = vacant(of_role, here, now_s)
-        if starting and not here and not lost:
-            continue
-        expected = number or max(1, len(here) + len(lost))
-        if len(here) < expected:
-            count = f"no {role} runs" if not here else f"{len(here)} of {expected} {role} run"
-            gone = lost or [process for process in of_role if process not in here]
+        gone = [process for process in of_role if process not in here]
+        is_loading = now_s - began_s < STARTING_S and all(process.last_s < began_s for process in gone)
+        if len(here) < number and not is_loading:
+            count = f"no {role} runs" if not here else f"{len(here)} of {number} {role} run"
             found.append(f"{count}: {_last_words(gone, now_s)}")
     return found
-
-
-def vacant(of_role: Sequence[Heard], here: Sequence[Heard], now_s: float) -> list[Heard]:
-    """The processes of a role that failed within the last hour and were not replaced.
-
-    A process whose first report comes after the end of another replaces it, one of the same machine before any other.
-    """
-    lost = [
-        process
-        for process in of_role
-        if process not in here and now_s - process.last_s < SEEN_S and process.state not in ("stopped", "done")
-    ]
-    for new in sorted(of_role, key=lambda process: process.first_s):
-        before = [process for process in lost if process.last_s < new.first_s]
-        if before:
-            lost.remove(max(before, key=lambda process: (process.place == new.place, process.last_s)))
-    return lost
 
 
 def _processes(heard: Iterable[Heard]) -> list[Heard]:

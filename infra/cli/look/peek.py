@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from infra.cli.connect import reading
-from infra.cli.look.reader import LastHour, newest_and_next
-from infra.cli.look.status import all_dropped, group_ends
+from infra.cli.look.reader import newest_and_next
 from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.terminal import Screen, printable_json
 from infra.log.log import LogMessage
@@ -49,9 +48,7 @@ async def peek(
         for message in messages:
             show(console, message, as_json)
         if not messages and last and not follow and not as_json:
-            reports = [spoken.reports[-1][0] for spoken in (await LastHour(log).spoken()).values()]
-            why = all_dropped(group_ends(reports)) if place is topics.BUFFER else ""
-            console.print(f"{log.name(place)} is empty" + (f"; {why}" if why else ""), style="dim")
+            console.print(f"{log.name(place)} is empty", style="dim")
         if follow:
             async for message in log.tail(place, following):
                 show(console, message, as_json)

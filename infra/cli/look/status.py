@@ -4,7 +4,6 @@ import asyncio
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -187,7 +186,6 @@ def role_state(reports: Reports, now_s: float) -> State:
     """One process: its newest report, and what its counters did in the minute before it.
 
     rates: of every counter, a second, by its whole name; none after its first report. per_s: those without labels that grew.
-    grown_at: of each of `grown` when it first did in these reports, seconds, and by how much in all.
     """
     (old, old_s), (new, new_s) = reports[0], reports[-1]
     grown = {name: value - old.counters.get(name, 0.0) for name, value in new.counters.items() if new is not old}
@@ -207,19 +205,11 @@ def role_state(reports: Reports, now_s: float) -> State:
         "per_s": {name: rate for name, rate in rates.items() if grown[name] > 0 and "{" not in name},
         "rates": rates,
         "grown": still,
-        "grown_at": {name: first_grown(reports, name) for name in still},
         "failing": failing(grown),
         "unread": unread(new.gauges),
         "gauges": {name: value for name, value in new.gauges.items() if "{" not in name},
         "stored_bytes": sum(value for name, value in new.gauges.items() if name.startswith("snapshot_bytes{")),
     }
-
-
-def first_grown(reports: Reports, name: str) -> tuple[float, float]:
-    """Time of a counter's first growth and its total growth in these reports; zeros for none."""
-    values = [(report.counters.get(name, 0.0), at_s) for report, at_s in reports]
-    grown = [(at_s, after - before) for (before, _), (after, at_s) in pairwise(values) if after > before]
-    return (grown[0][0], sum(more for _, more in grown)) if grown else (0.0, 0.0)
 
 
 def grown_line(instance: str, name: str, more: float) -> str:
@@ -268,7 +258,7 @@ def chains(reports: Sequence[Progress]) -> dict[str, dict[str, str]]:
         for stage, chain in report.chains.items():
             for partition in report.partitions.get(stage, ()):
                 found.setdefault(stage, {})[str(partition)] = chain
-    return {stage: dict(sorted(held.items(), key=lambda pair: int(pair[0]))) for stage, held in found.items()}
+    return found
 
 
 def speaking(roles: Sequence[State]) -> set[str]:
@@ -427,11 +417,6 @@ def show(console: Console, state: State) -> None:
     if state["clock"]:
         console.print(f"clock      {state['clock']}", style="yellow")
     _show_versions(console, state)
-    for stage, held in state["chains"].items():
-        chains = dict.fromkeys(held.values())
-        for chain in chains if len(chains) > 1 else ():  # workers are being replaced; --json has every chain
-            where = ", ".join(partition for partition, other in held.items() if other == chain)
-            console.print(f"chain      {stage} {where}: {chain or 'no steps'}", markup=False)
     lags = ", ".join(f"{name} {value:,}" for name, value in state["lags"].items() if value is not None)
     console.print(f"lag        {lags or 'no consumer has committed yet'}")
     drops = ", ".join(f"{reason} {count:,}" for reason, count in state["dropped"].items())

@@ -168,10 +168,13 @@ def worker(number: int, waits: FeedbackWait | None, state: str = "running") -> P
     return Progress(role="process", instance=f"process/vm/{number}", state=state, waits=waits)
 
 
-def chained(name: str, chain: str, *held: int) -> Progress:
-    return Progress(
-        role="process", instance=name, state="running", chains={"verify": chain}, partitions={"verify": held}
+def test_the_steps_in_force_are_told_by_stage_and_partition() -> None:
+    first, second = (
+        Progress(role="process", instance=name, chains={"verify": chain}, partitions={"verify": held})
+        for name, chain, held in (("process-0/1", "dedupe@1", (0, 2)), ("process-1/2", "dedupe@2", (1,)))
     )
+    state = state_of((0, first), (1, second), now_s=2)
+    assert state["chains"] == {"verify": {"0": "dedupe@1", "1": "dedupe@2", "2": "dedupe@1"}}
 
 
 STOPPED = {"episodes_cancelled{reason=enough others}": 12.0, "tokens_cancelled{reason=enough others}": 3400.0}
@@ -200,12 +203,6 @@ FIRST_MS = START_MS + 23 * 3_600_000
         (((0, Progress(role="train", instance="train/1", state="learning", gauges={"held_back": 1234.0})),), 1,
          ["held back 1,234 experiences: tenant_share or subject_share of the last step is used up"]),
         (
-            ((0, chained("process-0/1", "validate@1 dedupe@1", 0, 1, 2)),
-             (40, chained("process-0/1", "validate@1 dedupe@1", 0, 2)),
-             (40, chained("process-1/2", "validate@1 dedupe@2", 1))), 41,
-            ["chain verify 0, 2: validate@1 dedupe@1", "chain verify 1: validate@1 dedupe@2"],
-        ),
-        (
             tuple((0.0, Progress(role="explore", instance=f"explore/vm/{at}", state="exploring", release=release))
                   for at, release in enumerate(("0.1.0", "0.2.0", ""))), 1,
             ["release 0.1.0 at explore/vm/0", "release 0.2.0 at explore/vm/1"],
@@ -220,7 +217,7 @@ FIRST_MS = START_MS + 23 * 3_600_000
         (((0, worker(1, FeedbackWait(380, START_MS))), (100, worker(2, FeedbackWait(380, START_MS)))), 101,
          ["waiting 380 answers for feedback; the first window closes in 0 s"]),
     ],
-    ids=["usual", "drops", "stopped", "too old", "held back", "chains", "releases", "one release", "waits", "silent"],
+    ids=["usual", "drops", "stopped", "too old", "held back", "releases", "one release", "waits", "silent"],
 )  # fmt: skip
 def test_the_screen_has_a_line_for_what_differs_from_nothing(
     events: tuple[Event, ...], now_s: float, lines: list[str]
@@ -228,7 +225,7 @@ def test_the_screen_has_a_line_for_what_differs_from_nothing(
     found = [" ".join(line.split()) for line in shown(state_of(*events, now_s=now_s)).splitlines()]
     assert [line for line in lines if line not in found] == [], found
     nothing = shown(state_of((0, progress("train")), (0, worker(1, FeedbackWait())), now_s=1))
-    assert not [word for word in ("masked", "stopped", "chain", "release", "waiting", "held back") if word in nothing]
+    assert not [word for word in ("masked", "stopped", "release", "waiting", "held back") if word in nothing]
 
 
 @pytest.mark.parametrize(
@@ -324,12 +321,7 @@ OTHERS = (heard("master 1"), heard("process 3"), heard("train 4"))
 ALIVE = (heard("master 1"), heard("process 3"), heard("explore 11"))
 ONE = (*OTHERS, heard("explore 11"))
 BEGUN = (heard("master 1", began_s=9.0), heard("process 3", began_s=4.0))
-LOST = (*ONE, heard("explore 12", ago_s=60.0))
 KILLED = heard("serve 5/0badcafe", ago_s=60.0)
-CRASHES = [
-    heard(f"explore {20 + at}", ago_s=100.0 - at, began_s=100.5 - at, state="failed", reason="no such model")
-    for at in range(0, 60, 2)
-]
 
 
 @pytest.mark.parametrize(
@@ -339,30 +331,18 @@ CRASHES = [
          f"no train runs: train/{VM}/46 stopped 753 s ago"),
         ((*ALIVE, heard("train 9", ago_s=20.0, state="failed", reason="no fit")), Expect(),
          f"no train runs: train/{VM}/9 ended 20 s ago: no fit"),
-        (LOST, Expect(), f"1 of 2 explore run: explore/{VM}/12 last reported 60 s ago"),
-        ((*LOST, heard("explore 13", began_s=30.0)), Expect(), ""),  # started again in its place
-        ((*LOST, heard("explore pod-2 11", began_s=30.0)), Expect(), ""),  # on whatever machine
-        ((*OTHERS, heard("explore pod-2 11", began_s=600.0), heard("explore 12", ago_s=60.0)), Expect(),
-         f"1 of 2 explore run: explore/{VM}/12 last reported 60 s ago"),  # it was there before
-        ((*OTHERS, heard("explore 11", began_s=10.0), *(heard(f"explore {at}", ago_s=60.0 + at) for at in range(3))), Expect(),
-         f"1 of 3 explore run: explore/{VM}/1 last reported 61 s ago"),  # one takes the place of one
-        ((*ONE, *CRASHES), Expect(), f"1 of 2 explore run: explore/{VM}/78 ended 42 s ago: no such model"),
-        ((*OTHERS, heard("explore pod-1 11", ago_s=30.0, state="stopped"), heard("explore pod-2 11", began_s=120.0)),
-         Expect(), ""),
+        ((*ONE, heard("explore 12", ago_s=60.0)), Expect(), ""),  # one is expected
+        ((*ONE, heard("explore 12", ago_s=60.0)), Expect(explore=2),
+         f"1 of 2 explore run: explore/{VM}/12 last reported 60 s ago"),
         ((*OTHERS, heard("explore pod-1 11", ago_s=30.0, state="stopped")), Expect(),
          "no explore runs: explore/pod-1/11 stopped 30 s ago"),
-        ((*ONE, heard("explore 12", ago_s=3590.0)), Expect(), f"1 of 2 explore run: explore/{VM}/12 last reported 3590 s ago"),
-        ((*ONE, heard("explore 12", ago_s=3610.0)), Expect(), ""),  # over an hour ago
         (ONE, Expect(explore=3), "1 of 3 explore run: no report was received; see its log"),
-        (LOST, Expect(explore=1), ""),  # the file comes first
         (BEGUN, Expect(), ""),  # models load
         ((*BEGUN, heard("train 9", ago_s=1.0, began_s=2.0, state="failed", reason="no fit")), Expect(),
          f"no train runs: train/{VM}/9 ended 1 s ago: no fit"),
     ],
 )  # fmt: skip
-def test_a_role_of_which_too_few_run_is_missing_until_a_later_process_takes_its_place(
-    roles: tuple[Heard, ...], expect: Expect, line: str
-) -> None:
+def test_a_role_of_which_too_few_run_is_missing(roles: tuple[Heard, ...], expect: Expect, line: str) -> None:
     assert missing(expected_roles(expect, serves=False), roles, NOW_S, GONE_S) == ([line] if line else [])
 
 
