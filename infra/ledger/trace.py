@@ -6,7 +6,7 @@ Read from the log through the index; nothing is inferred: each line of a trace i
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -40,8 +40,7 @@ class AnswerTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the log says about one answer, with times in ms of the broker's clock.
 
     published: as its explorer or gateway wrote it. judged: as it left verify. buffered: as collect sent it on, by revision.
-    arrived: all of its group as it lies in `verified`. given_up: why the trainer will never train the newest copy, ""
-    where it may.
+    given_up: why the trainer will never train the newest copy, "" where it may.
     """
 
     id: str
@@ -52,7 +51,6 @@ class AnswerTrace(msgspec.Struct, frozen=True, kw_only=True):
     feedback: tuple[tuple[int, Feedback], ...] = ()
     closures: tuple[tuple[int, Closure], ...] = ()
     buffered: tuple[tuple[int, Experience], ...] = ()
-    arrived: tuple[tuple[int, Experience | DropMarker | Feedback], ...] = ()
     uses: tuple[TrainedUse, ...] = ()
     given_up: str = ""
     first_version: int | None = None
@@ -112,7 +110,6 @@ async def trace_answer(log: Log, index: LogIndex, ref: str) -> AnswerTrace:
             if isinstance(record, Closure) and record.group == group
         ),
         buffered=tuple(buffered),
-        arrived=tuple(arrivals(verified, group)),
         uses=tuple(uses),
         given_up=given_up(progress, group, buffered[-1][0] if buffered else 0),
         first_version=index.first_version_after(lasting[0]) if lasting else None,
@@ -192,27 +189,6 @@ def members(records: Iterable[tuple[IndexPlace, object]], name: str) -> list[tup
         for member in record.experiences
         if member.id == name
     ]
-
-
-def arrivals(
-    records: Iterable[tuple[IndexPlace, object]], group: str
-) -> Iterator[tuple[int, Experience | DropMarker | Feedback]]:
-    """Everything about a group in these records of `verified`, with when it was stored."""
-    for place, record in records:
-        if isinstance(record, Block) and record.group == group:
-            yield from ((place.time_ms, member) for member in record.experiences)
-        elif (isinstance(record, DropMarker) and record.group == group) or (
-            isinstance(record, Feedback) and is_about(record, group)
-        ):
-            yield place.time_ms, record
-
-
-def is_about(feedback: Feedback, group: str) -> bool:
-    """True if the feedback is about an answer of the group."""
-    try:
-        return group_of(feedback.ref) == group
-    except ValueError:
-        return False
 
 
 def given_up(records: Iterable[tuple[IndexPlace, object]], group: str, since_ms: int) -> str:

@@ -137,7 +137,7 @@ def test_init_up_a_first_answer_and_a_version_that_learned_from_what_was_said(tm
         assert answer.id in subprocess.run(
             headrace("status", "-c", str(config)), check=True, capture_output=True, text=True, timeout=60
         ).stdout.replace("\n", "")
-        say_once(config, "trace", answer.id, until=r"it waits for user until \d\d-\d\d \d\d:\d\d:\d\d")
+        say_once(config, "trace", answer.id, until="for feedback until its window ends")
         say_once(config, "status", until=r"waiting +1 answers for feedback; the first window closes in \d+ (min|s)")
         rate(client, [answer.id, *(ask(client).id for _ in range(NUM_RATED - 1))])
         say_once(config, "trace", answer.id, until=r"learned in version [1-9]")

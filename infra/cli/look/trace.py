@@ -18,15 +18,9 @@ from infra.cli.terminal import Screen, clock, print_json, two_columns
 from infra.ledger.index import FILE, LogIndex, follow
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
 from infra.local.idle_time import take_idle_time
-from infra.log.memory import wall_ms
 from infra.settings.config import duration_s
-from schemas import DropMarker, Experience, Feedback
+from schemas import Experience
 from schemas.errors import ConfigError
-from schemas.ids import group_of
-from streams.collect.feedback import is_labelled, named_answer, take_feedback
-from streams.collect.rules import Rules, collect_rules, due_ms
-from streams.collect.state import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback
-from streams.collect.turns import NO_TURN, turn_depth
 from trainer.batch.assemble import PACED
 
 SHOWN_IDS = 10
@@ -46,8 +40,8 @@ async def trace(
     """Follow an answer to the steps that trained on it, or a policy back to its answers.
 
     It shows the version that sampled the answer, the result of every processor and score, the feedback and its time, the end of
-    the group, the steps that trained on the answer with their advantages, and the first version that learned from it. A pending
-    answer shows the record that it waits for, and the deadline. An index next to the TOML has the offsets of the records;
+    the group, the steps that trained on the answer with their advantages, and the first version that learned from it, or what
+    the answer waits for. An index next to the TOML has the offsets of the records;
     `headrace up` keeps it up to date. Without it the first trace reads the whole log, later traces only new records.
 
     Example: [cyan]headrace trace hr-add-37-45.2.0-7-0[/], [cyan]headrace trace --policy 40[/]
@@ -71,7 +65,7 @@ async def trace(
                 Screen(stderr=True).print("the index is behind the log: the newest records are missing here")
             if answer is not None:
                 found = await trace_answer(log, index, answer)
-                waits = waits_for(found, settings, wall_ms())
+                waits = waits_for(found, settings)
                 print_json(answer_json(found, waits)) if as_json else show_answer(console, found, waits)
             elif policy is not None:
                 made = await trace_policy(log, index, policy)
@@ -108,8 +102,8 @@ def open_index(settings: Settings, folder: Path | None = None, *, pages: bool = 
 
 
 def answer_json(answer: AnswerTrace, waits: str) -> dict[str, object]:
-    """The trace as plain data; experiences without their token arrays, and of its group the answer alone."""
-    plain = {name: getattr(answer, name) for name in AnswerTrace.__struct_fields__ if name != "arrived"}
+    """The trace as plain data; experiences without their token arrays."""
+    plain = {name: getattr(answer, name) for name in AnswerTrace.__struct_fields__}
     return plain | {
         "waits": waits,
         "published": header(answer.published),
@@ -197,10 +191,7 @@ def scores(answer: Experience) -> str:
     return ", ".join(f"{score.name} {score.value:g}" for score in answer.scores) or "no scores"
 
 
-Arrivals = tuple[tuple[int, Experience | DropMarker | Feedback], ...]
-
-
-def waits_for(answer: AnswerTrace, settings: Settings, now_ms: int) -> str:
+def waits_for(answer: AnswerTrace, settings: Settings) -> str:
     """A clause about an answer that no published version has learned from: what comes next; "" where nothing does."""
     lasting = [use for use in answer.uses if not use.undone]
     if answer.first_version is not None or answer.dropped:
@@ -216,7 +207,9 @@ def waits_for(answer: AnswerTrace, settings: Settings, now_ms: int) -> str:
         return "it waits to be verified and scored by process"
     if any(closure.attempt == answer.judged.attempt for _, closure in answer.closures):
         return ""
-    return waits_for_close(answer.judged, answer.arrived, collect_rules(settings, settings.streams()), now_ms)
+    return (
+        "it waits to be closed by process: for feedback until its window ends, or for the rest of its group or session"
+    )
 
 
 def waits_for_step(answer: AnswerTrace, settings: Settings) -> str:
@@ -229,37 +222,3 @@ def waits_for_step(answer: AnswerTrace, settings: Settings) -> str:
     of = f" of {least} answers or more" if least > 1 else ""
     apart = f", {every} after the last version at the earliest" if duration_s(every) > 0 else ""
     return f"it waits in the trainer's buffer for a step of lane {lane}{of}{apart}"
-
-
-def waits_for_close(judged: Experience, arrived: Arrivals, rules: Rules, now_ms: int) -> str:
-    group = group_as_it_is(judged, arrived)
-    until_ms = due_ms(group, rules)
-    until = f"until {clock(until_ms)}"
-    if group.winner < 0:
-        return f"it waits for the rest of its group {until}"
-    known = [record.id for _, record in arrived if isinstance(record, Experience) and record.attempt == group.winner]
-    silent = [
-        name
-        for name, source in rules.sources.items()
-        if not all(is_labelled(group.feedback.get(each_known), {name: source}) for each_known in known)
-    ]
-    if judged.lane in rules.waiting and silent and until_ms > now_ms:
-        return f"it waits for {' and '.join(silent)} {until}"
-    if turn_depth(judged) != NO_TURN and rules.session_ms:
-        return f"it waits for the rest of its session, until none of it came for {rules.session_ms / 1000:g} s"
-    return "it is closed by process with the next record it reads"
-
-
-def group_as_it_is(judged: Experience, arrived: Arrivals) -> Group:
-    """Collect's state of the group, from its records in `verified`, in their order; the attempt is that of the answer."""
-    group, number = Group(group_of(judged.id)), judged.attempt
-    for place, (time_ms, record) in enumerate(arrived):
-        if isinstance(record, Feedback):
-            on_answer = group.feedback.setdefault(named_answer(record.ref), AnswerFeedback())
-            take_feedback(on_answer, LoggedFeedback(record, place, time_ms))
-        elif record.attempt == number:
-            first = Attempt(number, record.group_size, judged.lane, judged.sequence, time_ms)
-            came = record.reason if isinstance(record, DropMarker) else BlockPlace(place, 0)
-            group.attempts.setdefault(number, first).add(record, came)
-    group.winner = number if group.attempts[number].is_complete else -1
-    return group
