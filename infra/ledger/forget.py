@@ -1,7 +1,6 @@
 """`forget`: a user's keys are destroyed, and a report says what had been learned from them.
 
     keys destroyed ─> Directive(forget) in the log ─> keys of their sessions destroyed ─> report from the index
-                                                          └─> a checkpoint that was made since
 
 What people wrote about their answers, and turns of their sessions that named no user, are sealed under keys of the sessions.
 Which sessions, the log says: so these keys go once it is read.
@@ -12,14 +11,13 @@ and completes one that was cut short. The weights stay what they are: the report
 """
 
 import asyncio
-from contextlib import aclosing
 
 import msgspec
 
 from infra.ledger.index import LogIndex
 from infra.log.log import Log
 from infra.store.seal import Keys
-from schemas import Directive, Saved, topics
+from schemas import Directive, topics
 from schemas.ids import forgotten_mark, keyed_subject
 
 
@@ -63,16 +61,6 @@ async def tell(log: Log, tenant: str, user: str, *, secret: bytes, owner: str) -
     about = forgotten_mark(secret, keyed_subject(secret, tenant, user))
     await log.publish(topics.POLICIES, Directive(order="forget", owner=owner, about=about))
     return about
-
-
-async def checkpointed(log: Log, run: str, since: int, *, not_before_ms: int) -> Saved:
-    """Wait for the first checkpoint of a run in the journal from an offset on and from a time on."""
-    async with aclosing(log.tail(topics.BATCHES, {0: since})) as messages:
-        async for message in messages:
-            saved = message.value
-            if isinstance(saved, Saved) and saved.run == run and message.timestamp_ms >= not_before_ms:
-                return saved
-    raise AssertionError("a tail has no end")
 
 
 def report(index: LogIndex, about: str, key_ids: tuple[str, ...]) -> ForgetReport:

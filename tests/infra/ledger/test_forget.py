@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.cli.data.forget import first_checkpoint
 from infra.ledger.forget import ForgetReport, complete, destroy, report, tell
 from infra.ledger.index import LogIndex
 from infra.log.log import Log
@@ -15,7 +14,7 @@ from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
 from infra.store.seal import Keys, open_text, seal_text
-from schemas import Batch, Block, Directive, Drawn, PolicyEvent, Progress, Saved, ids, topics
+from schemas import Batch, Block, Directive, Drawn, PolicyEvent, Saved, ids, topics
 from schemas.errors import Sealed
 from tests.infra.ledger.ledger_records import ANN, TENANT, USER, batch, log_with_ann, of_ann
 from tests.names import secret_store, session_name
@@ -168,36 +167,6 @@ async def test_what_was_written_about_their_answers_is_forgotten_with_them_and_w
     assert open_text(written["his"], Keys(store), names["his"]) == "a fine name"
     with pytest.raises(Sealed, match="forgotten"):
         open_text(written["hers"], Keys(store), names["hers"])
-
-
-SAVED = Saved(run="t", token=1, step=7, version=3, sha256="9f")
-
-
-async def waited(
-    *trainers: Progress, saved: Saved | None = SAVED, wait_s: float = 0.2, trained: bool = True
-) -> Saved | None:
-    """What forgetting waited for, with these trainers, a checkpoint from before, and one while it waits."""
-    log = Log(MemoryBus(), "t", store=secret_store())
-    await log.create_topics(partitions=1, keep_ms=-1)
-    await log.publish(topics.BATCHES, msgspec.structs.replace(SAVED, step=6))
-    if trained:
-        await log.publish(topics.BATCHES, batch(7, "usual-6.0-0-0"))
-    for progress in trainers:
-        await log.publish(topics.REPORTS, progress)
-    await tell(log, TENANT, USER, secret=b"s", owner="ops")
-    waiting = asyncio.create_task(first_checkpoint(log, "t", wait_s, known_s=0.0))
-    for _ in range(200):  # on the memory bus every step of it is one turn of the loop
-        await asyncio.sleep(0)
-    if saved is not None:
-        await log.publish(topics.BATCHES, saved)
-    return await waiting
-
-
-def test_forgetting_waits_for_a_checkpoint_of_its_run_that_was_made_since() -> None:
-    learns = Progress(role="train", instance="train/1", life="working")
-    assert asyncio.run(waited(learns, wait_s=30.0)) == SAVED
-    assert asyncio.run(waited(learns, saved=None)) is None
-    assert asyncio.run(waited(learns, saved=msgspec.structs.replace(SAVED, run="another"))) is None
 
 
 async def journaled_until(log: Log, enough: Callable[[list[object]], bool]) -> None:
