@@ -3,37 +3,34 @@
 Guarantees: a second load of the same rows adds nothing (ids already in the log are left out, and counted); what the
 file repeats is loaded once; a row that cannot be read stops the load with its file and line, and what was loaded before
 stays. A demonstration or pair longer than the model's context is handed to `on_broken`, and the next one follows. A row with
-images is loaded only once every image it names lies in the store, as it was named and as one that can be shown. A success rate
-that a run has recorded travels with the task, in its meta, so that the tasks stage makes the same difficulty of it every time.
+images is loaded only once every image it names lies in the store, as it was named and as one that can be shown.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from actors.master.evaluation import parse_eval_group
 from actors.tasksets.files import Broken, OnBroken, Row
 from actors.tasksets.taskset import Demonstration, Preference
 from infra.log.log import Log
 from infra.model.model import Tokenizer
 from infra.store.images import deposit_image, images_of
 from infra.store.store import BLOBS, Store
-from schemas import Block, Closure, Control, Image, Message, Span, Task, make_experience
+from schemas import Block, Control, Image, Message, Span, Task, make_experience
 from schemas.errors import BadImage, NotInStore
 from schemas.experience import CHOSEN, MAX_TOKENS, REJECTED
 from schemas.fields import Kind, Lane
-from schemas.ids import experience_id, group_id, task_of
-from schemas.topics import EXPERTS, PROGRESS, TASKSET_RAW, Topic
+from schemas.ids import experience_id, group_id
+from schemas.topics import EXPERTS, TASKSET_RAW, Topic
 
 Progress = Callable[[int], None]
 Example = TypeVar("Example", Demonstration, Preference)
 
 ORIGIN = "load"
 _BATCH = 512
-SMOOTHING = 0.3  # weight of the newest group in a success rate
 
 
 class LoadResult(msgspec.Struct, frozen=True):
@@ -197,25 +194,3 @@ def different(rows: Iterable[Preference], on_broken: OnBroken) -> Iterator[Prefe
             on_broken(Broken(f"pair {row.id}", "got equal sides, expected one that is preferred to the other"))
         else:
             yield row
-
-
-async def recorded_rates(log: Log) -> dict[str, float]:
-    """Task id to success rate, smoothed over all closures that the log still holds."""
-    rates: dict[str, float] = {}
-    async for message in log.read_all(PROGRESS):
-        closure = message.value
-        if not isinstance(closure, Closure) or closure.lane != "usual" or parse_eval_group(closure.group) is not None:
-            continue
-        if closure.mean_reward is not None and closure.revision == 0:
-            task = task_of(closure.group)
-            reward = min(1.0, max(0.0, closure.mean_reward))
-            rates[task] = reward if task not in rates else rates[task] + SMOOTHING * (reward - rates[task])
-    return rates
-
-
-def rated(tasks: Iterable[Task], rates: Mapping[str, float], field: str) -> Iterator[Task]:
-    """The tasks; one that has a recorded rate with it in `meta[field]`, in place of what its row said."""
-    for task in tasks:
-        if task.id in rates:
-            task = msgspec.structs.replace(task, meta={**task.meta, field: rates[task.id]})
-        yield task

@@ -23,19 +23,16 @@ from actors.tasksets.loader import (
     example_block,
     load_examples,
     load_tasks,
-    rated,
-    recorded_rates,
     with_images,
 )
 from actors.tasksets.taskset import Demonstration, Preference
-from infra.log.log import Log
 from infra.policies.tensors import MAX_RANK, load_tensors
 from infra.store.memory import MemoryStore
 from infra.store.store import BLOBS
-from schemas import Closure, DeadLetter, Experience, Message, Span, Task, make_experience
+from schemas import DeadLetter, Experience, Message, Span, Task, make_experience
 from schemas.errors import ConfigError
 from schemas.experience import pair_fault
-from schemas.topics import DEAD_LETTERS, PROGRESS, TASKSET, TASKSET_RAW
+from schemas.topics import DEAD_LETTERS, TASKSET, TASKSET_RAW
 from streams.config import DifficultyConfig, StreamsConfig, TasksConfig
 from streams.scores.instructions import follows
 from streams.scores.instructions import instructions as share
@@ -240,34 +237,15 @@ async def test_what_is_longer_than_the_context_is_named_and_the_next_one_loaded(
     assert broken[0].reason == "got 34 tokens, expected at most 10, which is the model's context"
 
 
-def closure(group: str, mean_reward: float | None, **fields: object) -> Closure:
-    return Closure(group=group, outcome="dropped", mean_reward=mean_reward, **fields)  # type: ignore[arg-type]
-
-
-async def test_rates_are_those_of_rollouts_smoothed_over_their_groups() -> None:
+async def test_a_success_rate_in_meta_is_the_difficulty_and_what_was_too_easy_is_dropped(tmp_path: Path) -> None:
     log = await memory_log()
-    await log.publish_all(
-        PROGRESS,
-        [
-            closure("a.0", 1.0), closure("a.1", 0.0), closure("b.0", None), closure("c.0", 7.0),
-            closure("a.1", 1.0, revision=1), closure("d.0", 1.0, lane="live"), closure("eval-dev-3.0", 1.0),
-        ],
-    )  # fmt: skip
-    assert (await recorded_rates(log)) == {"a": pytest.approx(0.7), "c": 1.0}
-
-
-async def test_another_app_takes_its_difficulty_from_the_record_and_drops_what_was_too_easy(tmp_path: Path) -> None:
-    old = await memory_log()
-    await old.publish_all(PROGRESS, [closure("easy.0", 1.0), closure("middle.0", 0.25)])
-    log = Log(old.bus, "next")
-    await log.create_topics(partitions=2, keep_ms=-1)
     tasks = [
-        plain_task("easy"),
-        plain_task("middle", meta={"success_rate": 0.9}),
+        plain_task("easy", meta={"success_rate": 1.0}),
+        plain_task("middle", meta={"success_rate": 0.25}),
         plain_task("new"),
         plain_task("told", difficulty=0.7),
     ]
-    await load_tasks(log, rated(tasks, await recorded_rates(old), "success_rate"))
+    await load_tasks(log, tasks)
     config = StreamsConfig(tasks=TasksConfig(difficulty=DifficultyConfig(easiest=0.1)))
     async with working(log, config, tmp_path):
         await settled(log)

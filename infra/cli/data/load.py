@@ -19,7 +19,6 @@ from infra.cli.exit_codes import DONE, FAILED
 from infra.cli.options import SettingsFile, command
 from infra.cli.run.roles import model_folder
 from infra.cli.terminal import Screen, printable
-from infra.log.log import Log
 from infra.settings.plugin import add_plugin_folders, load
 from schemas import Task
 from schemas.errors import ConfigError
@@ -86,23 +85,20 @@ class TaskSource(msgspec.Struct, frozen=True):
 async def tasks(
     chosen: SettingsFile,
     source: TaskSource,
-    rates_from: Annotated[str, typer.Option(metavar="APP", help="App whose log has success rates for the tasks.")] = "",
     validate: Annotated[
         bool, typer.Option("--validate", help="Load nothing; list tasks whose own answer scores below 1.0.")
     ] = False,
 ) -> int:
     """Load tasks of a file, of a data set or of a taskset: {"id": …, "messages": […] or "prompt": …, "answer": …} per row.
 
-    The command reports and skips broken rows. After an interruption, run it again to continue.
-    --rates-from takes success rates from an earlier app's log; the stage tasks computes difficulties from them, and
-    \\[tasks.difficulty] can drop tasks that are too easy or too hard. --validate scores each task's own answer with the scores
-    of the settings; exit code 1: a score is below 1.0, so no answer can earn the full reward.
+    The command reports and skips broken rows. After an interruption, run it again to continue. --validate scores each task's
+    own answer with the scores of the settings; exit code 1: a score is below 1.0, so no answer can earn the full reward.
 
     Example: [cyan]headrace load tasks gsm8k.parquet --map prompt=question[/],
     [cyan]headrace load tasks --dataset openai/gsm8k:main --split train --map prompt=question[/] or
     [cyan]headrace load tasks --use actors.tasksets.reasoning_gym:reasoning_gym --option generator=chain_sum[/]
     """
-    from actors.tasksets.loader import load_tasks, rated
+    from actors.tasksets.loader import load_tasks
 
     settings = chosen.load()
     add_plugin_folders(settings.folder, settings.plugins)
@@ -111,9 +107,7 @@ async def tasks(
         if validate:
             return await validated(settings, read(bar.broken), bar)
         async with connected(settings) as log:
-            rates = await read_rates(log, rates_from) if rates_from else {}
-            rows = rated(read(bar.broken), rates, settings.tasks.difficulty.field)
-            done = await load_tasks(log, rows, on_progress=bar.moved)
+            done = await load_tasks(log, read(bar.broken), on_progress=bar.moved)
     return tell("tasks", done, bar)
 
 
@@ -139,15 +133,6 @@ async def validated(settings: "Settings", rows: Iterable[Task], bar: "Bar") -> i
         f"{num_tasks - num_rejected} of {num_tasks} tasks: their own answer gets 1.0 by {by}; {bar.num_broken} rows broken"
     )
     return FAILED if num_rejected or not num_tasks else DONE
-
-
-async def read_rates(log: Log, app: str) -> dict[str, float]:
-    """Success rates that another app of the broker recorded. Raises ConfigError where it has no topics."""
-    from actors.tasksets.loader import recorded_rates
-
-    other = Log(log.bus, app)
-    await other.require_topics()
-    return await recorded_rates(other)
 
 
 @command
