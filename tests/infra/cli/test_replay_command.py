@@ -4,9 +4,7 @@ import asyncio
 import io
 import json
 import sys
-import tempfile
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from infra.cli.options import SettingsFile
 from infra.cli.repeat.export import fill
 from infra.cli.repeat.replay import ReplayResult, check_names, summarize_checkpoints
 from infra.cli.repeat.reprocess import laid_over
-from infra.cli.repeat.source import ReplaySource, opened, unpacked
+from infra.cli.repeat.source import ReplaySource, unpacked
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen
 from infra.ledger.archive import writing
@@ -32,7 +30,6 @@ from infra.settings.config import PolicyConfig, Use
 from infra.store.memory import MemoryStore
 from schemas import Batch, encode, topics
 from schemas.errors import ConfigError
-from tests.actors.rig import until
 from tests.infra.ledger.ledger_records import log_with_ann
 from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, train
 from trainer.config import LOSSES, TrainerConfig
@@ -160,37 +157,6 @@ def test_other_hardware_or_code_is_told_and_its_differences_are_no_failure(
 def altered_checkpoint(log: Log, store: MemoryStore) -> None:
     oldest = checkpoint.manifests(store, "t")[0]
     store.put(oldest.state, store.get(oldest.state)[:-1] + b"x")
-
-
-class RecordingExecutor(ThreadPoolExecutor):
-    def __init__(self) -> None:
-        super().__init__()
-        self.futures: list[Future[Any]] = []
-
-    def submit(self, *args: Any, **kwargs: Any) -> "Future[Any]":
-        self.futures.append(super().submit(*args, **kwargs))
-        return self.futures[-1]
-
-
-def test_no_thread_writes_to_the_folder_of_a_cancelled_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    (tmp_path / "temporary").mkdir()
-    with writing(tmp_path / "archive") as archive:
-        archive.add("store/t/large", bytes(64 * 1024**2))
-        archive.finish(Bundle(app="t", settings={"app": "t", "policy": {"model": "x/y"}}))
-
-    async def main() -> None:
-        executor = RecordingExecutor()
-        asyncio.get_running_loop().set_default_executor(executor)
-        opening = asyncio.create_task(opened(tmp_path / "archive").__aenter__())
-        await until(lambda: bool(list(tmp_path.glob("temporary/*/bundle/part"))))
-        opening.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await opening
-        assert all(future.done() for future in executor.futures)
-
-    asyncio.run(main())
-    assert list(tmp_path.glob("temporary/*")) == []
 
 
 def test_an_archive_with_an_altered_checkpoint_is_one_line(tmp_path: Path) -> None:

@@ -9,10 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from uuid import uuid4
 
 import httpx
 import msgspec
@@ -20,7 +17,6 @@ import pytest
 from rich.console import Console as PlainScreen
 from typer.testing import CliRunner
 
-from infra.cli.connect import connected
 from infra.cli.demo.char_model import build_char_model
 from infra.cli.exit_codes import CONFIG_ERROR
 from infra.cli.main import app
@@ -39,20 +35,14 @@ from infra.cli.run.up import (
     say_when,
     teller,
 )
-from infra.cli.settings import Settings, load_settings
+from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen
 from infra.files import lock_folder
-from infra.ledger.archive import writing
-from infra.ledger.bundle import Bundle
 from infra.local.broker import plan_address
 from infra.local.http_server import bound
 from infra.local.supervisor import Child, ChildEvent, Supervisor
-from infra.log.log import Log
 from infra.observe.metrics import LISTEN_VARIABLE
-from infra.store.store import Store
-from schemas import Block, topics
 from schemas.errors import ConfigError
-from tests.infra.cli.console_rig import BROKER_TOML, browser, console, form_token, live, page_text, too_short
 
 
 def settings_file(tmp_path: Path, kafka: str = "") -> Path:
@@ -358,62 +348,6 @@ def test_a_role_that_is_not_asked_to_wait_and_any_other_command_end(command: str
     assert process.returncode == CONFIG_ERROR and "waits for a fix" not in said
 
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-MOMENTS = 20
-HANGS_S = 120.0
-
-
-def archive_in(folder: Path) -> Path:
-    file = folder / "run.archive"
-    with writing(file) as archive:
-        archive.finish(Bundle(app="t", settings={"app": "t", "policy": {"model": "x/y"}}))
-    return file
-
-
-# Without the command's idle time, which a busy machine has none of.
-PROGRAM = """
-import asyncio, faulthandler, pathlib, signal, sys
-faulthandler.dump_traceback_later(90)  # says where it hangs, if it does
-signal.signal(signal.SIGINT, signal.default_int_handler)  # as `main` does: a shell may have it ignored
-print("began", file=sys.stderr, flush=True)
-from infra.cli.console.serve import run_console
-from infra.cli.main import app
-from infra.cli.options import SettingsFile
-sys.exit(asyncio.run(run_console(SettingsFile(pathlib.Path(sys.argv[1])), "127.0.0.1:0")))
-"""
-
-
-def console_started(file: Path) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", PROGRAM, str(file)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-
-
-@pytest.mark.slow
-def test_a_console_ends_whenever_in_its_start_a_signal_comes(tmp_path: Path) -> None:
-    file = archive_in(tmp_path)
-    began_s = time.monotonic()
-    with console_started(file) as console:
-        assert console.stderr is not None
-        link = next(line.split()[1] for line in console.stderr if line.startswith("console http"))
-        assert httpx.get(link, follow_redirects=True, timeout=60).status_code == 200
-        start_s = time.monotonic() - began_s
-        console.send_signal(signal.SIGINT)
-        console.communicate(timeout=HANGS_S)
-    assert console.returncode == 0
-    for moment in range(MOMENTS):
-        number = SIGNALS[moment % 2]
-        with console_started(file) as console:
-            assert console.stderr is not None and console.stderr.readline() == "began\n"
-            time.sleep(1.1 * start_s * moment / MOMENTS)
-            console.send_signal(number)
-            try:
-                _, said = console.communicate(timeout=HANGS_S)
-            finally:
-                console.kill()
-        # By the signal itself where it came before there was anything to end.
-        assert console.returncode in (0, 130, -number), f"moment {moment}: {console.returncode}: {said}"
-
-
 def test_a_port_that_is_taken_is_said_with_the_setting_that_names_another() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -446,27 +380,3 @@ def test_up_starts_the_console_and_its_link_is_no_argument(tmp_path: Path) -> No
     file.write_text('app = "t"\n')
     assert load_settings(file).console.up
     assert index_child(settings, SettingsFile(file)).argv[3:] == ("trace", "--config", str(file), "--keep-up")
-
-
-@asynccontextmanager
-async def recorded(settings: Settings, store: Store) -> AsyncIterator[Log]:
-    """Two answers, one dropped by a rule that is gone."""
-    async with connected(settings, create=True) as log:
-        await log.create_topics(partitions=1, keep_ms=-1)
-        kept, short = live(0, "where is it", "here"), live(1, "and now", "no")
-        for answer in (kept, short):
-            await log.publish(topics.EXPERIENCES, Block((answer,)))
-        await log.publish(topics.VERIFIED, Block((kept,)))
-        await log.publish(topics.VERIFIED, too_short(short))
-        yield log
-
-
-@pytest.mark.slow
-def test_other_rules_are_compared_with_what_is_on_record_and_nothing_is_written(kafka: str) -> None:
-    toml = BROKER_TOML.format(app=uuid4().hex[:12], kafka=kafka)
-    with console(toml, recorded) as here, browser(here, "operate") as client:
-        form = {"token": form_token(client, "/data"), "stage": "verify", "from": "beginning"}
-        page = page_text(client.post("/actions/reprocess", data=form, timeout=120))
-        assert "Stage verify with changed rules" in page and "Results differ from the recorded" in page
-        assert "no longer dropped too short 1" in page and "too short kept" in page
-        assert "and now" in client.get("/answers?fate=too+short").text, "what is on record stays"
