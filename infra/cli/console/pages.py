@@ -35,7 +35,6 @@ HELP = (
 HOWTO = Path(__file__).resolve().parents[2] / "docs" / "howto"
 BEING_READ = "The log is being read. This page shows the run afterwards."
 NOT_HEARD = "The log could not be read yet. This page retries."
-ARCHIVED = "This is an archive without reports of roles: see Versions for decisions and Learning for measurements."
 FLOW_S = 0.5  # wait for the log; afterwards the first page reports the reading, and retries
 DRAWN_S = 10.0  # reuse of a chart, since a chart of thousands of versions takes time to read
 SHOWN = 20  # answers on the page of the version that was trained on them
@@ -45,7 +44,7 @@ Values = dict[str, Any]
 
 
 class Console:
-    """A run for the pages. command: the arguments that name it for a command, none for an archive. load_spell: loads a
+    """A run for the pages. command: the arguments that name it for a command. load_spell: loads a
     function from token ids to texts, None where there is no tokenizer; blocks.
     """
 
@@ -75,8 +74,6 @@ async def flow(console: Console, request: Request) -> Values:
     except NotReadYet:
         return {"state": None, "sentence": NOT_HEARD if (await reading.look(FLOW_S)).fault else BEING_READ}
     found, words = alarms(state), sentence(state, time.time())
-    if not state["roles"] and not console.command:
-        found, words = [], ARCHIVED
     if (await reading.look(FLOW_S)).fault:
         words = f"The log cannot be read now. {words}"
     return {

@@ -1,4 +1,4 @@
-"""`headrace console`: the pages over a run, until Ctrl-C. The run may be at work, over, or an archive of `headrace export`."""
+"""`headrace console`: the pages over a run, at work or over, until Ctrl-C."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 from starlette.types import ASGIApp
@@ -26,7 +26,6 @@ from infra.cli.console.reading import NotReadYet, Reading
 from infra.cli.exit_codes import INTERRUPTED
 from infra.cli.look.trace import open_index
 from infra.cli.options import SettingsFile, command
-from infra.cli.repeat.source import opened
 from infra.cli.run.up import CONSOLE_LINK, CONSOLE_READY, Stopped
 from infra.cli.settings import DEFAULT_FILE, Settings
 from infra.ledger.index import EVERY_S, follow
@@ -34,21 +33,10 @@ from infra.local.http_server import HttpBounds, bound, make_server, serve_on
 from infra.local.idle_time import take_small_share
 from infra.log.log import Log
 from infra.roles.process import unless
-from infra.store.store import Store
 from schemas.errors import HeadraceError
 
 CONSOLE_BOUNDS = HttpBounds(connections=200)
 DRAIN_S = 2.0  # at a stop, for the pages that are being made
-
-
-class ConsoleSource(NamedTuple):
-    """A run that the pages read. state: Folder of its index. command: Arguments that name it, none of an archive."""
-
-    settings: Settings
-    log: Log
-    store: Store
-    state: Path
-    command: tuple[str, ...]
 
 
 @command
@@ -60,8 +48,8 @@ async def console(
 ) -> int:
     """Show a run in the browser: flow, curves, answers, versions, data.
 
-    The console reads the log, like [bold]status[/] and [bold]trace[/]: of a running or finished run, or of an archive of
-    [bold]export[/]. [bold]headrace up[/] starts it too. The printed link gives read access; encrypted texts need a key with the
+    The console reads the log of a running or finished run, like [bold]status[/] and [bold]trace[/].
+    [bold]headrace up[/] starts it too. The printed link gives read access; encrypted texts need a key with the
     scope unseal.
 
     Example: [cyan]headrace console -c runs/demo/headrace.toml --listen 127.0.0.1:8401[/]
@@ -92,7 +80,10 @@ async def run_console(chosen: SettingsFile, listen: str) -> int:
 
 async def _open_pages(opened: AsyncExitStack, chosen: SettingsFile, listen: str) -> tuple[ASGIApp, socket.socket]:
     """The application and the socket that it is asked on, after the link was printed. opened: closes what is opened here."""
-    settings, log, store, state, command = await opened.enter_async_context(open_source(chosen))
+    if chosen.config.suffix != ".toml":
+        chosen = SettingsFile(chosen.config / DEFAULT_FILE, chosen.sets)
+    settings = chosen.load()
+    log, state = await opened.enter_async_context(reading(settings)), settings.folder / "state"
     sock = bound(listen or settings.console.listen, "console.listen")
     opened.callback(sock.close)
     sock.listen()  # a link that is opened at once waits for its page
@@ -104,27 +95,12 @@ async def _open_pages(opened: AsyncExitStack, chosen: SettingsFile, listen: str)
     print("encrypted texts need a key: headrace keys create --scope unseal", file=sys.stderr)
     if given:
         (state / CONSOLE_READY).touch()
-    access = ConsoleAccess(store, link)
-    run = made(settings, log, state, access=access, command=command, address=address, keeps=not given)
+    access = ConsoleAccess(app_store(settings), link)
+    run = made(settings, log, state, access=access, command=chosen.arguments, address=address, keeps=not given)
     app, known = await opened.enter_async_context(run)
     with contextlib.suppress(NotReadYet):  # it goes on: the first page is read before it is asked for
         await known.status(wait_s=0)
     return app, sock
-
-
-@asynccontextmanager
-async def open_source(chosen: SettingsFile) -> AsyncIterator[ConsoleSource]:
-    """A run or an archive, as the pages read it."""
-    if chosen.config.suffix != ".toml" and await asyncio.to_thread(chosen.config.is_file):
-        async with opened(chosen.config) as archive:
-            await archive.log.create_topics(partitions=1, keep_ms=-1)
-            yield ConsoleSource(archive.settings, archive.log, archive.store, archive.settings.folder / "state", ())
-        return
-    if chosen.config.suffix != ".toml":
-        chosen = SettingsFile(chosen.config / DEFAULT_FILE, chosen.sets)
-    settings = chosen.load()
-    async with reading(settings) as log:
-        yield ConsoleSource(settings, log, app_store(settings), settings.folder / "state", chosen.arguments)
 
 
 @asynccontextmanager

@@ -28,8 +28,6 @@ async def export(
 ) -> int:
     """Write everything that a replay needs into a file: checkpoint, model, journal, buffered blocks, settings of the trainer.
 
-    The file also has the decisions and measurements of every version, for [bold]headrace console[/].
-
     It contains no address, no credential and no key. Steps that trained on encrypted answers, those of named users, cannot be
     replayed from it; the command prints their number.
     If a loss or a learner is a plugin, it must be importable at the replay, which needs --trust-plugins.
@@ -69,7 +67,7 @@ async def export(
 
 
 async def fill(archive: Archive, source: ReplaySource, start: ReplayStart) -> Bundle:
-    """Add everything a replay from `start` reads, and the events and evals of every version, for the console; not yet ended."""
+    """Add everything a replay from `start` reads; not yet ended."""
     await asyncio.to_thread(archive.add_model, Path(source.model))
     for key in checkpoint.objects(source.store, source.run, start.manifest.place):
         archive.add(key, source.store.get(key))
@@ -77,9 +75,6 @@ async def fill(archive: Archive, source: ReplaySource, start: ReplayStart) -> Bu
         topics.BATCHES: start.manifest.position.journal_next,
         topics.BUFFER: min(start.survey.last_use, default=0),
     }
-    for topic in (topics.POLICIES, topics.EVALS):
-        if await source.log.holds(topic):
-            begins[topic] = (await source.log.bounds(topic))[0][0]
     shows = await asyncio.to_thread(vision_if_any, source.model) is not None
     held: dict[str, tuple[PartitionRange, ...]] = {
         topic.name: (

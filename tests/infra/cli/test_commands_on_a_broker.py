@@ -195,29 +195,6 @@ def test_audit_accounts_for_what_was_published_and_says_when_a_promise_is_broken
     assert json.loads(printed(config, "audit", "--json", code=1))["clean"] is False
 
 
-def test_loading_twice_adds_nothing(config: Path, tmp_path: Path) -> None:
-    file = tmp_path / "tasks.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in [*TASKS, TASKS[0]]))
-    assert "3 tasks loaded, 1 repeated, 0 there already" in call(config, "load", "tasks", str(file)).stderr
-    assert "0 tasks loaded, 1 repeated, 3 there already" in call(config, "load", "tasks", str(file)).stderr
-    shown = [json.loads(line)["record"] for line in printed(config, "peek", "taskset.raw", "--json").splitlines()]
-    assert sorted((row["id"], row["answer"]) for row in shown) == sorted((row["id"], row["answer"]) for row in TASKS)
-
-
-def test_demonstrations_are_loaded_with_the_models_own_tokens(config: Path, tmp_path: Path) -> None:
-    from infra.cli.demo.char_model import build_char_model
-
-    build_char_model(tmp_path / "model", seed=0)
-    file = tmp_path / "experts.jsonl"
-    file.write_text("".join(json.dumps({**row, "response": row["answer"]}) + "\n" for row in TASKS))
-    result = call(config, "load", "experts", str(file), "--set", "policy.model=model")
-    assert result.exit_code == 0, result.output
-    assert "3 experts loaded" in result.stderr
-    rows = [json.loads(line) for line in printed(config, "peek", "experts", "--json").splitlines()]
-    assert sorted(item["response"] for row in rows for item in row["record"]) == ["1", "2", "3"]
-    assert {item["lane"] for row in rows for item in row["record"]} == {"expert"}
-
-
 @pytest.mark.parametrize("role", ["master", "process", "train"])
 def test_a_role_whose_broker_is_away_names_the_address_and_gives_up_after_its_deadline(
     role: str, tmp_path: Path

@@ -7,27 +7,20 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from infra.cli.console.app import HEADERS, MAX_FIELDS
 from infra.cli.console.flow import alarms
-from infra.cli.console.pages import ARCHIVED, BEING_READ, HELP, HOWTO
+from infra.cli.console.pages import BEING_READ, HELP, HOWTO
 from infra.cli.console.reading import IndexState, NotReadYet
-from infra.cli.console.serve import open_source
-from infra.cli.options import SettingsFile
-from infra.cli.repeat.export import fill as fill_archive
-from infra.cli.repeat.source import ReplaySource
 from infra.cli.settings import Settings
-from infra.ledger.archive import writing
 from infra.ledger.index import FILE, PAGED
 from infra.log.bus import Partition, Reader
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from infra.settings.config import PolicyConfig, Use
 from infra.store.memory import MemoryStore
 from infra.store.seal import seal_text
-from schemas import Block, EvalResult, Feedback, Message, PolicyEvent, Span, make_experience, topics
+from schemas import Block, Feedback, Message, Span, make_experience, topics
 from schemas.errors import BrokerUnavailable
 from schemas.ids import answer_id
 from schemas.topics import topic_name
@@ -49,16 +42,12 @@ from tests.infra.cli.console_rig import (
     suite_answer,
 )
 from tests.names import subject_name
-from tests.trainer.memory_run import CONFIG, FLOOR, filled_log, train
-from trainer.learners.scripted import ScriptedLearner
-from trainer.replay.replay import find_start
 
 FIRST = f"/answers/{SESSION}.1-0.0-0-0"
 PAGES = (
     "/", "/learning", "/answers", FIRST, "/versions", "/versions/5", "/data", "/privacy",
 )  # fmt: skip
 OF_THE_INDEX = ("/learning", "/answers", "/answers?text=refunds", "/data", "/privacy")
-SCRIPTED = "trainer.learners.scripted:ScriptedLearner"
 
 
 class FarLog(MemoryBus):
@@ -196,39 +185,6 @@ def test_who_was_forgotten_is_gone_from_every_page_and_no_key_opens_them(tmp_pat
     assert not [page for page in (bob, *others) if "Theodor" in page_text(page).replace('value="Theodor"', "")]
 
 
-async def test_an_archive_says_why_a_version_was_held_and_what_was_measured(tmp_path: Path) -> None:
-    file = tmp_path / "run.headrace"
-    store = MemoryStore()
-    log = await filled_log(store)
-    config = msgspec.structs.replace(CONFIG, learner=Use(use=SCRIPTED))
-    await train(log, store, ScriptedLearner(), config)
-    for version in (0, 1):
-        result = EvalResult(policy="main", version=version, suite="dev", num_tasks=4, num_correct=3 - version)
-        await log.publish(topics.EVALS, result)
-    held = PolicyEvent(
-        event="held", policy="main", version=1, channel="stable", owner="gate", token=1,
-        reason="dev: 0.500, expected at least 0.600", stats={"dev": 0.5, "stable/dev": 0.75},
-    )  # fmt: skip
-    await log.publish(topics.POLICIES, held)
-    settings = Settings(app="t", pacing=FLOOR.pacing, policy=PolicyConfig(model="somebody/tiny"), trainer=config)
-    with writing(file) as archive:
-        start = await find_start(log, store, "t", to_step=None)
-        archive.finish(await fill_archive(archive, ReplaySource(settings, log, store, "somebody/tiny"), start))
-    async with (
-        open_source(SettingsFile(file)) as (read, restored, _, state, command),
-        looking_at(read, restored, state) as (client, _),
-    ):
-        assert command == (), "an archive has no settings that a command reads"
-        page = (await client.get("/versions/1")).text
-        assert "Held back by gate: dev: 0.500, expected at least 0.600." in page and "0.75" in page and "2 of 4" in page
-        flow = page_text(await client.get("/"))
-        assert ARCHIVED in flow and "No alarms." in flow, "roles that are not in it are no alarm"
-        learning = (await client.get("/learning")).text
-        assert "Suite dev" in learning and "Loss" in learning
-        trained = (await client.get("/answers?fate=trained")).text
-        assert (await client.get(re.findall('href="(/answers/[^?"]+)"', trained)[0])).status_code == 200
-
-
 def test_a_run_of_which_nothing_is_there_says_so_on_every_page(tmp_path: Path) -> None:
     log = Log(MemoryBus(), "t", store=MemoryStore())
     told = {
@@ -237,9 +193,7 @@ def test_a_run_of_which_nothing_is_there_says_so_on_every_page(tmp_path: Path) -
     }  # fmt: skip
     pages = look(tmp_path, *told, log=log, more=lambda empty: empty.create_topics(partitions=1, keep_ms=-1))
     for page, (path, words) in zip(pages, told.items(), strict=True):
-        assert page.status_code == 200 and (
-            words in page_text(page) or (path == "/" and ARCHIVED in page_text(page))
-        ), path
+        assert page.status_code == 200 and words in page_text(page), path
 
 
 @pytest.mark.parametrize(

@@ -10,20 +10,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from actors.engines.scripted import ScriptedEngine
 from actors.gateway.config import GatewayConfig
-from actors.rollout.session import Session
-from actors.rollout.workflow import Workflows
 from infra.cli.commands.init import EXAMPLES, example_files
 from infra.cli.main import app
 from infra.cli.run.roles import read_webhooks
 from infra.cli.run.up import ROLES, roles_to_start, say_door
 from infra.cli.settings import load_settings
-from infra.settings.plugin import add_plugin_folders, load
-from schemas import Task
 from schemas.errors import ConfigError
-from tests.actors.rig import EOS
-from tests.actors.turns import SAMPLING, TurnTokenizer
 from tests.infra.test_docs import parse
 
 
@@ -166,35 +159,3 @@ def test_every_folder_is_an_example_and_the_help_of_init_says_what_it_is() -> No
     ] == NAMES
     shown = CliRunner().invoke(app, ["init", "--help"], env={"COLUMNS": "200"}).output
     assert [name for name in NAMES if name not in shown] == []
-
-
-def plugin(use: str, name: str, tmp_path: Path) -> Any:
-    settings = load_settings(copied(name, tmp_path / name))
-    add_plugin_folders(settings.folder, settings.plugins)
-    return load(use, {}, "test")
-
-
-async def test_guess_is_won_by_bisection_through_the_engine(tmp_path: Path) -> None:
-    """The policy is a script that halves what is left; the workflow and the environment are the example's own."""
-    settings = load_settings(copied("guess", tmp_path / "guess"))
-    add_plugin_folders(settings.folder, settings.plugins)
-    tasks: list[Task] = list(load("guess:numbers", {}, "--use")())  # type: ignore[operator]
-    assert len(tasks) == 32
-    workflow = Workflows(settings.explore.workflow, settings.explore.options).get("")
-
-    def bisects(prompt: tuple[int, ...]) -> list[int]:
-        text, least, most = "".join(map(chr, prompt)), 1, 16
-        for guess, word in re.findall(r"(\d+)\x00(higher|lower)", text):
-            least, most = (int(guess) + 1, most) if word == "higher" else (least, int(guess) - 1)
-        return [*map(ord, str((least + most) // 2)), EOS]
-
-    async def won(task: Task) -> float:
-        engine = ScriptedEngine(script=bisects, num_vocabulary=128)
-        await engine.start()
-        session = Session(engine, TurnTokenizer(), SAMPLING)
-        await workflow(task, session)
-        parts = session.experiences(group="t.0", attempt=0, episode=0)
-        assert len(parts) == 1 and parts[0].end == "terminal"
-        return max(score.value for score in parts[0].scores if score.value is not None)
-
-    assert [await won(task) for task in tasks[:16]] == [1.0] * 16

