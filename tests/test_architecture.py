@@ -77,7 +77,7 @@ BUDGETS = {
     "streams": 8_550,
     "actors": 16_800,
     "actors/master/gate": 813,
-    "trainer": 11_320,
+    "trainer": 10_829,
     "tests": 63_767,
     "tests/bench": 3_960,
 }

@@ -153,15 +153,6 @@ class LoraConfig(Section, frozen=True):
     targets: tuple[str, ...] = ("all-linear",)
     """Matrices with an adapter, by suffixes of their module names ("q_proj"). Default "all-linear": every linear module except
     the output matrix; in a vision model, every linear module of its text model."""
-    dropout: float = 0.0
-    """Dropout of the adapter; must be 0, because the engine samples without dropout."""
-
-    def __post_init__(self) -> None:
-        if self.dropout:
-            raise ValueError(
-                f"dropout: got {self.dropout}, expected 0: the engine samples without dropout, so that recorded logprobs would "
-                "not be those that the trainer computes"
-            )
 
 
 class Schedule(Section, frozen=True):

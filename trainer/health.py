@@ -70,26 +70,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     entropy: np.ndarray
 
 
-class OutOfRange(msgspec.Struct, frozen=True):
-    """A value outside its healthy range.
-
-    name: `<lane>/<name>`. value: as measured. low, high: the range, infinite where it is open.
-
-    Example: OutOfRange(name="usual/ess", value=0.12, low=0.3, high=inf)
-    """
-
-    name: str
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        expected = f"at least {self.low:g}" if self.value < self.low else f"at most {self.high:g}"
-        return f"{self.name}: got {self.value:.4g}, expected {expected}"
-
-
 def join(parts: Sequence[Observed]) -> Observed:
-    """Several forwards as one."""
     names = Observed.__struct_fields__
     return Observed(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
@@ -115,14 +96,10 @@ def diagnose(observed: Observed) -> dict[str, float]:
     return values
 
 
-def alarms(values: Mapping[str, float]) -> tuple[OutOfRange, ...]:
-    """The values outside their range; one that is not a number is outside any."""
-    found = []
-    for name, value in values.items():
-        low, high = THRESHOLDS.get(name.rpartition("/")[2], (-np.inf, np.inf))
-        if not low <= value <= high:
-            found.append(OutOfRange(name, value, float(low), float(high)))
-    return tuple(found)
+def alarms(values: Mapping[str, float]) -> tuple[str, ...]:
+    """The names of values outside their range; one that is not a number is outside any."""
+    ranges = {name: THRESHOLDS.get(name.rpartition("/")[2], (-np.inf, np.inf)) for name in values}
+    return tuple(name for name, (low, high) in ranges.items() if not low <= values[name] <= high)
 
 
 def _weights(seen: Observed) -> dict[str, float]:
@@ -219,7 +196,7 @@ def rolled_back(state: GuardState) -> GuardState:
 
 def collapses(
     state: GuardState, config: TrainerGuardConfig, *, entropy: float | None, reward: float | None
-) -> tuple[OutOfRange, ...]:
+) -> tuple[str, ...]:
     """Alarms for an entropy or a reward far below what it was."""
     found = []
     for name, value, share, before in (
@@ -228,7 +205,7 @@ def collapses(
     ):
         usual = _median(before, config)
         if share and usual is not None and value is not None and not value >= share * usual:
-            found.append(OutOfRange(name, value, share * usual, math.inf))
+            found.append(name)
     return tuple(found)
 
 

@@ -47,7 +47,6 @@ def normalize_advantages(
 
 
 def _moments(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation."""
     mean = math.fsum(values) / len(values)
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
 

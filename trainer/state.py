@@ -39,7 +39,6 @@ class Kind(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -57,11 +56,6 @@ class Piece(msgspec.Struct, frozen=True):
     name: str
     start: int
     data: bytes | memoryview
-
-    @property
-    def stop(self) -> int:
-        """The byte after the last."""
-        return self.start + len(self.data)
 
 
 def find_layout(tensors: Mapping[str, Tensor]) -> dict[str, Kind]:
@@ -232,7 +226,6 @@ class StoredState(Mapping[str, Tensor]):
         self.layout = {name: Kind(tensor.dtype, tensor.shape) for name, tensor in index.tensors.items()}
 
     def __getitem__(self, name: str) -> Tensor:
-        """One tensor, whole."""
         kind = self.layout[name]
         return Tensor(kind.dtype, kind.shape, self.read(name, 0, kind.num_bytes))
 
@@ -292,7 +285,6 @@ class StoredState(Mapping[str, Tensor]):
 
 
 def encode_index(index: Index) -> bytes:
-    """The index as an object."""
     return msgspec.msgpack.encode(index)
 
 

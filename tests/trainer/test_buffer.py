@@ -16,7 +16,7 @@ from infra.store.memory import MemoryStore
 from schemas import Block, MasterState, PolicyEvent, Progress, decode, encode, topics
 from schemas.errors import BadFrame, FencedOut, OffsetOutOfRange
 from tests.trainer.trainer_samples import block, message, mixed
-from trainer.buffer.buffer import KEY_BYTES, Buffer, Known, Stored, Uses, make_candidate, read_blocks, use_key
+from trainer.buffer.buffer import Buffer, Known, Stored, make_candidate, read_blocks, use_key
 from trainer.buffer.intake import Intake, follow_buffer
 from trainer.buffer.pool import FIRST_ROWS, Candidate, LaneRows
 from trainer.journal.journal import take_lease
@@ -62,15 +62,6 @@ def test_a_second_delivery_changes_nothing() -> None:
     assert buffer.references() == [0] and buffer.duplicates == 1
     assert add(buffer, 0, block("a.0")) == "", "the same offset read again is no duplicate"
     assert buffer.duplicates == 1
-
-
-def test_what_was_trained_is_not_taken_in_again_not_even_after_a_restart() -> None:
-    buffer = filled(block("a.0"))
-    buffer.take([only(buffer)])
-    assert add(buffer, 5, block("a.0")) == "already trained"
-    restarted = Buffer({"usual": 1}, buffer.uses)
-    assert add(restarted, 5, block("a.0")) == "already trained"
-    assert add(restarted, 6, block("a.0", revision=1)) == "already trained", "what was trained is left as it is"
 
 
 def test_an_amended_answer_that_was_trained_is_left_and_a_copy_that_waits_is_replaced() -> None:
@@ -137,19 +128,6 @@ def test_a_revision_replaces_the_older_one_that_was_not_drawn_and_never_the_othe
     assert (only(buffer).offset, only(buffer).revision) == (1, 2)
     assert add(buffer, 2, block("a.0", revision=1)) == "duplicate"
     assert buffer.references() == [1]
-
-
-def test_one_group_is_held_once_per_lane() -> None:
-    buffer = filled(block("a.0"), block("a.0", lane="expert"))
-    assert buffer.num_groups("usual") == buffer.num_groups("expert") == 1
-
-
-def test_a_group_with_uses_left_stays_until_they_are_spent() -> None:
-    buffer = filled(block("a.0", lane="expert"))
-    for use in (0, 1):
-        assert only(buffer, "expert").uses == use
-        buffer.take([only(buffer, "expert")])
-    assert buffer.candidates("expert") == [] and buffer.num_bytes() == 0
 
 
 def test_lanes_that_are_not_trained_and_blocks_that_mix_lanes_are_refused_with_a_reason() -> None:
@@ -230,23 +208,6 @@ def test_no_group_is_trained_more_than_max_uses_whatever_is_delivered_drawn_or_r
     }
     names = [candidate.group for candidate in buffer.candidates("usual")]
     assert len(names) == len(set(names)) and sorted(buffer.references()) == buffer.references()
-
-
-def test_only_what_was_last_delivered_below_the_offset_and_is_not_held_is_forgotten() -> None:
-    uses = Uses()
-    for key, offset in ((b"held", 3), (b"old", 3), (b"at", 5), (b"new", 6)):
-        uses.put(key, Known(7, offset))
-    assert uses.forget_below(5, {b"held"}) == 1
-    assert {key for key, _ in uses} == {b"held", b"at", b"new"}
-
-
-def test_a_delivery_is_remembered_with_the_uses_of_its_group_retraining_and_lane() -> None:
-    keys = [use_key(*parts) for parts in (("a", 0, "b"), ("a", 1, "b"), ("a", 0, "c"), ("d", 0, "b"))]
-    assert len(set(keys)) == 4 and {len(key) for key in keys} == {KEY_BYTES}
-    uses = Uses()
-    uses.put(keys[0], Known(2, 4))
-    assert (uses.delivered(keys[0], 6), uses.delivered(keys[0], 5), uses.delivered(keys[1], 6)) == (2, 2, 0)
-    assert dict(uses) == {keys[0]: Known(2, 6)}, "a group that was never trained takes no room"
 
 
 async def filled_blocks(num_blocks: int) -> Log:

@@ -143,8 +143,6 @@ def test_what_does_not_go_with_lora_is_refused_by_name_before_a_model_is_looked_
         return decode({"lora": {"rank": 4}, **settings}, TrainerConfig, "headrace.toml")
 
     assert trainer().lora == LoraConfig(rank=4)
-    with pytest.raises(ConfigError, match=r"lora: dropout: got 0.1, expected 0: the engine samples without"):
-        trainer(lora={"dropout": 0.1})
     with pytest.raises(ConfigError, match=r"critic: got \[trainer.critic\] with \[trainer.lora\]"):
         trainer(critic={})
     with pytest.raises(ConfigError, match=r"reference_decay: got 0.9 with \[trainer.lora\]"):

@@ -103,7 +103,6 @@ class PackedBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens."""
         return sum(len(rows.target_N) for rows in self.microbatches)
 
 
@@ -247,7 +246,6 @@ def _rewards(items: Sequence[TrainItem], sequence_N: np.ndarray, bootstrap_S: np
 
 
 def _per_token(items: Sequence[TrainItem], given: _Given, chosen: Sequence[int]) -> dict[str, np.ndarray]:
-    """Per-token fields of `Microbatch` for some sequences."""
     mine = [items[s] for s in chosen]
     num_S = np.array([len(given.at[s]) for s in chosen])
     spans = [span for item in mine for span in item.experience.spans]
@@ -308,7 +306,6 @@ def _assemble(
 
 
 def count_lanes(microbatches: Sequence[Microbatch]) -> dict[Lane, int]:
-    """Sampled tokens of each lane."""
     counts = sum((np.bincount(rows.lane_N, minlength=len(LANES)) for rows in microbatches), np.zeros(len(LANES), int))
     return {lane: int(count) for lane, count in zip(LANES, counts, strict=True) if count}
 
@@ -325,7 +322,6 @@ def mean_gains(microbatches: Sequence[Microbatch]) -> dict[Lane, float]:
 
 
 def count_sequences(microbatches: Sequence[Microbatch]) -> dict[Lane, int]:
-    """Sequences of each lane."""
     counts: dict[Lane, int] = {}
     for rows in microbatches:
         for index in np.unique(rows.lane_N):

@@ -46,7 +46,6 @@ class Tree(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Nodes."""
         return len(self.token)
 
 
@@ -132,12 +131,10 @@ class Gallery(msgspec.Struct, frozen=True):
 
 
 def no_pixels() -> np.ndarray:
-    """The pixels of text alone."""
     return np.zeros((0, 3, 0, 0), np.float32)
 
 
 def no_places() -> np.ndarray:
-    """The places of text alone."""
     return np.zeros(0, np.int64)
 
 

@@ -58,7 +58,6 @@ async def read_blocks(log: Log, offsets: Iterable[int]) -> dict[int, Stored]:
     return {offset: stored(message) for offset, message in messages.items()}
 
 
-COUNTS = 2**32  # more uses than any group is given
 KEY_BYTES = 16
 
 
@@ -67,7 +66,7 @@ def use_key(group: str, retrained: int, lane: str) -> bytes:
     return hashlib.blake2b(f"{group}\x00{retrained}\x00{lane}".encode(), digest_size=KEY_BYTES).digest()
 
 
-class Known(msgspec.Struct, frozen=True):
+class Known(msgspec.Struct, frozen=True, gc=False):
     """Uses of a key.
 
     count: of uses. offset: the newest of `buffer` at which its group was delivered.
@@ -80,52 +79,39 @@ class Known(msgspec.Struct, frozen=True):
 class Uses:
     """Key → times trained, and where it was last delivered. One consumer; not thread-safe."""
 
-    def __init__(self) -> None:
-        self._packed: dict[bytes, int] = {}  # offset * COUNTS + count: half the memory of a pair
+    def __init__(self, known: Mapping[bytes, Known] = {}) -> None:
+        self._known = dict(known)
 
     def __len__(self) -> int:
-        return len(self._packed)
+        return len(self._known)
 
     def __iter__(self) -> Iterator[tuple[bytes, Known]]:
-        return ((key, _known(packed)) for key, packed in self._packed.items())
+        return iter(self._known.items())
 
     def copy(self) -> "Uses":
-        """Return a copy of the counts."""
-        other = Uses()
-        other._packed = dict(self._packed)
-        return other
+        return Uses(self._known)
 
     def put(self, key: bytes, known: Known) -> None:
-        """Restore a count from a checkpoint."""
-        self._packed[key] = known.offset * COUNTS + known.count
-
-    def times(self, key: bytes) -> int:
-        """Number of uses."""
-        return self._packed.get(key, 0) % COUNTS
+        self._known[key] = known
 
     def delivered(self, key: bytes, offset: int) -> int:
         """Remember a delivery at `offset`; returns the number of uses of its group."""
-        if key not in self._packed:
+        if (known := self._known.get(key)) is None:
             return 0
-        known = _known(self._packed[key])
         self.put(key, Known(known.count, max(offset, known.offset)))
         return known.count
 
     def add(self, key: bytes, offset: int) -> None:
         """Count a use of the experience at `offset`."""
-        known = _known(self._packed.get(key, 0))
+        known = self._known.get(key, Known(0, 0))
         self.put(key, Known(known.count + 1, max(offset, known.offset)))
 
     def forget_below(self, offset: int, held: Collection[bytes]) -> int:
         """Forget counts last delivered below `offset` and not held any more; return their number."""
-        gone = [key for key, packed in self._packed.items() if packed // COUNTS < offset and key not in held]
+        gone = [key for key, known in self._known.items() if known.offset < offset and key not in held]
         for key in gone:
-            del self._packed[key]
+            del self._known[key]
         return len(gone)
-
-
-def _known(packed: int) -> Known:
-    return Known(packed % COUNTS, packed // COUNTS)
 
 
 class Buffer:
@@ -263,7 +249,6 @@ class Buffer:
         return self.uses.forget_below(below, {use_key(each.group, each.retrained, each.lane) for each in held})
 
     def discard(self, offset: int, lane: Lane) -> None:
-        """Forget a group that will not be drawn."""
         gone = self._candidates[lane].pop(offset)
         self._frames.pop(offset)
         self._held.pop((gone.group, lane))
@@ -277,15 +262,12 @@ class Buffer:
         return [block for _, (_, block) in sorted(self._validation.items())]
 
     def num_waiting(self) -> int:
-        """Groups held, over all lanes."""
         return len(self._frames)
 
     def num_groups(self, lane: Lane) -> int:
-        """Groups held in a lane."""
         return len(self._candidates.get(lane, ()))
 
     def num_experiences(self, lane: Lane) -> int:
-        """Experiences held in a lane."""
         return sum(candidate.num_experiences for candidate in self._candidates.get(lane, ()))
 
     def num_heard(self, lane: Lane) -> int:
@@ -293,7 +275,6 @@ class Buffer:
         return self.num_experiences(lane) + self._used_up.get(lane, 0)
 
     def num_bytes(self) -> int:
-        """Compressed bytes held."""
         return sum(map(len, self._frames.values()))
 
     def _count_used_up(self, lane: Lane, count: int) -> None:

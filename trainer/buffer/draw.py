@@ -59,7 +59,6 @@ class Awaited:
             _remember(self._names, experience.join.name)
 
     def clear(self) -> None:
-        """Forget all incomplete joins."""
         self._names.clear()
 
 

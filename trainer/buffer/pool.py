@@ -292,7 +292,6 @@ class LaneRows:
 
 
 def make_pool(candidates: Iterable[Candidate]) -> Pool:
-    """Return a pool of these candidates in the given order."""
     held = tuple(candidates)
     codes: dict[Party, int] = {}
     return Pool(np.arange(len(held)), held, _columns(held, codes), codes)

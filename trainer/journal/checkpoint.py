@@ -274,7 +274,6 @@ def _folders(store: Store, run: str) -> dict[CheckpointPlace, list[str]]:
 
 
 def objects(store: Store, run: str, place: CheckpointPlace) -> list[str]:
-    """Return the keys of all objects of a checkpoint."""
     return list(store.keys(f"{folder(run, place)}/"))
 
 
@@ -304,7 +303,6 @@ def remove_unfinished(store: Store, run: str, newest: CheckpointPlace) -> int:
 
 
 def folder(run: str, place: CheckpointPlace) -> str:
-    """Return the key prefix of a checkpoint's objects."""
     return f"checkpoints/{run}/{place.step + 1:012d}-{place.token}"
 
 

@@ -111,7 +111,6 @@ class ValueModel:
         self.module = torch.nn.ModuleDict({"body": body, "head": self.head})
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The trained and saved parameters, by name."""
         body = {name: value for name, value in self.packed.module.named_parameters() if value.requires_grad}
         return body | {f"head.{name}": value for name, value in self.head.named_parameters()}
 
@@ -160,7 +159,6 @@ class Critic:
         self.device = self._model.packed.device
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The trained and saved parameters, by name."""
         return self._model.named_parameters()
 
     @torch.no_grad()

@@ -30,7 +30,7 @@ from trainer.learners.forward import PackedModel, compared, open_adapter
 from trainer.learners.lanes import check_step, phase_objectives
 from trainer.learners.learner import Phase, StepStats
 from trainer.learners.numerics import numerics
-from trainer.learners.orders import Counts, Order, Orders
+from trainer.learners.orders import Order, Orders, without_rows
 from trainer.learners.rank_step import RankStep
 from trainer.learners.shards import Shards, Source
 from trainer.learners.snapshot import Snapshot
@@ -59,8 +59,7 @@ WRITE_S = 24 * 3600.0  # of one rank's upload against another's; a rank that han
 class DeepSpeedLearner:
     """Learner on several ranks, with DeepSpeed ZeRO.
 
-    stage: ZeRO stage, 0 to 3. offload: Whether the optimizer state is in host memory. json: DeepSpeed settings by their own
-    names, over headrace's; see `trainer.learners.engines` for the keys that headrace sets.
+    stage: ZeRO stage, 0 to 3. offload: Whether the optimizer state is in host memory.
 
     rank: rank 0 receives the calls; every other process calls `follow`.
 
@@ -68,7 +67,8 @@ class DeepSpeedLearner:
     tensor, and each rank keeps its shard of both. `trainer.ranks_timeout` limits the wait of a rank for another.
 
     The sum of gradients over microbatches and ranks is in float32; but at stage 2 DeepSpeed rounds each microbatch's sum to
-    trainer.dtype. json = { communication_data_type = "bf16" } halves the sent bytes. Stage 1 with bfloat16 is refused.
+    trainer.dtype.
+    Stage 1 with bfloat16 is refused.
     """
 
     def __init__(
@@ -78,9 +78,8 @@ class DeepSpeedLearner:
         *,
         stage: int = 2,
         offload: bool = False,
-        json: Mapping[str, Any] | None = None,
     ) -> None:
-        engine_settings(config, stage, offload, json or {})  # refused before anything is opened
+        engine_settings(config, stage, offload)  # refused before anything is opened
         self._config = config
         self._stage = stage
         self._objectives = open_objectives(config.lanes)
@@ -94,7 +93,7 @@ class DeepSpeedLearner:
         self._channel, self._beside = Channel(timeout_s), Channel(WRITE_S)
         self._writing: threading.Thread | None = None
         self._store: Store | None = None
-        settings = partial(engine_settings, stage=stage, offload=offload, json=json or {})
+        settings = partial(engine_settings, stage=stage, offload=offload)
         opener = partial(PackedModel, model, device=device)
         engines = Engines(
             deepspeed, self._channel, config, folder=model, settings=settings, open_packed=opener, device=device
@@ -147,7 +146,6 @@ class DeepSpeedLearner:
         distributed.destroy_process_group()  # its threads must not be running when the interpreter ends
 
     def begin_phase(self, phase: Phase) -> None:
-        """Start a fresh optimizer."""
         if phase not in PHASES:
             raise ValueError(f"phase: got {phase!r}, expected one of {', '.join(PHASES)}")
         self._call(Order(name="begin_phase", phase=phase))
@@ -155,12 +153,11 @@ class DeepSpeedLearner:
     def step(
         self, batch: PackedBatch, *, learning_rate: float, seed: int, max_grad_norm: float = sys.float_info.max
     ) -> StepStats:
-        """One optimizer step over all ranks, or m where a loss asks for minibatches; all of them or none."""
         check_step(self._objectives, batch, learning_rate)
         parts = minibatches(phase_objectives(self._objectives, self._phase), batch, seed)
         order = Order(
             name="step",
-            counts=Counts.of(batch),
+            counts=without_rows(batch),
             num_parts=len(parts),
             learning_rate=learning_rate,
             max_grad_norm=max_grad_norm,
@@ -170,23 +167,19 @@ class DeepSpeedLearner:
         return stats
 
     def tensors(self) -> dict[str, Tensor]:
-        """A copy of the policy in its published dtype, by the names of its folder."""
         found: dict[str, Tensor] = self._call(Order(name="tensors"))
         return found
 
     def probe(self, sequences: tuple[tuple[int, ...], ...]) -> Probe:
-        """Logprobs of `sequences` under `tensors()`."""
         return Probe(sequences, self._call(Order(name="probe", sequences=sequences)))
 
     def greedy_accuracy(self, batch: PackedBatch) -> float:
-        """Share of sequences whose every sampled token is the argmax."""
         if not batch.num_sequences:
             raise ValueError("batch: got no sequences, expected at least one")
-        return float((self._call(Order(name="greedy", counts=Counts.of(batch)), [batch]) == 0).mean())
+        return float((self._call(Order(name="greedy", counts=without_rows(batch)), [batch]) == 0).mean())
 
     def log_distances(self, batch: PackedBatch) -> np.ndarray:
-        """Σ |log π_θ - log μ| over the tokens of each sequence that have a ratio, [num_sequences] float64."""
-        return np.asarray(self._call(Order(name="distances", counts=Counts.of(batch)), [batch]))
+        return np.asarray(self._call(Order(name="distances", counts=without_rows(batch)), [batch]))
 
     def numerics(self) -> dict[str, str]:
         """The numerics of one process, the ranks, and the stage of ZeRO."""

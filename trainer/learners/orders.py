@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from infra.roles.process import exit_stuck
-from schemas.fields import Lane
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.batch.split import for_ranks
 from trainer.health import Observed
@@ -28,16 +27,16 @@ BEATS = 4  # in the time after which a silent rank is given up
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """One collective call.
 
-    name: of the call. counts: of the batch of a step. num_parts: minibatches of a step. learning_rate: of the step.
-    max_grad_norm: gradients are clipped to it. seed: of the step. phase: that begins. sequences: whose logprobs are asked for,
-    as token ids. folder, index, sha256: of a state in the store. names, dtypes: of tensors that follow, or that are taken
+    name: of the call. counts: the batch of a step without its rows. num_parts: minibatches of a step. learning_rate: of the
+    step. max_grad_norm: gradients are clipped to it. seed: of the step. phase: that begins. sequences: whose logprobs are asked
+    for, as token ids. folder, index, sha256: of a state in the store. names, dtypes: of tensors that follow, or that are taken
     over.
 
     Example: Order(name="begin_phase", phase="train")
     """
 
     name: str
-    counts: "Counts | None" = None
+    counts: PackedBatch | None = None
     num_parts: int = 1
     learning_rate: float = 0.0
     max_grad_norm: float = 0.0
@@ -49,31 +48,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str = ""
     names: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
-
-
-class Counts(msgspec.Struct, frozen=True):
-    """A PackedBatch without its rows.
-
-    lane_tokens, lane_sequences, lane_gains, num_sequences, version, exact: as there.
-    """
-
-    lane_tokens: dict[Lane, int]
-    lane_sequences: dict[Lane, int]
-    lane_gains: dict[Lane, float]
-    num_sequences: int
-    version: int
-    exact: bool
-
-    @classmethod
-    def of(cls, batch: PackedBatch) -> "Counts":
-        """The counts of a batch."""
-        lanes = dict(batch.lane_tokens), dict(batch.lane_sequences), dict(batch.lane_gains)
-        return cls(*lanes, batch.num_sequences, batch.version, batch.exact)
-
-    def batch(self) -> PackedBatch:
-        """A batch of these counts without rows."""
-        fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        return PackedBatch(microbatches=(), **fields)
 
 
 class Orders:
@@ -99,7 +73,6 @@ class Orders:
             self._channel.answer()
 
     def close(self) -> None:
-        """No more heartbeats."""
         self._closed.set()
 
     def _keep_alive(self) -> None:
@@ -129,14 +102,16 @@ def gather_observed(channel: Channel, observed: Sequence[Observed]) -> list[Obse
     ]
 
 
+def without_rows(batch: PackedBatch) -> PackedBatch:
+    return msgspec.structs.replace(batch, microbatches=())
+
+
 def encode_arrays(struct: Microbatch | Observed) -> dict[str, Encoded]:
-    """The arrays of a struct, by name."""
     arrays: dict[str, Any] = msgspec.structs.asdict(struct)
     return {name: encode_array(array) for name, array in arrays.items()}
 
 
 def decode_arrays(encoded: dict[str, Encoded]) -> dict[str, Any]:
-    """The arrays again."""
     return {name: decode_array(array) for name, array in encoded.items()}
 
 
@@ -166,7 +141,6 @@ class _Wire(msgspec.Struct, frozen=True):
 
 
 def deal(batch: PackedBatch, num_ranks: int) -> list[Rows]:
-    """The rows of a batch for each rank."""
     dealt = for_ranks(batch, num_ranks)
     most = max(len(mine) for mine in dealt)
     smallest = min((rows for of_rank in dealt for rows in of_rank), key=lambda rows: rows.tokens_BT.size)
@@ -180,7 +154,6 @@ def send_rows(channel: Channel, dealt: Sequence[Rows]) -> Rows:
 
 
 def receive_rows(channel: Channel) -> Rows:
-    """The other ranks."""
     wire = msgspec.msgpack.decode(channel.scatter(None), type=_Wire)
     filler = None if wire.filler is None else Microbatch(**decode_arrays(wire.filler))
     return Rows(tuple(Microbatch(**decode_arrays(rows)) for rows in wire.mine), wire.most, filler)

@@ -59,7 +59,7 @@ class RankStep:
         stats = optimizer_step(
             self,
             phase_objectives(self._objectives, phase),
-            order.counts.batch(),
+            order.counts,
             parts,
             dealt,
             learning_rate=order.learning_rate,

@@ -42,13 +42,11 @@ class ScriptedLearner:
         self._fail_at = frozenset(fail_at)
 
     def begin_phase(self, phase: Phase) -> None:
-        """Forget the optimizer, which here is a count."""
         self._steps = 0
 
     def step(
         self, batch: PackedBatch, *, learning_rate: float, seed: int, max_grad_norm: float = sys.float_info.max
     ) -> StepStats:
-        """Move the weights by what the batch holds."""
         if seed in self._fail_at:
             return StepStats(finite=False, loss=float("nan"), grad_norm=float("nan"), values={})
         digest = hashlib.sha256(self._weights.tobytes() + f"{self._steps}:{learning_rate}:{seed}".encode())
@@ -60,16 +58,13 @@ class ScriptedLearner:
         return StepStats(finite=True, loss=float(self._weights[0]), grad_norm=1.0, values={})
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weights."""
         return {"weights": Tensor("F32", (SIZE,), self._weights.tobytes())}
 
     def probe(self, sequences: tuple[tuple[int, ...], ...]) -> Probe:
-        """Logprobs that depend on the weights."""
         value = -float(self._weights[0])
         return Probe(sequences=sequences, logprobs=tuple((value,) * (len(tokens) - 1) for tokens in sequences))
 
     def greedy_accuracy(self, batch: PackedBatch) -> float:
-        """Grows with every step."""
         return min(1.0, self._steps / 10)
 
     def log_distances(self, batch: PackedBatch) -> np.ndarray:
@@ -81,15 +76,12 @@ class ScriptedLearner:
         return sums
 
     def numerics(self) -> dict[str, str]:
-        """The device it claims."""
         return {"device": self._device}
 
     def save(self) -> dict[str, Tensor]:
-        """Weights and count."""
         return self.tensors() | {"steps": Tensor("I64", (1,), np.asarray([self._steps], dtype="<i8").tobytes())}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from `save`."""
         if set(state) != {"weights", "steps"}:
             raise ValueError(f"state: got {sorted(state)}, expected weights and steps")
         self._weights = np.frombuffer(state["weights"].data, dtype="<f4").copy()

@@ -67,7 +67,6 @@ class Shards:
         self._create_moments()
 
     def count_step(self) -> None:
-        """One more optimizer step was taken."""
         self._num_steps += 1
 
     @torch.no_grad()

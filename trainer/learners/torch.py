@@ -77,7 +77,6 @@ class TorchLearner:
     def step(
         self, batch: PackedBatch, *, learning_rate: float, seed: int, max_grad_norm: float = sys.float_info.max
     ) -> StepStats:
-        """One optimizer step, or m where a loss asks for minibatches; all of them or none."""
         check_step(self._objectives, batch, learning_rate)
         torch.manual_seed(seed)
         objectives = phase_objectives(self._objectives, self._phase)
@@ -88,26 +87,21 @@ class TorchLearner:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """A copy of the policy in its published dtype, by the names of its folder; of an adapter by peft's."""
         return model_tensors(self.model.module)
 
     def probe(self, sequences: tuple[tuple[int, ...], ...]) -> Probe:
-        """Logprobs of `sequences` under `tensors()`."""
         return Probe(sequences, tuple(tuple(self.model.sequence_logprobs(tokens)) for tokens in sequences))
 
     def greedy_accuracy(self, batch: PackedBatch) -> float:
-        """Share of sequences whose every sampled token is the argmax."""
         if not batch.num_sequences:
             raise ValueError("batch: got no sequences, expected at least one")
         misses = per_sequence(self, whole_rows(batch), batch.num_sequences, "hits", miss)
         return float((misses == 0).mean())
 
     def log_distances(self, batch: PackedBatch) -> np.ndarray:
-        """Σ |log π_θ - log μ| over the tokens of each sequence that have a ratio, [num_sequences] float64."""
         return per_sequence(self, whole_rows(batch), batch.num_sequences, "logprobs", log_distance)
 
     def numerics(self) -> dict[str, str]:
-        """Library, device, instruction set and threads, and how rows are read."""
         return numerics(self.model.device, adapted=self.adapter is not None) | {"attention": self.model.reading}
 
     def save(self) -> dict[str, Tensor]:
@@ -124,7 +118,6 @@ class TorchLearner:
         return state | adapter_state(self.adapter)
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from `save`."""
         check_adapter(state, self.adapter)
         state = {name: tensor for name, tensor in state.items() if name != ADAPTER}
         optimizer = self._fresh_optimizer()
@@ -153,7 +146,6 @@ class TorchLearner:
         """One process holds nothing that does not go with it."""
 
     def run(self, method: str, argument: Any) -> Any:
-        """Call a method of the model."""
         return getattr(self.model, method)(argument)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:

@@ -156,7 +156,6 @@ class TrainerReport:
         self.arithmetic = arithmetic
 
     def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
-        """Add to a counter."""
         self.metrics.counter(name, **labels).inc(amount)
 
     def set(self, name: str, value: float) -> None:
@@ -226,7 +225,6 @@ async def report_progress(log: Log, report: TrainerReport, version: Callable[[],
 
 
 async def publish_progress(log: Log, report: TrainerReport, version: int) -> None:
-    """Publish the counts."""
     progress = Progress(
         role="train",
         instance=report.owner,

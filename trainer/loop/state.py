@@ -47,7 +47,6 @@ class Learning:
     executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="learner"))
 
     def advance(self, **changes: object) -> None:
-        """Move the position."""
         self.position = msgspec.structs.replace(self.position, **changes)
 
     async def in_thread(
@@ -132,7 +131,6 @@ class Run(Learning):
 
     @property
     def name(self) -> str:
-        """The run's name: one lineage of policies."""
         return self.lease.run
 
     def settle(self, sequences: list[int]) -> None:

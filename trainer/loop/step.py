@@ -129,11 +129,11 @@ async def settle_verdict(run: Run, batch: Batch, stats: StepStats) -> None:
     before, entropy, reward = run.position.guard, *condition(stats)
     raised = (*alarms(stats.values), *collapses(before, run.config.guard, entropy=entropy, reward=reward))
     for alarm in raised:
-        run.report.add("alarms", alarm=alarm.name)
+        run.report.add("alarms", alarm=alarm)
     verdict, reason = judge(
         before,
         finite=stats.finite,
-        alarms=tuple(alarm.name for alarm in raised),
+        alarms=raised,
         halting=frozenset(run.config.halt_on),
         max_skips=run.config.max_skips,
         grad_norm=stats.grad_norm,
@@ -165,7 +165,6 @@ def condition(stats: StepStats) -> tuple[float | None, float | None]:
 
 
 def mean_reward(items: Sequence[TrainItem]) -> float | None:
-    """Mean over the experiences that have a reward."""
     rewards = [item.experience.reward for item in items if item.experience.reward is not None]
     return sum(rewards) / len(rewards) if rewards else None
 

@@ -1,7 +1,7 @@
 """Replay of a run from a kept checkpoint and the log, compared with every later checkpoint.
 
     checkpoint ─> learner        journal ─> survey (which batches count, and their end) ─> again, with items ─┐
-                                 buffer ──> forward once, holding items for later batches ────────────────────┤
+                                 buffer ──> the blocks that each batch names ─────────────────────────────────┤
                                                           hash of the learner at each Saved record <── execute ┘
 
 Guarantees: a replay writes nothing. It executes exactly the batches that count, in order. A record that is missing, or differs
@@ -14,16 +14,16 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from infra.log.log import Log, LogMessage, runs
+from infra.log.log import Log, runs
 from infra.policies.tensors import Tensor, to_numpy
 from infra.store.seal import FORGOTTEN
 from infra.store.store import Store
-from schemas import Batch, Block, Rollback, Saved, decode, topics
+from schemas import Batch, Block, Rollback, Saved, topics
 from schemas.errors import BadFrame, ConfigError, NotInStore, OffsetOutOfRange, Sealed
 from schemas.journal import Entry, JournalRecord, effective
 from trainer.batch.assemble import journaled_items
 from trainer.batch.batch import TrainItem
-from trainer.buffer.buffer import Stored, stored
+from trainer.buffer.buffer import Stored, read_blocks
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Checkpoint, Manifest
 from trainer.journal.journal import Pending, is_quarantined, pending, read_records
@@ -36,20 +36,19 @@ from trainer.state import StoredState, index_hash, whole_hash
 class Survey(msgspec.Struct, frozen=True):
     """The journal after a checkpoint, without the items of its batches.
 
-    todo: entries to execute, in order. saved: Saved records by step. last_use: offset of `buffer` → last step that trains on
-    it. times_ms: log-append time of each step's batch. not_compared: number of checkpoints of steps that were rolled back
+    todo: entries to execute, in order. saved: Saved records by step. offsets: of `buffer`, that the batches name.
+    times_ms: log-append time of each step's batch. not_compared: number of checkpoints of steps that were rolled back
     later.
     """
 
     todo: tuple[Pending | Rollback, ...]
     saved: Mapping[int, tuple[Saved, ...]]
-    last_use: Mapping[int, int]
+    offsets: frozenset[int]
     times_ms: Mapping[int, int]
     not_compared: int
 
     @property
     def num_steps(self) -> int:
-        """Number of optimizer steps to execute."""
         return self.steps_in(len(self.todo))
 
     def steps_in(self, first: int) -> int:
@@ -152,9 +151,9 @@ async def survey_journal(log: Log, run: str, start: Manifest, to_step: int | Non
             else:
                 saved[entry.step] = (*saved.get(entry.step, ()), entry)
     done = [entry.batch for entry in todo if isinstance(entry, Pending) and entry.fate in ("trained", "open")]
-    last_use = {int(offset): batch.step for batch in done for offset in offsets[batch.token, batch.step]}
+    named = frozenset(int(offset) for batch in done for offset in offsets[batch.token, batch.step])
     times_ms = {batch.step: times[batch.token, batch.step] for batch in done}
-    return entries, Survey(tuple(todo), saved, last_use, times_ms, not_compared)
+    return entries, Survey(tuple(todo), saved, named, times_ms, not_compared)
 
 
 def named_offsets(batch: Batch) -> list[int]:
@@ -163,12 +162,10 @@ def named_offsets(batch: Batch) -> list[int]:
 
 
 def up_to(todo: Iterable[Pending | Rollback], to_step: int | None) -> list[Pending | Rollback]:
-    """Return the entries up to `to_step`."""
     return [entry for entry in todo if to_step is None or entry_step(entry) <= to_step]
 
 
 def entry_step(entry: Pending | Rollback) -> int:
-    """Return the run's step after an entry."""
     return entry.to_step if isinstance(entry, Rollback) else entry.batch.step
 
 
@@ -181,67 +178,19 @@ def check_steps(todo: Iterable[Pending | Rollback], after_step: int) -> None:
         at = entry_step(entry)
 
 
-class BufferTape:
-    """Reads `buffer` forward once and holds the frames that later batches train on."""
-
-    def __init__(self, log: Log, last_use: Mapping[int, int]) -> None:
-        self._log = log
-        self._last_use = last_use
-        self._held: dict[int, tuple[bytes, bytes] | BadFrame] = {}
-        self._next = min(last_use, default=0)
-        self._messages = log.tail(topics.BUFFER, {0: self._next})
-
-    async def take(self, batch: Batch) -> dict[int, Stored]:
-        """Return a batch's blocks. Raises BadFrame (Sealed for a destroyed key) or OffsetOutOfRange with step and offset."""
-        wanted = named_offsets(batch)
-        try:
-            await self._read_to(max(wanted, default=-1) + 1)
-        except OffsetOutOfRange as error:
-            raise OffsetOutOfRange(f"step {batch.step}: {error}") from error
-        found = {}
-        for offset in wanted:
-            if offset not in self._held:
-                raise OffsetOutOfRange(
-                    f"step {batch.step}: buffer offset {offset} is named by the journal, but retention deleted it"
-                )
-            held = self._held[offset]
-            if isinstance(held, BadFrame):
-                raise BadFrame(f"step {batch.step}: {held}") from held
-            frame, digest = held
-            block = decode(frame, self._log.find_seal)
-            assert isinstance(block, Block)
-            if lost := block.experiences[0].lost:
-                key = "destroyed" if lost == FORGOTTEN else "not in this store"
-                raise Sealed(f"step {batch.step}: {lost}: the key of its record at buffer offset {offset} is {key}")
-            found[offset] = Stored(block, frame, digest)
-            if self._last_use[offset] <= batch.step:
-                del self._held[offset]
-        return found
-
-    async def _read_to(self, stop: int) -> None:
-        if self._next >= stop:
-            return
-        _, ends = await self._log.bounds(topics.BUFFER)
-        if self._next >= ends[0]:
-            return
-        async for message in self._messages:
-            self._next = message.offset + 1
-            if message.offset in self._last_use:
-                self._held[message.offset] = _held(message)
-            if self._next >= min(stop, ends[0]):
-                return
-
-    async def close(self) -> None:
-        """Release the reader."""
-        await self._messages.aclose()
-
-
-def _held(message: LogMessage) -> tuple[bytes, bytes] | BadFrame:
+async def blocks_named(log: Log, batch: Batch) -> dict[int, Stored]:
+    """A batch's blocks. Raises BadFrame (Sealed for a destroyed key) or OffsetOutOfRange with step and offset."""
     try:
-        block = stored(message)
+        found = await read_blocks(log, named_offsets(batch))
+    except OffsetOutOfRange as error:
+        raise OffsetOutOfRange(f"step {batch.step}: {error}") from error
     except BadFrame as error:
-        return error
-    return block.frame, block.digest
+        raise BadFrame(f"step {batch.step}: {error}") from error
+    for offset, item in found.items():
+        if lost := item.block.experiences[0].lost:
+            key = "destroyed" if lost == FORGOTTEN else "not in this store"
+            raise Sealed(f"step {batch.step}: {lost}: the key of its record at buffer offset {offset} is {key}")
+    return found
 
 
 class JournalTape:
@@ -264,7 +213,6 @@ class JournalTape:
         raise BadFrame(f"journal: step {wanted.step} was surveyed, but its record is missing now")
 
     async def close(self) -> None:
-        """Release the reader."""
         await self._records.aclose()
 
 
@@ -281,13 +229,12 @@ async def replay(
     await restore_learner(run, start.state)
     run.position = start.manifest.position
     journal = JournalTape(log, name, run.position.journal_next)
-    buffer = BufferTape(log, start.survey.last_use)
 
     async def prepare(entry: Pending) -> list[TrainItem]:
         if entry.fate not in ("trained", "open"):
             return []
         batch = await journal.find(entry.batch)
-        return journaled_items(batch, await buffer.take(batch))
+        return journaled_items(batch, await blocks_named(log, batch))
 
     compare = partial(compare_with, run, name, store)
     try:
@@ -299,7 +246,6 @@ async def replay(
                 yield await compare(step, saved)
     finally:
         await journal.close()
-        await buffer.close()
 
 
 async def lost_steps(log: Log, name: str, start: ReplayStart) -> dict[int, str]:
@@ -307,7 +253,7 @@ async def lost_steps(log: Log, name: str, start: ReplayStart) -> dict[int, str]:
     destroyed, else "no key".
     """
     lost: dict[int, str] = {}
-    for first, stop in runs(start.survey.last_use):
+    for first, stop in runs(start.survey.offsets):
         async for message in log.scan(topics.BUFFER, {0: first}, {0: stop}):
             if isinstance(message.value, Block) and (why := message.value.experiences[0].lost):
                 lost[message.offset] = why
@@ -346,7 +292,6 @@ async def compare_with(run: Learning, name: str, store: Store, step: int, saved:
 
 
 def saved_record(name: str, manifest: Manifest) -> Saved:
-    """Return the Saved record that belongs to a checkpoint."""
     return Saved(
         run=name,
         token=manifest.token,

@@ -73,7 +73,7 @@ async def fill(archive: Archive, source: ReplaySource, start: ReplayStart) -> Bu
         archive.add(key, source.store.get(key))
     begins = {
         topics.BATCHES: start.manifest.position.journal_next,
-        topics.BUFFER: min(start.survey.last_use, default=0),
+        topics.BUFFER: min(start.survey.offsets, default=0),
     }
     shows = await asyncio.to_thread(vision_if_any, source.model) is not None
     held: dict[str, tuple[PartitionRange, ...]] = {
