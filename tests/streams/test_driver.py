@@ -58,21 +58,6 @@ async def fed(log: Log, number: int) -> list[Record]:
     return [message.record for message in await stored(log, EXPERIENCES)]
 
 
-async def test_records_are_acknowledged_in_order_whatever_finishes_first() -> None:
-    async with memory_log() as log, asyncio.TaskGroup() as tasks:
-        stage = GatedStage()
-        driver = WindowDriver("gated", stage, log, Metrics("process"), tasks)
-        deliveries = [KeptDelivery(record) for record in await fed(log, 3)]
-        for delivery in deliveries:
-            await driver.accept(delivery)
-        stage.open(2)
-        stage.open(1)
-        await until(lambda: len(stage.gates) == 3)
-        assert not any(delivery.is_acknowledged for delivery in deliveries)
-        stage.open(0)
-        await until(lambda: all(delivery.is_acknowledged for delivery in deliveries))
-
-
 async def test_a_full_window_holds_its_partition_back() -> None:
     async with memory_log() as log, asyncio.TaskGroup() as tasks:
         stage = GatedStage()

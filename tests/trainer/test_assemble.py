@@ -17,12 +17,10 @@ from trainer.batch.assemble import (
     Stamp,
     apply_chain,
     assemble,
-    batch_items,
     build_batch,
     check_blocks,
     learning_rate_at,
     masked_below,
-    step_seed,
     train_items,
     without_old,
 )
@@ -37,15 +35,6 @@ STAMP = Stamp(run="r", token=4, step=9, version=8, phase="train", seed=77, confi
 def drawn(offset: int, group: str, *, uses: int = 0, num_members: int = 2):
     each = block(group, num_members=num_members, advantage=0.5)
     return make_candidate(offset, each, uses), each
-
-
-def test_a_group_is_listed_member_by_member_as_it_lies_in_its_block() -> None:
-    items = batch_items(*drawn(31, "a.0", uses=2))
-    assert [(item.id, item.offset, item.index, item.use) for item in items] == [
-        ("a.0.0-0-0", 31, 0, 2),
-        ("a.0.0-1-0", 31, 1, 2),
-    ]
-    assert {(item.lane, item.min_version, item.advantage, item.weight) for item in items} == {("usual", 3, 0.5, 1.0)}
 
 
 def test_the_record_carries_the_stamp_the_order_and_the_drops() -> None:
@@ -85,13 +74,6 @@ def test_a_block_that_was_altered_since_is_named_by_step_and_offset() -> None:
     check_blocks(batch, {5: b"d" * 16, 6: b"anything, as none was journaled"})
     with pytest.raises(BadFrame, match="step 9: buffer offset 5 holds another record"):
         check_blocks(batch, {5: b"e" * 16, 6: b""})
-
-
-@given(st.integers(0, 2**40), st.integers(-1, 2**40))
-def test_every_step_has_a_seed_of_its_own(seed: int, step: int) -> None:
-    assert 0 <= step_seed(seed, step) < 2**63
-    assert step_seed(seed, step) != step_seed(seed, step + 1)
-    assert step_seed(seed, step) == step_seed(seed, step)
 
 
 MAX_STALENESS = 2
@@ -137,13 +119,6 @@ def targets(items: list[TrainItem]) -> list[tuple[int, int, float]]:
         for rows in packed.microbatches
         for token, version, logprob in zip(rows.target_N, rows.version_N, rows.behaviour_N, strict=True)
     ]
-
-
-def test_tokens_older_than_the_bound_are_context_and_the_others_targets() -> None:
-    batch, items = assembled(9, group("a.0", [5, 6, 7, 8]))
-    assert targets(items) == [(23, 7, -8.0), (24, 8, -9.0)]
-    assert items[0].experience.tokens.tolist() == [*PROMPT, 20, 21, 22, 23, 24], "all of it is still read"
-    assert (batch.masked_below, batch.masked, batch.items[0].min_version) == (7, 2, 7)
 
 
 def test_an_experience_all_of_whose_tokens_are_too_old_is_dropped_with_a_reason_and_its_group_trained() -> None:

@@ -384,18 +384,6 @@ async def test_a_failed_upload_ends_the_trainer_and_the_older_checkpoint_is_wher
     assert [event.version for event in await published(log)] == [*range(7)]
 
 
-async def test_the_next_step_is_taken_while_a_version_is_being_stored() -> None:
-    each = learner()
-    store = SlowStore(each, version=3)
-    log = await filled_log(store)
-    await train(log, store, each, NO_CHECKPOINTS)
-    assert any(is_part(key, 3) for key in store.puts), "there was something to wait for"
-    batches = [record for record in await journal(log) if isinstance(record, Batch)]
-    assert [batch.version for batch in batches] == [*range(6)], "a batch names the version of the weights it meets"
-    assert [event.version for event in await published(log)] == [*range(7)]
-    assert [event.step for event in await published(log)] == [-1, *range(6)]
-
-
 async def test_a_version_is_what_its_steps_made_whatever_the_next_step_does_meanwhile() -> None:
     each, alone = learner(), learner()
     alone.fourth.set()
@@ -408,25 +396,6 @@ async def test_a_version_is_what_its_steps_made_whatever_the_next_step_does_mean
     contents = [[decode_manifest(store.get(event.manifest)).tensors for event in await published(log)]
                 for log, store in zip(logs, (slow, quick), strict=True)]  # fmt: skip
     assert contents[0] == contents[1]
-
-
-async def test_a_version_that_cannot_be_stored_ends_the_trainer_and_the_next_publishes_it() -> None:
-    each = learner()
-    store = SlowStore(each, version=3, failing=True)
-    log = await filled_log(store)
-    with pytest.raises(ExceptionGroup) as failed:
-        await train(log, store, each, NO_CHECKPOINTS)
-    assert failed.group_contains(StoreError, match="no space")
-    assert [event.version for event in await published(log)] == [0, 1, 2]
-    again, whole, alone = learner(), learner(), MemoryStore()
-    again.fourth.set()
-    whole.fourth.set()
-    store._failing, store._learner = False, again
-    await train(log, store, again, NO_CHECKPOINTS)
-    await train(await filled_log(alone), alone, whole, NO_CHECKPOINTS)
-    assert again.tensors() == whole.tensors()
-    assert [event.version for event in await published(log)] == [*range(7)]
-    assert [event.step for event in await published(log)] == [-1, *range(6)]
 
 
 async def test_a_trainer_that_is_stopped_publishes_what_it_has_begun_to_publish() -> None:

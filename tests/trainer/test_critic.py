@@ -1,7 +1,5 @@
 """The critic: advantages against their definition, value clipping, learning, and what its checkpoint brings back."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -166,47 +164,6 @@ def test_values_learn_what_the_prompt_says_about_the_reward(model):
     assert first["critic/value_loss"] == pytest.approx(0.25 * (0.95**4 + 0.95**2 + 1) / 3)
     assert stats.values["critic/value_loss"] < 0.02
     assert stats.values["critic/explained_variance"] > 0.8
-
-
-@pytest.mark.slow
-def test_what_the_prompt_decides_is_no_advantage_once_values_know_it(model):
-    """Then what is left is what the token decided: answers of 20 win after either prompt."""
-    learner = opened(model, critic=CriticConfig(learning_rate=2e-3, gae_lambda=1.0, normalize=False))
-    bandit = [
-        make_item(
-            [1, 10 + i % 2, good],
-            [Span(2, 3, 0)],
-            group=f"b-{i}-{good}.0",
-            logprobs=[-np.log(128)],
-            reward=3.0 * (i % 2) + (good == 20),
-        )
-        for i, good in itertools.product(range(8), (20, 21))
-    ]
-    for step in range(60):
-        learner.step(pack(bandit, max_tokens=1000), learning_rate=1e-9, seed=step)
-    before = learner.probe(((1, 10, 20), (1, 10, 21))).logprobs
-    for step in range(5):
-        learner.step(pack(bandit, max_tokens=1000), learning_rate=1e-3, seed=step)
-    after = learner.probe(((1, 10, 20), (1, 10, 21))).logprobs
-    assert after[0][-1] > before[0][-1] and after[1][-1] < before[1][-1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("truncated", ["reward", "bootstrap"])
-def test_a_critic_that_learns_from_cut_off_answers_of_a_half_values_them_at_a_half(model, truncated):
-    config = CriticConfig(learning_rate=2e-3, truncated=truncated, value_clip=0.0)
-    learner = opened(model, critic=config)
-    items = ending([6, 4, 6], "truncated") + (
-        ending([6, 4, 6], "terminal", first=3) if truncated == "bootstrap" else []
-    )
-    batch = pack(items, max_tokens=1000, bootstrap=truncated == "bootstrap")
-    for step in range(60):
-        learner.step(batch, learning_rate=1e-9, seed=step)
-    assert learner.critic is not None
-    values = np.concatenate(
-        [learner.critic.all_values(rows).detach().numpy()[rows.predecessor_N] for rows in batch.microbatches]
-    )
-    assert values == pytest.approx(np.full(len(values), HALF), abs=0.1)
 
 
 @pytest.mark.slow

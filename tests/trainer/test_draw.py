@@ -40,12 +40,6 @@ def group(sequence: int, version: int = 0, **more: int) -> Candidate:
     )  # fmt: skip
 
 
-def test_groups_are_drawn_in_issue_order_whatever_the_order_of_arrival() -> None:
-    arrived = [group(3, offset=0), group(1, offset=1), group(2, offset=2)]
-    draw = draw_in_order(arrived, num_groups=2, version=0, max_staleness=2)
-    assert [candidate.sequence for candidate in draw.taken] == [1, 2]
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 99), st.integers(0, 10)), unique_by=lambda pair: pair[0]),
     st.integers(0, 12), st.integers(0, 3), st.integers(1, 8),
@@ -60,10 +54,6 @@ def test_no_group_wholly_older_than_the_bound_is_ever_drawn(pairs, version, boun
     assert draw.wait == (len(pairs) - len(draw.dropped) < wanted)
 
 
-def test_too_few_groups_wait() -> None:
-    assert draw_in_order([group(0)], num_groups=2, version=0, max_staleness=2).wait
-
-
 def test_a_missing_group_about_to_pass_the_bound_is_waited_for() -> None:
     arrived = [group(0, 5), group(2, 5), group(3, 5)]
     absent = missing([0, 2, 3], closed=(), floor=0)
@@ -72,14 +62,6 @@ def test_a_missing_group_about_to_pass_the_bound_is_waited_for() -> None:
     assert hold == 1
     assert draw_in_order(arrived, num_groups=2, version=7, max_staleness=2, hold_for=hold).wait
     assert draw_in_order(arrived[:1], num_groups=1, version=7, max_staleness=2, hold_for=hold).taken == (arrived[0],)
-
-
-def test_a_missing_group_with_time_left_holds_nobody_up() -> None:
-    assert worth_waiting_for([1], [group(2, 5)], version=6, max_staleness=2, given_up={}) is None
-
-
-def test_a_group_waited_for_long_enough_is_given_up() -> None:
-    assert worth_waiting_for([1], [group(2, 5)], version=7, max_staleness=2, given_up={1: 0.0}) is None
 
 
 def test_closed_groups_are_not_missing() -> None:
@@ -92,11 +74,6 @@ def test_spread_draw_takes_the_least_used_first_and_depends_on_the_seed_alone() 
     assert len(draw.taken) == 3 and all(candidate.uses == 0 for candidate in draw.taken)
     assert draw == draw_least_used(make_pool(reversed(lane)), num_experiences=12, max_uses=9, seed=1)
     assert draw != draw_least_used(make_pool(lane), num_experiences=12, max_uses=9, seed=2)
-
-
-def test_spread_draw_respects_max_uses() -> None:
-    lane = [Candidate(group="e.0", lane="expert", offset=0, num_experiences=4, uses=2)]
-    assert draw_least_used(make_pool(lane), num_experiences=4, max_uses=2, seed=0).wait
 
 
 def test_what_a_lanes_loss_cannot_learn_from_is_named_with_one_reason() -> None:
@@ -113,12 +90,6 @@ def test_what_a_lanes_loss_cannot_learn_from_is_named_with_one_reason() -> None:
     ]  # fmt: skip
     taught = replace(plain, is_taught=True)
     assert unfit((plain, taught), ratio=True, pairs=False, teacher=True) == [(plain, "no teacher")]
-
-
-def test_groups_nobody_issued_are_drawn_first_in_the_order_of_their_arrival() -> None:
-    arrived = [group(4, offset=0), group(-1, offset=7), group(-1, offset=2)]
-    draw = draw_in_order(arrived, num_groups=3, version=0, max_staleness=2)
-    assert [candidate.offset for candidate in draw.taken] == [2, 7, 0]
 
 
 def test_nothing_is_drawn_past_a_group_worth_waiting_for_and_up_to_it_everything() -> None:
@@ -179,16 +150,6 @@ def drawn(candidates: list[Candidate], wanted: int, limits: ShareLimits) -> Coun
     return Counter(candidates[place].tenant for place in fill(candidates, wanted, limits).taken)
 
 
-def test_a_tenant_alone_is_not_held_back() -> None:
-    assert drawn(pool(a=9), 6, ShareLimits(tenant=0.1)) == {"a": 6}
-
-
-def test_a_tenant_has_its_share_of_a_batch_and_the_rest_waits() -> None:
-    filled = fill(pool(a=90, b=40), 32, ShareLimits(tenant=0.5))
-    assert drawn(pool(a=90, b=40), 32, ShareLimits(tenant=0.5)) == {"a": 16, "b": 16}
-    assert filled.held_back == 74
-
-
 def test_but_it_is_filled_up_to_the_least_a_step_takes() -> None:
     assert drawn(pool(a=90, b=3), 32, ShareLimits(tenant=0.5, least=20)) == {"a": 17, "b": 3}
 
@@ -198,13 +159,6 @@ def test_data_of_nobody_in_particular_is_not_limited() -> None:
     taken = [candidates[place].subject for place in fill(candidates[::-1], 20, ShareLimits(subject=0.25)).taken]
     assert taken.count("u") == 10, "an even split between him and the others"
     assert drawn(pool(**{"": 30, "b": 1}), 20, ShareLimits(tenant=0.5))[""] >= 19
-
-
-def test_users_are_limited_within_their_tenant_too() -> None:
-    candidates = [one(at, "a", "heavy" if at < 50 else f"u{at}") for at in range(60)]
-    filled = fill(candidates, 10, ShareLimits(tenant=0.5, subject=0.2))
-    subjects = Counter(candidates[place].subject for place in filled.taken)
-    assert subjects["heavy"] == 2 and sum(subjects.values()) == 10
 
 
 PARTIES = st.lists(

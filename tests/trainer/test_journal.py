@@ -56,11 +56,6 @@ def test_records_of_a_lower_token_after_a_fence_count_for_nothing() -> None:
     assert entries == [batch(0, 1), batch(1, 5)] and token == 5
 
 
-def test_the_first_record_of_a_token_and_step_wins() -> None:
-    first, second = batch(0, 1), Batch(run="r", token=1, step=0, version=9, items=())
-    assert effective([first, second], "r")[0] == [first]
-
-
 OF_A_ZOMBIE = ((5, 0), (2, 1), (5, 1))  # token, step
 
 
@@ -73,10 +68,6 @@ def test_rolled_back_batches_are_never_executed_again() -> None:
     ]  # fmt: skip
     assert [is_quarantined(entries, step) for step in range(4)] == [False, True, False, False]
     assert pending(entries, after_step=2) == [Pending(batch(3, 1), "open")], "a state after the rollback holds it"
-
-
-def test_batches_before_the_checkpoint_are_not_executed_again() -> None:
-    assert pending([batch(0, 1), batch(1, 1)], after_step=0) == [Pending(batch(1, 1), "open")]
 
 
 def journal_of(*tokens: int) -> tuple[Log, Lease]:
@@ -96,12 +87,6 @@ def test_a_write_after_a_newer_fence_raises_before_anything_follows_from_it() ->
     log, lease = journal_of(1, 5)
     with pytest.raises(FencedOut, match="train/5 took 5 and fenced the journal at offset 1"):
         asyncio.run(append(log, lease, batch(0, 1), expected=1))
-
-
-def test_a_write_behind_older_fences_or_other_runs_counts() -> None:
-    log, lease = journal_of(5, 1)
-    asyncio.run(log.publish(topics.BATCHES, Fence(run="other", token=9, owner="")))
-    assert asyncio.run(append(log, lease, batch(0, 5), expected=1)).offset == 3
 
 
 def test_a_journal_record_that_cannot_be_read_is_named_by_its_offset() -> None:

@@ -171,16 +171,6 @@ def test_lanes_with_weights_are_the_mix_loss():
     assert float(doubled.detach()) == pytest.approx(2 * float(whole))
 
 
-def test_objectives_say_what_they_need_of_the_learner():
-    plain = open_objective(LaneConfig(loss="dppo", options={"delta": 0.1}))
-    assert (plain.ratio, plain.minibatches, plain.proximal, plain.reference) == (True, 1, "", False)
-    assert open_objective(LaneConfig(loss="grpo", options={"kl": 0.1})).reference
-    two = open_objective(LaneConfig(loss="decoupled"))
-    assert (two.minibatches, two.proximal) == (2, "recompute")
-    assert not open_objective(LaneConfig(loss="sft")).ratio
-    assert open_objective(LaneConfig(loss="trainer.losses.losses:tis", weight=0.5)).weight == 0.5
-
-
 @pytest.mark.parametrize(
     ("lane", "message"),
     [

@@ -38,7 +38,7 @@ from trainer.batch.assemble import build_batch, step_seed
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Position
-from trainer.journal.origin import ROOT, SOURCES, code_hash, differences, modules
+from trainer.journal.origin import ROOT, SOURCES, code_hash, modules
 from trainer.learners.learner import Learner
 from trainer.learners.scripted import ScriptedLearner
 from trainer.loop.report import TrainerReport
@@ -115,20 +115,6 @@ async def test_a_replay_may_begin_and_end_anywhere() -> None:
     assert [each.step for each in only] == [-1] and again.position.step == -1
     with pytest.raises(ConfigError, match="--from -2"):
         await replayed(log, store, from_step=-2)
-
-
-@pytest.mark.parametrize("every", [2, 3, 5, 7])
-async def test_a_run_killed_at_any_send_or_put_replays_to_its_own_weights(every: int) -> None:
-    bus, store = KillingBus(), KillingStore()
-    log = await filled_log(store, bus)
-    kills = [(5 + kill * every % 19, -1) if kill % 3 else (-1, 1 + kill * every % 11) for kill in range(20)]
-    learner, died = await train_through_kills(bus, store, ScriptedLearner, kills, log)
-    assert died >= 5
-    whole = (await finished_run())[2]
-    assert learner.tensors() == whole.tensors(), "an undisturbed run of the same batches"
-    found, again, _ = await replayed(*read_only(log, store))
-    assert len(found) > 4 and all(each.equal and not each.fault for each in found)
-    assert again.learner.tensors() == learner.tensors()
 
 
 FAILING = tuple(step_seed(3, step) for step in (12, 15, 16, 17))
@@ -330,9 +316,3 @@ def test_a_run_is_told_by_its_own_losses_and_learner_also_where_they_are_plugins
     (tmp_path / "half_of_origin.py").write_text("def half(x):\n    return x / 3\n")
     code_hash.cache_clear()
     assert before != code_hash(named) != code_hash(("numpy",)) != code_hash()
-
-
-def test_a_run_whose_code_was_another_differs_and_promises_no_bits() -> None:
-    here = {"code": code_hash(), "device": "cpu"}
-    assert differences({"code": "5e849ac165a8", "device": "cpu"}, here) == {"code": ("5e849ac165a8", here["code"])}
-    assert differences(here, here) == {}

@@ -266,24 +266,6 @@ def test_reinforcement_makes_the_rewarded_token_likely(model, loss):
     assert learner.probe(((*prompt, 31),)).logprobs[0][-1] < np.log(1 / 128)
 
 
-@pytest.mark.slow
-def test_supervised_warmup_learns_to_add(model):
-    def sum_of(a: int, b: int) -> TrainItem:
-        text = [ord(character) - 29 for character in f"{a}+{b}={a + b:02d}"[::1]]
-        return make_item([1, *text, 2], [Span(5, 8, -1, 1.0, False)], group=f"{a}+{b}.0", lane="expert")
-
-    pairs = [sum_of(a, b) for a, b in itertools.product(range(10), repeat=2)]
-    random = np.random.default_rng(0)
-    learner = opened(model)
-    learner.begin_phase("warmup")
-    everything = pack(pairs, max_tokens=10_000)
-    assert learner.greedy_accuracy(everything) < 0.1
-    for step in range(120):
-        chosen = [pairs[i] for i in random.choice(len(pairs), 64, replace=False)]
-        learner.step(pack(chosen, max_tokens=10_000), learning_rate=1e-3, seed=step)
-    assert learner.greedy_accuracy(everything) > 0.8
-
-
 SOME = ("usual", "expert", "live")
 CONFIGS = {
     "usual": LaneConfig(loss="reinforce", weight=0.7),

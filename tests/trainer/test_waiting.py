@@ -86,11 +86,6 @@ def master(state: MasterPhase, outstanding: int) -> Progress:
     return Progress(role="master", instance="m", master=MasterState(state=state, outstanding=outstanding))
 
 
-def test_an_empty_buffer_waits_though_there_are_experts() -> None:
-    run = run_of(*(expert(number) for number in range(9)))
-    assert decide(run, now_s=0.0) == Draw(wait=True)
-
-
 def test_what_was_waited_for_is_forgotten_once_the_draws_have_passed_it() -> None:
     run = run_of(usual(0, 1), usual(2, 1))
     assert decide(run, now_s=0.0).wait and set(run.supply.given_up) == {1}
@@ -227,11 +222,6 @@ def test_answers_without_a_ratio_are_dropped_with_a_reason_unless_the_loss_is_su
     assert [(each.group, reason) for each, reason in draw.dropped] == [("u0.0", "no ratio")]
     assert taken(draw) == ["u1.0", "u2.0"]
     assert not decide(run_of(usual(0, ratio=False), lanes={"usual": LaneConfig(loss="sft")}), now_s=0.0).dropped
-
-
-def test_what_is_too_old_is_dropped_even_while_the_draw_waits() -> None:
-    draw = decide(run_of(usual(0, version=0)), now_s=0.0)
-    assert draw.wait and [reason for _, reason in draw.dropped] == ["stale"]
 
 
 def test_a_straggler_about_to_pass_the_bound_is_waited_for_until_its_time_is_up() -> None:

@@ -1,21 +1,17 @@
 """Fold and sessions: credit of earlier turns, and turns that close together."""
 
-import asyncio
 import functools
 import itertools
-from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.log.log import Log
-from infra.log.memory import MemoryBus
 from schemas import Block, Control, Experience, Join, Score
 from schemas.fields import HISTORY_REWRITTEN
 from schemas.ids import partition_key, request_group
-from schemas.topics import BUFFER, PROGRESS, VERIFIED
+from schemas.topics import VERIFIED
 from streams.collect.decision import Folded
 from streams.collect.feedback import USUAL_PRIOR, FeedbackRules
 from streams.collect.rules import Rules
@@ -36,8 +32,7 @@ from tests.streams.collect.collecting import (
     said,
     tick,
 )
-from tests.streams.collect.test_collector import opened
-from tests.streams.deliveries import memory_log, stored, values
+from tests.streams.deliveries import memory_log
 
 SESSION = session_name("acme", "chat-81")
 GAMMA = 0.5
@@ -375,48 +370,3 @@ def final_rewards(inbox: FakePartition, given: Rules) -> dict[int, float | None]
             (member.reward for block in decision.blocks for member in block.experiences), found.get(number)
         )
     return found
-
-
-def test_a_collector_that_is_killed_between_any_two_records_closes_the_same_joins(tmp_path: Path) -> None:
-    records: list[Block | Control] = [
-        turn(0),
-        turn(1),
-        said(ref(0), 0.2),
-        turn(2),
-        said(ref(2), 0.9),
-        said(ref(1), 0.4),
-    ]
-
-    class Clock:
-        now_ms = 1_000_000
-
-        def __call__(self) -> int:
-            return self.now_ms
-
-    async def run(folder: Path, kill_after: int) -> tuple[list[tuple[int, Join | None]], int]:
-        clock = Clock()
-        log = Log(MemoryBus(clock), "app")
-        await log.bus.start()
-        await log.create_topics(partitions=1, keep_ms=24 * 3600 * 1000)
-        collector = await opened(log, folder, 0, session_rules())
-        for at, record in enumerate([*records, tick()]):
-            clock.now_ms += WINDOW_MS + SESSION_MS if at == len(records) else 10
-            await log.publish(VERIFIED, record)
-            await collector.take([(await stored(log, VERIFIED))[-1].record])
-            if at == kill_after:
-                collector.close()
-                if at % 2:  # the state file is lost with the machine: it is rebuilt from the log
-                    (folder / "collect-0.sqlite").unlink()
-                collector = await opened(log, folder, at + 1, session_rules())
-        collector.close()
-        buffered = [
-            member for block in await values(log, BUFFER) if isinstance(block, Block) for member in block.experiences
-        ]
-        num_closed = len(await values(log, PROGRESS))
-        await log.bus.close()
-        return [(number_of(item), item.join) for item in buffered], num_closed
-
-    expected = asyncio.run(run(tmp_path / "whole", -1))
-    assert [number for number, _ in expected[0]] == [0, 1, 2] and expected[1] == 3
-    for kill_after in range(len(records)):
-        assert asyncio.run(run(tmp_path / f"killed-{kill_after}", kill_after)) == expected
