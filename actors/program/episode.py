@@ -1,12 +1,10 @@
 """One episode of a program: answers its requests by the policy, and records them into the episode's token sequences.
 
 Guarantees: every token of every answer is recorded as it was sampled, with its logprob and version; an answer that the program
-did not get is not recorded, and a request that its client sends again is answered with what was sampled before; requests at
-once, sub-agents and rewritten history are sequences of their own, and each says why.
+did not get is not recorded; requests at once, sub-agents and rewritten history are sequences of their own, and each says why.
 """
 
 import asyncio
-import hashlib
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -26,12 +24,10 @@ from actors.rollout.continuation import SampledTurn
 from actors.rollout.parts import AT_ONCE, Follow, GrowingPart
 from actors.rollout.session import LONG_CHARS, Session
 from infra.model.model import Tokenizer
-from infra.newest import Newest
 from infra.store.images import Pixels, images_of
 from schemas import Score
 
 MAX_PIXELS = 16 * 1024 * 1024  # of all pictures of a request
-KEPT_ANSWERS = 64  # for requests that are sent again
 
 
 class ProgramEpisode:
@@ -65,7 +61,6 @@ class ProgramEpisode:
         self._api_key = ApiKey(id="episode", tenant="", scopes=("serve",), sha256="")
         self._parts: dict[str, list[GrowingPart]] = {}
         self._scored: dict[str, tuple[GrowingPart, int]] = {}
-        self._answered: Newest[str, InFlight] = Newest(KEPT_ANSWERS)
 
     @property
     def version(self) -> int:
@@ -77,16 +72,6 @@ class ProgramEpisode:
     def count(self, request: ParsedRequest) -> int:
         """Tokens of a request's prompt as the template writes it. Raises ApiError."""
         return len(render(request.prompt, self._tokenizer))
-
-    def again(self, body: bytes) -> InFlight | None:
-        """The earlier answer to the same request, None without one."""
-        return self._answered.get(hashlib.sha256(body).hexdigest())
-
-    def keep(self, body: bytes, in_flight: InFlight) -> None:
-        """Remember an answer, for a client that did not get it and asks again. Its pictures lie in the store."""
-        prompt = msgspec.structs.replace(in_flight.request.prompt, pictures=())
-        in_flight.request = msgspec.structs.replace(in_flight.request, prompt=prompt)
-        self._answered.put(hashlib.sha256(body).hexdigest(), in_flight)
 
     async def begin(self, request: ParsedRequest) -> InFlight:
         """Prepare a request for its first token. Raises ApiError."""
@@ -214,7 +199,7 @@ class ProgramEpisode:
         chat, tools = request.prompt.chat, request.prompt.tools
 
         def follow(turn: SampledTurn, known: int) -> list[int] | None:
-            return behind_answer(chat, tools, turn, known, self._tokenizer) if chat is not None and known else None
+            return behind_answer(chat, tools, turn, known, self._tokenizer) if known else None
 
         return follow
 

@@ -17,7 +17,6 @@ from starlette.routing import Route
 
 from actors.gateway.access.concurrency import LONG_AT_ONCE, FairQueue, ReleasingStream, to_its_end
 from actors.gateway.answering.conversation import Conversation
-from actors.gateway.answering.in_flight import InFlight
 from actors.gateway.apis.api import Api, Reply
 from actors.gateway.apis.messages import read_messages
 from actors.gateway.apis.responses import after
@@ -31,7 +30,6 @@ from infra.local.http_server import HttpBounds, bound, make_server, serve_on
 
 MODEL = "policy"  # the name a program is given; any other will do
 MAX_BODIES = 64  # of an episode that have not come whole
-RETRY_HEADER = "x-stainless-retry-count"  # of the clients of OpenAI and Anthropic
 # Nothing but memory bounds what a program of one's own may ask; answers are bounded by the task and the context.
 LIMITS = GatewayLimits(
     body_bytes=64 * 1024 * 1024,
@@ -113,15 +111,11 @@ class ProgramSite:
         body = await self._body(request, episode)
         async with self._turns:  # one in each round of the loop: of thousands that come together none holds it for all
             await asyncio.sleep(0)
-        before = episode.again(body) if request.headers.get(RETRY_HEADER, "0") != "0" else None
-        if before is not None:
-            return _once_more(api, _reply(before, episode))
         parsed = api.read(body, LIMITS, lambda answer: episode.conversations.find(answer, ""))
         in_flight = await episode.begin(parsed)
-        reply = _reply(in_flight, episode)
+        reply = Reply(in_flight=in_flight, decode=episode.decode, created=0, version=episode.version)
 
         def ended() -> None:
-            episode.keep(body, in_flight)
             if parsed.said:
                 episode.conversations.put(reply.answer_ids[0], Conversation(messages=after(reply)))
 
@@ -155,18 +149,3 @@ class ProgramSite:
 
     async def _models(self, request: Request, episode: ProgramEpisode) -> Response:
         return json_response(model_list([MODEL], episode.version))
-
-
-def _reply(in_flight: InFlight, episode: ProgramEpisode) -> Reply:
-    return Reply(in_flight=in_flight, decode=episode.decode, created=0, version=episode.version)
-
-
-def _once_more(api: Api, reply: Reply) -> Response:
-    """Repeat an answer, whole or as a stream of few events."""
-    if not reply.request.stream:
-        return json_response(api.whole(reply))
-    writer = api.events(reply)
-    events = writer.begin()
-    for index in range(reply.request.choices):
-        events += writer.finish(index, reply.parsed(index))
-    return Response(b"".join([*events, *writer.end()]), media_type="text/event-stream")

@@ -66,7 +66,7 @@ TASKS: tuple[dict[str, Any], ...] = (
     {"id": "untested", "prompt": "halve", "answer": "n / 2", "workflow": "check"},
     {"id": "program", "prompt": "double", "workflow": "check", "meta": {"tests": TESTS}},
     {"id": "product", "prompt": "7*6", "answer": "42", "workflow": "call"},
-    {"id": "walk", "prompt": "walk", "workflow": "walk", "meta": {"map": "SG"}},
+    {"id": "walk", "prompt": "walk", "workflow": "walk"},
     {"id": "shop", "prompt": "price?", "answer": "7", "workflow": "shop"},
     {"id": "lost", "prompt": "lost", "workflow": "lost"},
     {"id": "dev-add", "prompt": "10+1=", "answer": "11", "split": "dev"},
@@ -87,7 +87,7 @@ RIDDLE = "chain_sum-1-0"  # "4 - 1 - 7 ="
 DRAWN = frozenset({"add", "program", "product", "walk", "shop", RIDDLE})
 PLUGIN = '''
 import msgspec
-from headrace import Experience, Task, processor
+from headrace import Experience, Outcome, Task, processor
 
 @processor(version=1)
 def arranged(task: Task) -> Task:
@@ -103,6 +103,20 @@ def reserved(experience: Experience) -> Experience:
 def noticed(experience: Experience) -> Experience:
     """Passes everything; its stamp says from when on."""
     return experience
+
+class Corridor:
+    """The goal is one step to the right; every step costs."""
+
+    async def reset(self, task: Task, *, seed: int) -> Outcome:
+        return Outcome(observation="@G")
+
+    async def step(self, action: str) -> Outcome:
+        arrives = action == "right"
+        return Outcome(
+            observation="" if arrives else "@G",
+            reward=0.8 if arrives else -0.2,
+            end="terminal" if arrives else None,
+        )
 '''
 # At port 9 nobody listens. The first seven groups are of seven different tasks.
 SETTINGS = """
@@ -130,7 +144,7 @@ options = {{ tools = [{{ use = "actors.rollout.tools.python:Python" }}], system 
 use = "actors.rollout.workflows.interact:Interact"
 [explore.workflows.walk.options]
 max_turns = 3
-environment = {{ use = "actors.rollout.environments.grid:Grid", options = {{ step_cost = 0.2 }} }}
+environment = {{ use = "whole:Corridor" }}
 agent = {{ use = "actors.rollout.agent:React", options = {{ system = "think, act. " }} }}
 [explore.workflows.shop]
 use = "actors.rollout.workflows.interact:Interact"
