@@ -21,7 +21,6 @@ import hmac
 import re
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Literal
 
 import msgspec
 
@@ -141,18 +140,18 @@ def pseudonym(secret: bytes, kind: str, *names: str, letters: int = 32) -> str:
     return spelled(hmac.digest(secret, encoded, "sha256").hex()[:letters])
 
 
-def fallback_rater(kind: Literal["key", "answer"], identity: str) -> str:
-    """Rater of feedback that names none: the holder of a key, or of one answer's token."""
-    return f"{kind} {identity}"
+def fallback_rater(key_id: str) -> str:
+    """Rater of feedback that names none: the holder of the key."""
+    return f"key {key_id}"
 
 
 def is_person(rater: str) -> bool:
     """True if a rater is one person, as far as is known.
 
-    >>> is_person("nqjwlddn"), is_person(fallback_rater("key", "abcdefgh")), is_person("")
+    >>> is_person("nqjwlddn"), is_person(fallback_rater("abcdefgh")), is_person("")
     (True, False, False)
     """
-    return bool(rater) and not rater.startswith(("key ", "answer "))
+    return bool(rater) and not rater.startswith("key ")
 
 
 def keyed_subject(secret: bytes, tenant: str, user: str) -> str:

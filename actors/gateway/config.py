@@ -130,8 +130,6 @@ class GatewayConfig(Section, frozen=True):
     """Maximum conversations kept by session, to continue with their exact tokens, and as many by the id of the last answer."""
     sessions_mb: Positive = 256
     """Maximum megabytes of memory for each of the two kinds of conversations."""
-    cors_origins: tuple[str, ...] = ()
-    """Origins of web pages that may send feedback. None by default."""
     canary: CanaryShare | None = None
     refusals: tuple[str, ...] = REFUSALS
     """Regular expressions of a refusal, searched at the beginning of an answer. The gate counts refusals."""

@@ -240,8 +240,6 @@ class Gateway:
 
     def _rendered(self, request: ParsedRequest) -> list[int]:
         rendered = render(request.prompt, self.tokenizer)
-        if not rendered:
-            raise bad("prompt: has no tokens, expected at least one", "prompt")
         if len(rendered) > self.config.limits.prompt_tokens:
             raise bad(
                 f"messages: got {len(rendered)} tokens, expected at most {self.config.limits.prompt_tokens}",

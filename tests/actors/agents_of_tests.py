@@ -127,22 +127,13 @@ async def goes_away(base_url: str, key: str) -> float:
     return 1.0
 
 
-async def asks_again(base_url: str, key: str) -> float:
-    """Sends one request twice, as a client does that got no answer."""
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
-        asked: Any = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
-        first = await client.chat.completions.create(**asked)
-        again = await client.chat.completions.create(**asked, extra_headers={"x-stainless-retry-count": "1"})
-        return float(first.id == again.id)
-
-
 async def floods(base_url: str, key: str) -> float:
     """More requests at once than one episode may make; how many were refused."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
 
         async def ask(number: int) -> int:
             try:
-                await client.completions.create(model="m", prompt=f"{number}")
+                await client.chat.completions.create(model="m", messages=[{"role": "user", "content": f"{number}"}])
             except openai.RateLimitError:
                 return 1
             return 0
@@ -159,7 +150,7 @@ async def asks_too_often(base_url: str, key: str) -> None:
     """More requests than an episode may make, one after the other."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
         for number in range(40):
-            await client.completions.create(model="m", prompt=f"{number}")
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": f"{number}"}])
 
 
 async def leaves_in_mid_stream(base_url: str, key: str) -> None:

@@ -73,7 +73,7 @@ def test_of_one_person_the_word_on_the_first_answer_counts_whichever_version_gav
     named = [rated(f"s{number}", 5 + number, 0.0, rater="ann", at_ms=1000 * number, trial=7) for number in range(20)]
     assert heard(after(*named)) == heard(after(*named[::-1])) == {5: (1, 1)}, "a rater is one person in all sessions"
     assert heard(after(*named, rated("s", 5, 0.0, rater="ann", tenant="globex", trial=7))) == {5: (2, 2)}
-    for nobody in (fallback_rater("key", "abcd"), fallback_rater("answer", "hr-s.0")):
+    for nobody in (fallback_rater("abcd"), ""):
         unnamed = [rated(f"s{number % 3}", 5, 0.0, rater=nobody, number=number, trial=7) for number in range(20)]
         assert heard(after(*unnamed)) == {5: (3, 3)}, "a session is a person where the rater is none"
 

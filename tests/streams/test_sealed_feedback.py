@@ -36,7 +36,7 @@ from streams.sources.event import EventSource
 from streams.sources.file import FilePosition
 from streams.sources.file import take_once as take_from_file
 from streams.sources.received import GROUP, rating, take_once
-from tests.actors.gateway.gateway_rig import RunningGateway, engine, says, serving
+from tests.actors.gateway.gateway_rig import ASK, RunningGateway, engine, says, serving
 from tests.actors.gateway.test_gateway_feedback import HOOK, signature
 from tests.names import session_name
 from tests.streams.collect.collecting import answer, block
@@ -235,7 +235,9 @@ async def answered(folder: Path) -> AsyncIterator[tuple[RunningGateway, str]]:
         key = served.key(tenant=TENANT)
         await served.keys_read()
         client = served.client(key)
-        done = await client.completions.create(model="m", prompt="Hi", user=USER, extra_headers={"x-session-id": "s"})
+        done = await client.chat.completions.create(
+            model="m", messages=ASK, user=USER, extra_headers={"x-session-id": "s"}
+        )
         await served.recorded(1)
         yield served, done.id
 

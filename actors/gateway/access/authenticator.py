@@ -1,12 +1,8 @@
-"""Who may come in: keys, scopes, tenants and quotas, and signed tokens for browsers. Pure but for the clock it is given.
+"""Who may come in: keys, scopes, tenants and quotas. Pure but for the clock it is given.
 
 Guarantee: the response does not say why a key was refused; the metric does.
 """
 
-import base64
-import binascii
-import hashlib
-import hmac
 import time
 from collections.abc import Callable
 
@@ -21,8 +17,6 @@ from schemas.ids import belongs_to, group_of, session_consent, session_of
 BEARER = "bearer "
 MINUTE_S = 60.0
 MAX_BUCKETS = 65_536  # of those used longest ago some are forgotten: they are full again
-TOKEN_RPM = 10  # what one browser's token may say a minute, within the quota of the key that asked for it
-MAX_LIFE_S = 30 * 24 * 3600  # of a browser's token
 
 
 class Bucket(msgspec.Struct):
@@ -104,23 +98,6 @@ class Authenticator:
             raise ApiError(403, message, kind="permission_error", param="answer_id", code="other_tenant")
         return next(known for known in TRAINS if known == train)
 
-    def feedback_token(self, answer: str, key: ApiKey, expires_s: float) -> str:
-        """What a browser is handed to rate one answer: payload and HMAC-SHA256, both base64url. It ends with its key."""
-        payload = msgspec.json.encode((answer, key.id, expires_s))
-        return f"{base64.urlsafe_b64encode(payload).decode()}.{_mac(payload, self.book.secret).hex()}"
-
-    def enter_by_token(self, token: str) -> tuple[ApiKey, str]:
-        """The key that asked for a browser's feedback token, and the only answer the token is for. Raises ApiError."""
-        answer, key_id = read_token(token, self.book.secret, self._clock())
-        try:
-            key = self.book.live(key_id, self._clock())
-        except Refused as refused:
-            raise self._refused(refused) from refused
-        self._check_scope(key, "feedback")
-        self._take(f"{key.id} {answer}", "requests", TOKEN_RPM, 1)
-        self.admit(key)
-        return key, answer
-
     def now_s(self) -> float:
         return self._clock()
 
@@ -151,22 +128,3 @@ class Authenticator:
                 401, "no API key: expected Authorization: Bearer hr-…, or x-api-key: hr-…", code="missing_api_key"
             )
         return ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
-
-
-def read_token(token: str, secret: bytes, now_s: float) -> tuple[str, str]:
-    """The answer that a browser's token is for, and the key that asked for it. Raises ApiError if it is forged or expired."""
-    text, _, mac = token.partition(".")
-    try:
-        payload = base64.b64decode(text, altchars=b"-_", validate=True)
-    except (binascii.Error, ValueError):
-        payload = b""
-    if not hmac.compare_digest(_mac(payload, secret).hex().encode(), mac.encode("utf-8", "replace")):
-        raise ApiError(401, "the feedback token was not issued by this app", code="invalid_token")
-    answer, key_id, expires_s = msgspec.json.decode(payload, type=tuple[str, str, float])
-    if now_s >= expires_s:
-        raise ApiError(401, "the feedback token has expired", code="expired_token")
-    return answer, key_id
-
-
-def _mac(payload: bytes, secret: bytes) -> bytes:
-    return hmac.new(secret, b"feedback\x00" + payload, hashlib.sha256).digest()

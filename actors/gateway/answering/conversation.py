@@ -149,14 +149,13 @@ class ConversationCache(Newest[str, Conversation]):
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt. chat: messages for the template, None for a bare text. plain: the same as text, to compare and to record.
-    tokens: a prompt that came as token ids. pictures: bytes of all images, in their order. tools: functions, for the template.
+    """A prompt. chat: messages for the template. plain: the same as text, to compare and to record. pictures: bytes of all
+    images, in their order. tools: functions, for the template.
     """
 
     plain: tuple[Message, ...]
-    chat: tuple[Mapping[str, Any], ...] | None = None
+    chat: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
-    tokens: tuple[int, ...] = ()
     pictures: tuple[bytes, ...] = ()
 
 
@@ -187,7 +186,7 @@ def chat_prompt(
 def with_tool_prompt(prompt: Prompt) -> Prompt:
     """The prompt for a chat template that knows no tools: a system message says them, and calls and results are text."""
     tools = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in prompt.tools)
-    chat = [_without_calls(message) for message in prompt.chat or ()]
+    chat = [_without_calls(message) for message in prompt.chat]
     said = TOOL_PROMPT.format(tools=tools)
     if chat and chat[0]["role"] in ("system", "developer"):
         chat[0] = {**chat[0], "content": f"{chat[0]['content']}\n\n{said}"}
@@ -201,13 +200,6 @@ def _without_calls(message: Mapping[str, Any]) -> dict[str, Any]:
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     kept = {name: value for name, value in message.items() if name != "tool_calls"}
     return {**kept, "content": _plain(message)}
-
-
-def text_prompt(prompt: str | Sequence[int]) -> Prompt:
-    """A prompt without a conversation."""
-    if isinstance(prompt, str):
-        return Prompt(plain=(Message(role="user", content=prompt),))
-    return Prompt(plain=(), tokens=tuple(prompt))
 
 
 def read_calls(text: str) -> tuple[str, list[Called]]:

@@ -148,8 +148,8 @@ class InFlight(msgspec.Struct, kw_only=True):
 
     @property
     def _is_parsed(self) -> bool:
-        """False for a bare text that is continued, and for JSON that must match a schema."""
-        return self.request.prompt.chat is not None and not self.request.json_schema
+        """False for JSON that must match a schema."""
+        return not self.request.json_schema
 
     def _written(self, text: str, tokens: Sequence[int]) -> SampledText:
         request = self.request

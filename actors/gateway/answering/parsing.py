@@ -77,10 +77,6 @@ class AnswerParser(Protocol):
 def render(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
     """Tokens of a prompt. Raises ApiError for one that the template refuses."""
     try:
-        if prompt.tokens:
-            return list(prompt.tokens)
-        if prompt.chat is None:
-            return tokenizer.encode(prompt.plain[0].content)
         chat = [dict(message) for message in prompt.chat]
         return tokenizer.encode_request(chat, [dict(tool) for tool in prompt.tools])
     except (ValueError, RecursionError) as error:

@@ -22,7 +22,6 @@ from actors.gateway.answering.conversation import (
     RequestTool,
     chat_prompt,
     is_deep,
-    text_prompt,
 )
 from actors.gateway.config import GatewayLimits
 from actors.gateway.errors import bad
@@ -49,16 +48,34 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
-class Common(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that both kinds of request share.
+class JsonSchema(msgspec.Struct, frozen=True):
+    """json_schema of a response_format. name: of the schema, for people. schema: JSON schema of the answer."""
 
-    model: a served model. n: choices, 1 by default. stream: whether the answer comes piece by piece. stream_options: what
-    a stream says beside it. stop: texts that end it. seed: of the sampling. temperature, top_p: of the sampling, 1 by
-    default. max_tokens: of the answer. frequency_penalty, presence_penalty, repetition_penalty, logit_bias, top_k, min_p:
-    change the distribution, so such an answer is not trained by losses that form a ratio. user, safety_identifier: the person
-    behind the request; the second counts where both are there. store: false records nothing of the answer.
+    name: Annotated[str, Meta(max_length=256)] = ""
+    schema: dict[str, Any] | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """response_format of the OpenAI API. type: text, any JSON object, or JSON of a schema. json_schema: that schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of /v1/chat/completions.
+
+    messages: the conversation so far. model: a served model. n: choices, 1 by default. stream: whether the answer comes piece
+    by piece. stream_options: what a stream says beside it. stop: texts that end it. seed: of the sampling. temperature, top_p:
+    of the sampling, 1 by default. max_tokens: of the answer. max_completion_tokens: a newer name of max_tokens, which it goes
+    before. frequency_penalty, presence_penalty, repetition_penalty, logit_bias, top_k, min_p: change the distribution, so such
+    an answer is not trained by losses that form a ratio. user, safety_identifier: the person behind the request; the second
+    counts where both are there. store: false records nothing of the answer. logprobs: whether the answer has them.
+    top_logprobs: how many other tokens it shows at each place. response_format: format of the answer. tools: that may be
+    called. tool_choice: whether one must be. modalities: text alone. audio: null.
     """
 
+    messages: list[ChatMessage]
     model: Annotated[str, Meta(max_length=512)]
     n: Annotated[int, Meta(ge=1)] | None = None
     stream: bool | None = None
@@ -77,31 +94,6 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     user: Annotated[str, Meta(max_length=512)] | None = None
     store: bool | None = None
     safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
-
-
-class JsonSchema(msgspec.Struct, frozen=True):
-    """json_schema of a response_format. name: of the schema, for people. schema: JSON schema of the answer."""
-
-    name: Annotated[str, Meta(max_length=256)] = ""
-    schema: dict[str, Any] | None = None
-
-
-class ResponseFormat(msgspec.Struct, frozen=True):
-    """response_format of the OpenAI API. type: text, any JSON object, or JSON of a schema. json_schema: that schema."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
-class ChatRequest(Common, frozen=True, kw_only=True):
-    """Body of /v1/chat/completions.
-
-    messages: the conversation so far. max_completion_tokens: a newer name of max_tokens, which it goes before.
-    logprobs: whether the answer has them. top_logprobs: how many other tokens it shows at each place. response_format:
-    format of the answer. tools: that may be called. tool_choice: whether one must be. modalities: text alone. audio: null.
-    """
-
-    messages: list[ChatMessage]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -112,24 +104,13 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     audio: Any = None
 
 
-class TextRequest(Common, frozen=True, kw_only=True):
-    """Body of /v1/completions. prompt: a text is spelled without control tokens, as any; ids are taken as they are.
-    logprobs: of how many tokens at each place. prompt_logprobs: 0 asks for the log-probability of each token of the prompt but
-    the first, at temperature 1, as vLLM does; not with stream.
-    """
-
-    prompt: str | list[int]
-    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=0)] | None = None
-
-
 class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request as the gateway serves it.
 
     prompt: the conversation or text. model: as the client called it. stream: whether the answer goes out piece by piece. usage:
     whether the last piece counts tokens. choices: how many. stops: texts that end one. seed, temperature, top_p, shaping: of
     the sampling. max_tokens: None where the client named none. logprobs: wanted in the answer. top_logprobs: so many others
-    at each place. prompt_logprobs: those of the prompt are wanted. store: whether it may be recorded. user: the person behind
+    at each place. store: whether it may be recorded. user: the person behind
     it, as the client calls them. num_chars: of the prompt, tools included.
 
     must_call: the tool that the answer must call, "" for any, None for no must. force: the text it then begins with.
@@ -155,7 +136,6 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     store: bool
     user: str
     num_chars: int
-    prompt_logprobs: bool = False
     must_call: str | None = None
     force: str = ""
     json_schema: str = ""
@@ -193,66 +173,15 @@ def parsed_chat(
     request: ChatRequest, limits: GatewayLimits, ignored: list[str], *, shows_thoughts: bool = True
 ) -> ParsedRequest:
     """The request as the gateway serves it. shows_thoughts: thoughts are sent, apart from the words. Raises ApiError."""
-    if request.audio is not None or "audio" in (request.modalities or ()):
-        raise bad('audio: this model answers in text only; leave it out and send modalities = ["text"]', "audio")
-    if not request.messages:
-        raise bad("messages: got none, expected at least one", "messages")
-    if len(request.messages) > limits.messages:
-        raise bad(f"messages: got {len(request.messages)}, expected at most {limits.messages}", "messages")
-    tools = [tool for tool in request.tools or () if tool.function is not None]
-    for tool in request.tools or ():
-        if tool.function is None:
-            ignored.append(f"tools.{tool.type}")
-    if len(tools) > limits.tools:
-        raise bad(f"tools: got {len(tools)}, expected at most {limits.tools}", "tools")
-    if request.top_logprobs and not request.logprobs:
-        ignored.append("top_logprobs")
-    prompt, must_call = chat_prompt(request.messages, tools, _tool_choice(request, tools, ignored))
-    if len(prompt.pictures) > limits.images:
-        raise bad(f"messages: got {len(prompt.pictures)} images, expected at most {limits.images}", "messages")
-    return _ask(
-        request,
-        limits,
-        prompt,
-        ignored,
-        max_tokens=request.max_completion_tokens or request.max_tokens,
-        logprobs=bool(request.logprobs),
-        top_logprobs=request.top_logprobs or 0,
-        must_call=must_call,
-        json_schema=_json_schema(request, bool(prompt.tools), ignored),
-        shows_thoughts=shows_thoughts,
-    )
-
-
-def read_text(body: bytes, limits: GatewayLimits) -> ParsedRequest:
-    """The request in a body of /v1/completions. Raises ApiError."""
-    ignored: list[str] = []
-    request: TextRequest = decoded(body, _text, ignored)
-    if not request.prompt:
-        raise bad("prompt: got an empty prompt, expected text or token ids", "prompt")
-    return _ask(
-        request,
-        limits,
-        text_prompt(request.prompt),
-        ignored,
-        max_tokens=request.max_tokens,
-        logprobs=request.logprobs is not None,
-        top_logprobs=request.logprobs or 0,
-        prompt_logprobs=request.prompt_logprobs is not None and not request.stream,
-    )
-
-
-def _ask(
-    request: Common, limits: GatewayLimits, prompt: Prompt, ignored: list[str], *, max_tokens: int | None, **more: Any
-) -> ParsedRequest:
-    stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
-    if len(stops) > limits.stops or any(not stop or len(stop) > 256 for stop in stops):
-        raise bad(f"stop: expected at most {limits.stops} strings of 1 to 256 characters", "stop")
-    if stops and more.get("json_schema"):
+    prompt, must_call = _read_prompt(request, limits, ignored)
+    json_schema = _json_schema(request, bool(prompt.tools), ignored)
+    stops = _stops(request, limits)
+    if stops and json_schema:
         ignored.append("stop")
         stops = ()
     if (request.n or 1) > limits.choices:
         raise bad(f"n: got {request.n}, expected at most {limits.choices}", "n")
+    max_tokens = request.max_completion_tokens or request.max_tokens
     if max_tokens is not None and max_tokens > limits.max_tokens:
         ignored.append("max_tokens")
         max_tokens = limits.max_tokens
@@ -270,16 +199,49 @@ def _ask(
         top_p=1.0 if request.top_p is None else request.top_p,
         shaping=_shaping(request),
         max_tokens=max_tokens,
+        logprobs=bool(request.logprobs),
+        top_logprobs=request.top_logprobs or 0,
+        must_call=must_call,
+        json_schema=json_schema,
+        shows_thoughts=shows_thoughts,
         store=request.store is not False,
         user=request.safety_identifier or request.user or "",
         num_chars=sum(len(message.content) for message in prompt.plain)
         + (len(msgspec.json.encode(prompt.tools)) if prompt.tools else 0),
         ignored=tuple(ignored),
-        **more,
     )
 
 
-def _shaping(request: Common) -> Shaping | None:
+def _read_prompt(request: ChatRequest, limits: GatewayLimits, ignored: list[str]) -> tuple[Prompt, str | None]:
+    """The prompt, and the tool its answer must call. Raises ApiError."""
+    if request.audio is not None or "audio" in (request.modalities or ()):
+        raise bad('audio: this model answers in text only; leave it out and send modalities = ["text"]', "audio")
+    if not request.messages:
+        raise bad("messages: got none, expected at least one", "messages")
+    if len(request.messages) > limits.messages:
+        raise bad(f"messages: got {len(request.messages)}, expected at most {limits.messages}", "messages")
+    tools = [tool for tool in request.tools or () if tool.function is not None]
+    for tool in request.tools or ():
+        if tool.function is None:
+            ignored.append(f"tools.{tool.type}")
+    if len(tools) > limits.tools:
+        raise bad(f"tools: got {len(tools)}, expected at most {limits.tools}", "tools")
+    if request.top_logprobs and not request.logprobs:
+        ignored.append("top_logprobs")
+    prompt, must_call = chat_prompt(request.messages, tools, _tool_choice(request, tools, ignored))
+    if len(prompt.pictures) > limits.images:
+        raise bad(f"messages: got {len(prompt.pictures)} images, expected at most {limits.images}", "messages")
+    return prompt, must_call
+
+
+def _stops(request: ChatRequest, limits: GatewayLimits) -> tuple[str, ...]:
+    stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    if len(stops) > limits.stops or any(not stop or len(stop) > 256 for stop in stops):
+        raise bad(f"stop: expected at most {limits.stops} strings of 1 to 256 characters", "stop")
+    return stops
+
+
+def _shaping(request: ChatRequest) -> Shaping | None:
     """The shaping that a client asks for, None for none. Raises ApiError for a bias of something that is no token id."""
     bias = request.logit_bias or {}
     if wrong := [token for token in bias if not token.isdigit()]:
@@ -363,7 +325,6 @@ def _unkept(schema: Any, *, are_names: bool = False) -> Iterator[str]:
 
 
 _chat = msgspec.json.Decoder(ChatRequest)
-_text = msgspec.json.Decoder(TextRequest)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 

@@ -87,7 +87,7 @@ class Sessions:
             if len(said) <= held.known or said[held.known - 1] != held.past[-1]:
                 continue
             added = added_tokens(rendered, held.turn, tokenizer)
-            if added is None and prompt.chat is not None:
+            if added is None:
                 added = behind_answer(prompt.chat, prompt.tools, held.turn, held.known, tokenizer)
             if added is not None:
                 return Continuation([*held.tokens, *added], held.number, "")

@@ -17,15 +17,13 @@ Recall = Callable[[str], Conversation | None]  # the conversation that ends with
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """What an answer is spelled from. created: seconds of the epoch. version: of the policy when the request began.
-    in_flight: the request with its answers. decode: token ids to text. prompt_logprobs: of each token of the prompt but the
-    first, () where the client did not ask.
+    in_flight: the request with its answers. decode: token ids to text.
     """
 
     in_flight: InFlight
     decode: Decode
     created: int
     version: int
-    prompt_logprobs: Sequence[float] = ()
 
     @property
     def request(self) -> ParsedRequest:

@@ -1,4 +1,4 @@
-"""OpenAI's Chat Completions and Completions: the objects and events a client expects. Pure."""
+"""OpenAI's Chat Completions: the objects and events a client expects. Pure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import msgspec
 from actors.gateway.answering.conversation import Called
 from actors.gateway.answering.in_flight import Decode
 from actors.gateway.answering.parsing import Parsed
-from actors.gateway.answering.requests import ParsedRequest, read_chat, read_text
+from actors.gateway.answering.requests import ParsedRequest, read_chat
 from actors.gateway.apis.api import Api, Reply
 from actors.gateway.errors import ApiError
 
@@ -17,31 +17,24 @@ DONE = b"data: [DONE]\n\n"
 
 
 class CompletionEvents:
-    """The EventWriter of chat completions, and of completions. A tool call is one event, sent once it is whole."""
+    """The EventWriter of chat completions. A tool call is one event, sent once it is whole."""
 
-    def __init__(self, reply: Reply, *, chat: bool) -> None:
+    def __init__(self, reply: Reply) -> None:
         self._reply = reply
-        self._chat = chat
 
     def begin(self) -> list[bytes]:
-        choices = range(self._reply.request.choices) if self._chat else ()
+        choices = range(self._reply.request.choices)
         return [self._event([_delta(index, {"role": "assistant", "content": ""})]) for index in choices]
 
     def text(self, index: int, more: Parsed, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()) -> list[bytes]:
-        request, decode = self._reply.request, self._reply.decode
-        if self._chat:
-            found = _chat_logprobs(request, decode, tokens, logprobs)
-            thought = {"reasoning": more.thought} if more.thought else {}
-            said = {"content": more.said} if more.said or not thought else {}
-            return [self._event([_delta(index, thought | said, logprobs=found)])]
-        found = _text_logprobs(request, decode, tokens, logprobs)
-        return [self._event([_text_choice(self._reply, index, more.said, None, found)])]
+        found = _logprobs(self._reply.request, self._reply.decode, tokens, logprobs)
+        thought = {"reasoning": more.thought} if more.thought else {}
+        said = {"content": more.said} if more.said or not thought else {}
+        return [self._event([_delta(index, thought | said, logprobs=found)])]
 
     def finish(self, index: int, rest: Parsed) -> list[bytes]:
         finish, calls = self._reply.in_flight.answers[index].finish, rest.calls
         events = self.text(index, rest) if rest.thought or rest.said else []
-        if not self._chat:
-            return [*events, self._event([_text_choice(self._reply, index, "", finish, None)])]
         if calls:
             finish = "tool_calls"
             deltas = [{"index": at, **_call(self._reply, index, at, call)} for at, call in enumerate(calls)]
@@ -54,21 +47,14 @@ class CompletionEvents:
         return [*used, DONE]
 
     def _event(self, choices: Sequence[Object], usage: Object | None = None) -> bytes:
-        kind = "chat.completion.chunk" if self._chat else "text_completion"
         more = {} if usage is None else {"usage": usage}
-        return b"data: " + msgspec.json.encode({**_head(self._reply, kind), "choices": choices, **more}) + b"\n\n"
+        head = _head(self._reply, "chat.completion.chunk")
+        return b"data: " + msgspec.json.encode({**head, "choices": choices, **more}) + b"\n\n"
 
 
 def whole_chat(reply: Reply) -> bytes:
-    return _whole(reply, "chat.completion", [_chat_choice(reply, index) for index in range(reply.request.choices)])
-
-
-def whole_text(reply: Reply) -> bytes:
-    choices = []
-    for index, answer in enumerate(reply.in_flight.answers):
-        found = _text_logprobs(reply.request, reply.decode, *_seen(reply, index))
-        choices.append(_text_choice(reply, index, answer.text, answer.finish, found) | _prompt_logprobs(reply))
-    return _whole(reply, "text_completion", choices)
+    choices = [_choice(reply, index) for index in range(reply.request.choices)]
+    return msgspec.json.encode({**_head(reply, "chat.completion"), "choices": choices, "usage": _usage(reply)})
 
 
 def error_event(error: ApiError) -> bytes:
@@ -78,23 +64,11 @@ def error_event(error: ApiError) -> bytes:
 CHAT = Api(
     read=lambda body, limits, recall: read_chat(body, limits),
     whole=whole_chat,
-    events=lambda reply: CompletionEvents(reply, chat=True),
+    events=CompletionEvents,
     error=ApiError.body,
     error_event=error_event,
     openings=lambda choices: choices,
 )
-TEXT = Api(
-    read=lambda body, limits, recall: read_text(body, limits),
-    whole=whole_text,
-    events=lambda reply: CompletionEvents(reply, chat=False),
-    error=ApiError.body,
-    error_event=error_event,
-    openings=lambda choices: 0,
-)
-
-
-def _whole(reply: Reply, kind: str, choices: Sequence[Object]) -> bytes:
-    return msgspec.json.encode({**_head(reply, kind), "choices": choices, "usage": _usage(reply)})
 
 
 def _head(reply: Reply, kind: str) -> Object:
@@ -113,7 +87,7 @@ def _usage(reply: Reply) -> Object:
     return {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": total}
 
 
-def _chat_choice(reply: Reply, index: int) -> Object:
+def _choice(reply: Reply, index: int) -> Object:
     parsed = reply.parsed(index)
     calls = parsed.calls
     message: Object = {"role": "assistant", "content": parsed.said if parsed.said or not calls else None}
@@ -125,7 +99,7 @@ def _chat_choice(reply: Reply, index: int) -> Object:
         "index": index,
         "message": message,
         "finish_reason": "tool_calls" if calls else reply.in_flight.answers[index].finish,
-        "logprobs": _chat_logprobs(reply.request, reply.decode, *_seen(reply, index)),
+        "logprobs": _logprobs(reply.request, reply.decode, *_seen(reply, index)),
         "answer_id": reply.answer_ids[index],
     }
 
@@ -140,12 +114,7 @@ def _delta(index: int, delta: Object, finish: str | None = None, logprobs: Objec
     return {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
 
 
-def _text_choice(reply: Reply, index: int, text: str, finish: str | None, logprobs: Object | None) -> Object:
-    answer = {"answer_id": reply.answer_ids[index]} if finish else {}
-    return {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs, **answer}
-
-
-def _chat_logprobs(
+def _logprobs(
     request: ParsedRequest, decode: Decode, tokens: Sequence[int], logprobs: Sequence[float]
 ) -> Object | None:
     """Log-probabilities of a chat completion; the engine tells only that of the chosen token."""
@@ -157,29 +126,6 @@ def _chat_logprobs(
         entry = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
         entries.append({**entry, "top_logprobs": [entry] if request.top_logprobs else []})
     return {"content": entries, "refusal": None}
-
-
-def _text_logprobs(
-    request: ParsedRequest, decode: Decode, tokens: Sequence[int], logprobs: Sequence[float]
-) -> Object | None:
-    if not request.logprobs:
-        return None
-    texts = [decode((token,)) for token in tokens]
-    offsets = [sum(len(text) for text in texts[:at]) for at in range(len(texts))]
-    top = [{text: logprob} for text, logprob in zip(texts, logprobs, strict=True)] if request.top_logprobs else None
-    return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": top, "text_offset": offsets}
-
-
-def _prompt_logprobs(reply: Reply) -> Object:
-    """Log-probabilities of the prompt as vLLM spells them: null for the first token, then an object by token id."""
-    if not reply.prompt_logprobs:
-        return {}
-    tokens = reply.in_flight.tokens[1:]
-    entries = [
-        {str(token): {"logprob": logprob, "decoded_token": reply.decode((token,))}}
-        for token, logprob in zip(tokens, reply.prompt_logprobs, strict=True)
-    ]
-    return {"prompt_logprobs": [None, *entries]}
 
 
 def _call(reply: Reply, index: int, at: int, call: Called) -> Object:

@@ -12,13 +12,11 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from actors.gateway.access.authenticator import MAX_LIFE_S, Authenticator
+from actors.gateway.access.authenticator import Authenticator
 from actors.gateway.access.concurrency import ReleasingStream, TakenSlots
 from actors.gateway.access.keys import ApiKey, Scope
 from actors.gateway.answering.conversation import Conversation
@@ -31,7 +29,7 @@ from actors.gateway.answering.requests import (
     ends_session,
 )
 from actors.gateway.apis.api import Api, Reply
-from actors.gateway.apis.completions import CHAT, TEXT
+from actors.gateway.apis.completions import CHAT
 from actors.gateway.apis.messages import MESSAGES, read_messages
 from actors.gateway.apis.responses import RESPONSES, after
 from actors.gateway.config import GatewayLimits, Webhook
@@ -55,7 +53,6 @@ from actors.gateway.recording.feedback_intake import (
     named_choice,
     nth_answer,
     read_feedback,
-    read_token_request,
 )
 from infra.observe.metrics import Metrics
 from schemas.ids import group_of
@@ -63,7 +60,6 @@ from schemas.ids import group_of
 # The APIs in which clients ask for answers, by their paths.
 APIS: Mapping[str, Api] = {
     "/v1/chat/completions": CHAT,
-    "/v1/completions": TEXT,
     "/v1/messages": MESSAGES,
     "/v1/responses": RESPONSES,
 }
@@ -76,11 +72,9 @@ ROUTES: Mapping[str, tuple[str, Scope | None]] = {
     MODELS_PATH: ("GET", "serve"),
     f"{MODELS_PATH}/{{model:path}}": ("GET", "serve"),
     PATH: ("POST", "feedback"),
-    f"{PATH}/tokens": ("POST", "feedback"),
     "/healthz": ("GET", None),
     "/metrics": ("GET", "admin"),
 }
-TOKEN_HEADER = "x-feedback-token"
 REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)  # seconds
 IGNORED_HEADER = "x-headrace-ignored"
 TRAINED_HEADER = "x-headrace-trained"
@@ -135,17 +129,13 @@ class Site:
             MODELS_PATH: self._list_models,
             f"{MODELS_PATH}/{{model:path}}": self._show_model,
             PATH: self._feedback,
-            f"{PATH}/tokens": self._issue_token,
             "/healthz": self._health,
             "/metrics": self._measure,
         }
         served = [(method, path, handlers[path]) for path, (method, _) in ROUTES.items()]
         served += [("POST", path, self._webhook) for path in self._webhooks]
         routes = [Route(path, self._guarded(path, handler), methods=[method]) for method, path, handler in served]
-        origins = list(self._gateway.config.cors_origins)
-        cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["POST"], allow_headers=["*"])
-        missed = {404: _no_route, 405: _no_route}
-        return Starlette(routes=routes, middleware=[cors] if origins else [], exception_handlers=missed)
+        return Starlette(routes=routes, exception_handlers={404: _no_route, 405: _no_route})
 
     def _guarded(self, path: str, handler: Handler) -> Handler:
         """The handler behind the authenticator; errors become error objects and are counted."""
@@ -155,11 +145,8 @@ class Site:
             self._metrics.counter("refused", route=path, reason=error.reason).inc()
 
         async def work(request: Request) -> Response:
-            if path == PATH and (token := request.headers.get(TOKEN_HEADER)):
-                request.state.key, request.state.answer = self._authenticator.enter_by_token(token)
-            elif scope is not None:
+            if scope is not None:
                 request.state.key = self._authenticator.enter(scope, presented(request.headers))
-                request.state.answer = ""
             return await handler(request)
 
         async def handle(request: Request) -> Response:
@@ -220,8 +207,7 @@ class Site:
     async def _admitted(self, request: Request) -> tuple[ApiKey, bytes]:
         """The key and the body of a request, which counts for the key's quota. Raises ApiError."""
         key: ApiKey = request.state.key
-        if not request.state.answer:
-            self._authenticator.admit(key)
+        self._authenticator.admit(key)
         body = await read_body(request, self._limits.body_bytes, self._bodies, key.id)
         self._authenticator.check_live(key)  # the body may have taken long
         return key, body
@@ -257,11 +243,6 @@ class Site:
             self._gateway.release(in_flight)
             self._charge(in_flight)
         self._keep(reply, session)
-        if parsed.prompt_logprobs:
-            engine = self._gateway.engine
-            reply = msgspec.structs.replace(reply, version=engine.version)
-            told = await unless_gone(request, engine.score_tokens(in_flight.tokens))
-            reply = msgspec.structs.replace(reply, prompt_logprobs=told)
         return json_response(api.whole(reply))
 
     async def _from_canary(self, request: Request, body: bytes, parsed: ParsedRequest, api: Api) -> Response | None:
@@ -329,9 +310,6 @@ class Site:
         key, body = await self._admitted(request)
         feedback = read_feedback(body)
         answer = nth_answer(feedback.answer_id, feedback.choice)
-        by_token: str = request.state.answer
-        if by_token and answer != by_token:
-            raise ApiError(403, "the feedback token is for another answer", kind="permission_error", param="answer_id")
         self._check_choice(answer)
         train = self._authenticator.check_answer(key, answer)
         identity, reason = feedback.id or "", ""
@@ -341,7 +319,7 @@ class Site:
             reason = "no source"
             self._metrics.counter("feedback_unread").inc()
         if not reason:
-            identity = await self._feedback_intake.feedback(feedback, answer=answer, key=key, by_token=bool(by_token))
+            identity = await self._feedback_intake.feedback(feedback, answer=answer, key=key)
         else:
             self._metrics.counter("feedback_received", path=PATH, outcome=reason).inc()
         reply = {"object": "feedback", "id": identity, "answer_id": answer, "recorded": not reason}
@@ -358,17 +336,6 @@ class Site:
         choices = self._gateway.served.get(group_of(answer)) or self._limits.choices
         if not 0 <= choice < choices:
             raise bad(f"choice: got {choice} of a response with at most {choices} choices", "choice")
-
-    async def _issue_token(self, request: Request) -> Response:
-        key, body = await self._admitted(request)
-        asked = read_token_request(body)
-        answer = nth_answer(asked.answer_id, asked.choice)
-        self._check_choice(answer)
-        self._authenticator.check_answer(key, answer)
-        expires_s = int(self._authenticator.now_s() + min(asked.expires_in, MAX_LIFE_S))
-        token = self._authenticator.feedback_token(answer, key, expires_s)
-        reply = {"object": "feedback.token", "token": token, "answer_id": answer, "expires_at": expires_s}
-        return json_response(reply)
 
     async def _webhook(self, request: Request) -> Response:
         webhook = self._webhooks[request.url.path]

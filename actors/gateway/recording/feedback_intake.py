@@ -5,7 +5,7 @@ Guarantees: a client gets "accepted" once the feedback is in the log or on disk,
 refused before it is parsed; a repeated webhook is a single record. Feedback is not written for an answer whose key does not
 consent to training, nor sealed for an answer that does not exist. Feedback sources interpret the feedback.
 
-A rater is a pseudonym of the name that the key gives, "key <id>" without a name, or "answer <id>" for a browser's token.
+A rater is a pseudonym of the name that the key gives, or "key <id>" without a name.
 """
 
 import asyncio
@@ -66,14 +66,6 @@ class FeedbackRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     rater: Short | None = None
 
 
-class TokenRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of /v1/feedback/tokens. answer_id: the only one it is for. choice: as in feedback. expires_in: seconds."""
-
-    answer_id: Short
-    choice: Annotated[int, Meta(ge=0, le=1024)] = 0
-    expires_in: Annotated[int, Meta(ge=1)] = 3600
-
-
 def read_feedback(body: bytes) -> FeedbackRequest:
     """The feedback in a body; it has exactly one kind. Raises ApiError."""
     request: FeedbackRequest = decoded(body, _feedback, [])
@@ -86,12 +78,6 @@ def read_feedback(body: bytes) -> FeedbackRequest:
     if request.kind is not None and request.kind != kinds[0]:
         raise bad(f"kind: got {request.kind!r} with a {kinds[0]}", "kind")
     return msgspec.structs.replace(request, kind=kinds[0])
-
-
-def read_token_request(body: bytes) -> TokenRequest:
-    """Read a request for a browser's token. Raises ApiError."""
-    request: TokenRequest = decoded(body, _token_request, [])
-    return request
 
 
 def nth_answer(answer: str, choice: int) -> str:
@@ -157,16 +143,13 @@ class FeedbackIntake:
         self._taken: Newest[str, None] = Newest(MAX_TAKEN)
         self.is_read = True  # by a source of the settings
 
-    async def feedback(self, request: FeedbackRequest, *, answer: str, key: ApiKey, by_token: bool) -> str:
+    async def feedback(self, request: FeedbackRequest, *, answer: str, key: ApiKey) -> str:
         """Hand on the feedback on one answer; returns the feedback's id. Raises ApiError."""
-        secret, rater = self._secret(), fallback_rater("answer", answer) if by_token else fallback_rater("key", key.id)
-        if request.rater and not by_token:
+        secret, rater, identity = self._secret(), fallback_rater(key.id), secrets.token_hex(12)
+        if request.rater:
             rater = pseudonym(secret, "rater", key.tenant, request.rater)
-        # A browser's ids belong to its answer, so they never collide with the ids of a server.
-        place = answer if by_token else ""
-        identity = secrets.token_hex(12)
         if request.id:
-            identity = pseudonym(secret, "feedback", key.tenant, place, request.id)
+            identity = pseudonym(secret, "feedback", key.tenant, "", request.id)
         table = msgspec.to_builtins(request) | {"rater": rater, "id": identity}
         given = {name: value for name, value in table.items() if value is not None}
         feedback: Any = await self._recorder.masked(given, len(request.text or "") + len(request.correction or ""))
@@ -250,7 +233,6 @@ class FeedbackIntake:
 
 
 _feedback = msgspec.json.Decoder(FeedbackRequest)
-_token_request = msgspec.json.Decoder(TokenRequest)
 
 
 def _seconds(stamp: str) -> float:

@@ -127,8 +127,7 @@ class Recorder:
         spans = tuple(
             replace(span, start=start + span.start, stop=start + span.stop) for span in answer.spans(served.sampling)
         )
-        prompt = served.request.prompt
-        plain = prompt.plain or (Message(role="user", content=self.tokenizer.decode(prompt.tokens)),)
+        plain = served.request.prompt.plain
         return make_experience(
             tokens=[*served.tokens, *answer.tokens],
             logprobs=answer.logprobs,
@@ -143,7 +142,7 @@ class Recorder:
             tenant=served.key.tenant,
             subject=served.subject,
             spans=spans,
-            turn=len(prompt.plain) if served.session else -1,
+            turn=len(plain) if served.session else -1,
             carried=served.turn,
             trial=served.trial,
             part_reason=served.reason,
@@ -166,9 +165,7 @@ class Recorder:
         messages = tuple(
             replace(message, content=text) for message, (text, _) in zip(experience.messages, texts, strict=True)
         )
-        chat = None
-        if served.request.prompt.chat is not None:
-            chat = tuple(self._masked_message(message) for message in served.request.prompt.chat)
+        chat = tuple(self._masked_message(message) for message in served.request.prompt.chat)
         prompt = Prompt(plain=messages[:-1], chat=chat, tools=tuple(tools) if isinstance(tools, list) else ())
         return self._spelled(experience, prompt, messages[-1].content, messages)
 

@@ -36,6 +36,9 @@ VOCABULARY = 260
 LIMITS = GatewayLimits()
 
 
+ASK: list[Any] = [{"role": "user", "content": "Hi"}]
+
+
 class ByteTokenizer:
     """One token per byte of UTF-8, and an end token; a template that marks roles."""
 

@@ -59,7 +59,7 @@ def test_a_session_is_packed_and_goes_on_with_its_very_tokens_where_its_history_
         ((other, plain[1], following), (rendered, 0, "another conversation")),
         (plain, (rendered, 0, "goes on from an earlier turn")),
     ):
-        assert sessions.prompt("s", Prompt(plain=said), rendered, ByteTokenizer()) == expected
+        assert sessions.prompt("s", Prompt(plain=said, chat=()), rendered, ByteTokenizer()) == expected
 
 
 def chat(**more: Any) -> dict[str, Any]:
@@ -88,7 +88,7 @@ async def test_http_mistakes_have_error_objects_too_and_disturb_nothing(tmp_path
             assert (await http.get("/v1/chat/completions")).status_code == 405
             assert (await http.get("/healthz")).json() == {"status": "ok", "version": 0, "channel": "stable"}
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: 100\r\n\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: 100\r\n\r\n"
         writer.write(head.encode() + b'{"model"')
         assert b"408" in await reader.readline(), "a slow client is not waited for"
         writer.close()
@@ -126,12 +126,14 @@ async def test_an_answer_gets_the_room_that_is_left_and_a_context_that_leaves_no
     limits = GatewayLimits(max_tokens=5000)
     async with serving(tmp_path, engine(lambda prompt: [120] * 5000), limits=limits) as served:
         key = await served.new_key()
-        ask = served.client(key).completions.create
+        ask = served.client(key).chat.completions.create
+        around = len(ByteTokenizer().encode_request([{"role": "user", "content": ""}]))
+        almost, full = ([{"role": "user", "content": "x" * (size - around)}] for size in (4090, 4096))
         for asked in ({"max_tokens": 5000}, {}):
-            answer = await ask(model="m", prompt=[120] * 4090, **asked)  # type: ignore[call-overload]
+            answer = await ask(**chat(messages=almost, **asked))
             assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (6, "length")
         with pytest.raises(openai.BadRequestError) as caught:
-            await ask(model="m", prompt=[120] * 4096, max_tokens=1)
+            await ask(**chat(messages=full, max_tokens=1))
         assert caught.value.code == "context_length_exceeded"
 
 

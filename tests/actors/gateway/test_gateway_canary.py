@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 from starlette.responses import StreamingResponse
 
-from actors.gateway.apis.completions import CHAT, TEXT
+from actors.gateway.apis.completions import CHAT
 from actors.gateway.apis.messages import error_event
 from actors.gateway.config import CanaryShare
 from actors.gateway.errors import bad
@@ -158,7 +158,7 @@ async def watched(handle: Any, *, there: float = 1.0) -> AsyncIterator[tuple[Can
 
 
 async def gives_none(canary: Canary) -> bool:
-    said = [await canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=stream) for stream in (False, True)]
+    said = [await canary.answer("/v1/chat/completions", {}, b"{}", api=CHAT, stream=stream) for stream in (False, True)]
     return said == [None, None]
 
 
@@ -253,7 +253,7 @@ async def test_a_canary_that_falls_silent_is_let_go_as_soon_as_it_is_missed() ->
         raise AssertionError
 
     async with watched(handle) as (canary, _):
-        waiting = asyncio.create_task(canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=False))
+        waiting = asyncio.create_task(canary.answer("/v1/chat/completions", {}, b"{}", api=CHAT, stream=False))
         await asyncio.sleep(0)
         assert not waiting.done()
         alive = False

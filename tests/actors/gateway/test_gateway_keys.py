@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
-from actors.gateway.access.authenticator import Authenticator, Bucket
+from actors.gateway.access.authenticator import Bucket
 from actors.gateway.access.keys import KeyBook, Refused, create_key, list_keys, revoke_key
 from actors.gateway.config import GatewayConfig, Webhook
 from actors.gateway.http.app import ROUTES as SERVED
@@ -15,7 +15,7 @@ from actors.gateway.http.app import Site
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
 from infra.store.store import API_KEYS
-from tests.actors.gateway.gateway_rig import RunningGateway, serving
+from tests.actors.gateway.gateway_rig import serving
 from tests.actors.gateway.test_gateway_users import StoreAway
 from tests.actors.rig import until
 from tests.names import session_name
@@ -24,14 +24,12 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 OWN = f"hr-{session_name('acme', 's')}.7-0.0-0-0"
 ROUTES: list[tuple[str, str, Any, str]] = [
     ("POST", "/v1/chat/completions", CHAT, "serve"),
-    ("POST", "/v1/completions", {"model": "m", "prompt": "Hi"}, "serve"),
     ("POST", "/v1/responses", {"model": "m", "input": "Hi"}, "serve"),
     ("POST", "/v1/messages", {**CHAT, "max_tokens": 5}, "serve"),
     ("POST", "/v1/messages/count_tokens", CHAT, "serve"),
     ("GET", "/v1/models", None, "serve"),
     ("GET", "/v1/models/main", None, "serve"),
     ("POST", "/v1/feedback", {"answer_id": OWN, "value": 1}, "feedback"),
-    ("POST", "/v1/feedback/tokens", {"answer_id": OWN}, "feedback"),
     ("GET", "/metrics", None, "admin"),
 ]
 WEBHOOK = Webhook(path="/zendesk", secret=b"shared", header="x-signature")
@@ -164,42 +162,3 @@ class GatewayStub:
     """As much of a gateway as its routes need."""
 
     config = GatewayConfig()
-
-
-async def answered(served: RunningGateway, key: str) -> str:
-    answer = await served.client(key).chat.completions.create(**CHAT)  # type: ignore[call-overload]
-    return str(answer.id)
-
-
-async def test_a_browser_may_rate_the_one_answer_its_token_is_for(tmp_path: Path) -> None:
-    async with serving(tmp_path, cors_origins=("https://app.example",)) as served:
-        key = await served.new_key()
-        first, second = await answered(served, key), await answered(served, key)
-        async with served.http(key) as http:
-            made = (await http.post("/v1/feedback/tokens", json={"answer_id": first, "expires_in": 60})).json()
-        key_id = key.split("-")[1]
-        async with served.http() as http:
-
-            async def rate(token: str, answer: str) -> tuple[int, Any]:
-                said = {"answer_id": answer, "value": True, "rater": "somebody else"}
-                got = await http.post("/v1/feedback", json=said, headers={"x-feedback-token": token})
-                return got.status_code, got.json()
-
-            assert (await rate(made["token"], first))[0] == 202
-            assert (await rate(made["token"], second))[0] == 403
-            (known,) = [one for one, _ in list_keys(served.store) if one.id == key_id]
-            forged = Authenticator(KeyBook(), Metrics("t")).feedback_token(second, known, time.time() + 60)
-            assert (await rate(forged, second))[0] == 401
-            assert (await rate(made["token"][:-2] + "AA", first))[0] == 401
-            assert (await rate("nonsense", first))[0] == 401
-            book = KeyBook(secret=served.store.get("gateway/secret"))
-            old = Authenticator(book, Metrics("t")).feedback_token(first, known, time.time() - 1)
-            assert (await rate(old, first))[1]["error"]["code"] == "expired_token"
-            origin = {"origin": "https://app.example", "access-control-request-method": "POST"}
-            allowed = await http.options("/v1/feedback", headers=origin)
-            assert allowed.headers["access-control-allow-origin"] == "https://app.example"
-            revoke_key(served.store, key_id)
-            await served.keys_read()
-            assert (await rate(made["token"], first))[0] == 401, "a token dies with the key that asked for it"
-        (received,) = await served.received(1)
-        assert received.rater == f"answer {first}" and b"somebody else" not in received.body

@@ -17,7 +17,7 @@ import pytest
 from actors.gateway.config import GatewayLimits
 from infra.local.http_server import new_loop
 from infra.store.images import MAX_SCANS
-from tests.actors.gateway.gateway_rig import VOCABULARY, serving
+from tests.actors.gateway.gateway_rig import ASK, VOCABULARY, serving
 from tests.actors.gateway.test_gateway_images import Eyes
 from tests.actors.rig import Looking
 from tests.infra.test_images import scans
@@ -66,7 +66,7 @@ async def pipelined(port: int, key: str, number: int) -> None:
 
 
 async def bodies_without_key(port: int, key: str, number: int) -> None:
-    await sends(port, head("/v1/feedback", "", 2**20, "x-feedback-token: anything") + b"x" * (2**20 - 1))
+    await sends(port, head("/v1/feedback", "", 2**20, "x-other: anything") + b"x" * (2**20 - 1))
 
 
 async def bodies(port: int, key: str, number: int) -> None:
@@ -78,8 +78,10 @@ async def silence(port: int, key: str, number: int) -> None:
 
 
 async def unread(port: int, key: str, number: int) -> None:
-    body = json.dumps({"model": "m", "prompt": "x", "n": 8, "stream": True, "logprobs": 1, "max_tokens": 512}).encode()
-    await sends(port, head("/v1/completions", key, len(body)) + body)
+    body = json.dumps(
+        {"model": "m", "messages": ASK, "n": 8, "stream": True, "logprobs": True, "max_tokens": 512}
+    ).encode()
+    await sends(port, head("/v1/chat/completions", key, len(body)) + body)
 
 
 async def asks(port: int, key: str, body: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from actors.engines.engine import Sampling, Shaping, shaped_logits
 from actors.gateway.answering.conversation import MAX_DEPTH, ChatMessage, Conversation, ConversationCache, read_calls
-from actors.gateway.answering.requests import ParsedRequest, read_chat, read_text
+from actors.gateway.answering.requests import ParsedRequest, read_chat
 from actors.gateway.answering.text import THINK, THOUGHT, Detokenizer, StopStrings, ThoughtSplitter
 from actors.gateway.apis.messages import read_messages
 from actors.gateway.apis.responses import read_responses
@@ -32,7 +32,7 @@ def responses(body: bytes, limits: GatewayLimits) -> ParsedRequest:
 
 
 BASE: dict[Any, dict[str, Any]] = {
-    read_chat: {"model": "m", "messages": SAID}, read_text: {"model": "m", "prompt": "Hi"},
+    read_chat: {"model": "m", "messages": SAID},
     read_messages: {"model": "m", "messages": SAID, "max_tokens": 9}, responses: {"model": "m", "input": "Hi"},
 }  # fmt: skip
 
@@ -140,7 +140,7 @@ IGNORED: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
     (read_chat, {"stream_options": {"include_usage": True}}, ("stream_options",)),
     (read_chat, {"colour": "red", "prediction": {"type": "content"}}, ("colour", "prediction")),
     (read_chat, {"response_format": held(UNKEPT)}, (f"{ROOT}.multipleOf", f"{ROOT}.uniqueItems")),
-    (read_text, {"echo": True, "best_of": 2, "suffix": None}, ("echo", "best_of")),
+    (read_chat, {"echo": True, "best_of": 2, "suffix": None}, ("echo", "best_of")),
     (read_messages, {"mcp_servers": [], "tools": [SEARCH, {"name": "f"}]}, ("mcp_servers", f"tools.{SEARCH['type']}")),
     (responses, {"tools": [{"type": "web_search"}], "background": True}, ("background", "tools.web_search")),
 ]
@@ -240,7 +240,6 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_
 HEADER = "service_tier, reasoning_effort, colour"
 BODIES: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", CHAT | INERT, f"metadata, {HEADER}"),
-    ("/v1/completions", {"prompt": "Hi", "echo": True, "suffix": "x", "best_of": 2}, "echo, suffix, best_of"),
     ("/v1/responses", {"input": "Hi", "background": True} | INERT, f"background, {HEADER}"),
     ("/v1/messages", {"messages": ASK, "max_tokens": 9} | INERT, HEADER),
 ]  # fmt: skip
@@ -275,7 +274,7 @@ async def test_a_strict_gateway_refuses_what_others_ignore_or_serve_and_answers_
     ("path", "body", "reason"),
     [
         ("/v1/chat/completions", {"messages": ASK, "frequency_penalty": 1.0}, "shaping"),
-        ("/v1/completions", {"prompt": "Hi", "logit_bias": {"65": 100}}, "shaping"),
+        ("/v1/chat/completions", {"messages": ASK, "logit_bias": {"65": 100}}, "shaping"),
         ("/v1/messages", {"messages": ASK, "max_tokens": 9, "top_k": 1}, "shaping"),
         ("/v1/responses", {"input": "Hi", "top_p": 0.5}, "top_p"),
         ("/v1/chat/completions", {"messages": ASK, "temperature": 0}, "temperature"),

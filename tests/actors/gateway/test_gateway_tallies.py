@@ -14,7 +14,7 @@ from infra.log.memory import MemoryBus
 from schemas import Answered, Client, Progress
 from schemas.ids import TAG_LETTERS
 from schemas.topics import REPORTS
-from tests.actors.gateway.gateway_rig import engine, serving
+from tests.actors.gateway.gateway_rig import ASK, engine, serving
 
 TENANT = "its keyed name"
 
@@ -65,7 +65,7 @@ async def test_answers_that_fail_or_refuse_are_told_of_everybody_also_without_co
         client = served.client(key)
         await served.keys_read()
         for fails in (False, False, True, False):
-            asking = client.completions.create(model="main", prompt="Hi")
+            asking = client.chat.completions.create(model="main", messages=ASK)
             if fails:
                 with pytest.raises(APIStatusError) as error:
                     await asking
@@ -73,7 +73,8 @@ async def test_answers_that_fail_or_refuse_are_told_of_everybody_also_without_co
             else:
                 await asking
         with pytest.raises(APIStatusError):
-            await client.completions.create(model="main", prompt="Hi" * 3000)  # too long: not the engine's fault
+            too_long = ASK[0] | {"content": "Hi" * 3000}  # not the engine's fault
+            await client.chat.completions.create(model="main", messages=[too_long])
         clients = (Client(client=TENANT, sessions=4, failed=1, refused=1),)
         wanted = (Answered(version=0, answers=4, failed=1, refused=1, clients=clients),)
         async with asyncio.timeout(60):
@@ -90,7 +91,7 @@ async def test_what_failed_with_an_engine_that_died_is_told_before_the_gateway_e
     with pytest.raises(EngineStopped):
         async with serving(tmp_path, engine(script), bus=bus, report_s=60.0) as served:
             async with served.http(await served.new_key()) as http:
-                answer = await http.post("/v1/completions", json={"model": "main", "prompt": "Hi"})
+                answer = await http.post("/v1/chat/completions", json={"model": "main", "messages": ASK})
             assert answer.status_code == 503
     reports = [m.value async for m in served.log.read_all(REPORTS) if isinstance(m.value, Progress)]
     clients = (Client(client=TENANT, sessions=1, failed=1),)

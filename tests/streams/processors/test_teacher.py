@@ -1,7 +1,6 @@
 """The teacher: log-probabilities of the sampled tokens from an endpoint, or a drop with a reason; never a guess."""
 
 import asyncio
-import itertools
 import json
 import socket
 import sys
@@ -18,7 +17,6 @@ from infra.chain.chain import ChainResult, Context, make_step, run_chain
 from infra.chain.processor import Drop
 from infra.cli.demo.char_model import CHARACTERS_ALONE, Size, build_char_model, save_tokenizer
 from infra.model.model import load_model
-from infra.policies.tensors import to_numpy
 from infra.settings.config import decode
 from schemas import Block, Experience, Image, Message, Span, encode, make_experience
 from schemas import decode as decode_frame
@@ -27,7 +25,6 @@ from schemas.wire.teacher import teacher_logprobs
 from streams.config import StreamsConfig
 from streams.processors.teacher import Teacher
 from streams.stages.chain_builder import build_verify
-from tests.actors.gateway.gateway_rig import engine, serving
 from tests.actors.rig import serving_child
 from tests.http_endpoint import Reply, http_endpoint
 
@@ -169,26 +166,6 @@ def test_the_teacher_is_asked_last_and_needs_the_policys_tokenizer(policy: Path)
     assert names == ["validate", "dedupe", "filter", "first", "exact", "teacher"]
     with pytest.raises(ConfigError, match=r"needs policy\.model"):
         build_verify(config)
-
-
-async def test_a_gateway_is_a_teacher_and_records_nothing_of_it(tmp_path: Path) -> None:
-    sampler = engine(seed=3)
-    async with serving(tmp_path, sampler) as served:
-        body = {"model": "m", "prompt": TOKENS, "max_tokens": 1, "prompt_logprobs": 0, "store": False}
-        async with served.http(await served.new_key()) as client:
-            answer = (await client.post("/v1/completions", json=body)).json()
-            refused = await client.post("/v1/completions", json=body | {"prompt_logprobs": 5})
-        assert refused.status_code == 400
-        assert answer["system_fingerprint"] == "v0"
-        first, *rest = answer["choices"][0]["prompt_logprobs"]
-        table = to_numpy(sampler.tensors["bigram.weight"]).astype(np.float64)
-        table -= np.log(np.exp(table).sum(-1, keepdims=True))
-        assert first is None
-        assert [list(entry) for entry in rest] == [[str(token)] for token in TOKENS[1:]]
-        logprobs = [entry[str(token)]["logprob"] for entry, token in zip(rest, TOKENS[1:], strict=True)]
-        expected = [table[a, b] for a, b in itertools.pairwise(TOKENS)]
-        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
-        assert not await served.experiences()
 
 
 @pytest.mark.slow
