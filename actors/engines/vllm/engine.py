@@ -192,10 +192,9 @@ def reload_parts(
 class VllmEngine:
     """Serves a model with vLLM.
 
-    model: folder, or name in the local Hugging Face cache. options: vLLM's engine arguments. group_max_tokens: longest calls
-    that become one request. lora: rank, alpha and targets where versions are adapters of the model; `max_loras` of them
-    live at once. kv: treatment of the keys and values of running requests at a reload; a request under an adapter keeps its
-    version, and them with it.
+    model: folder, or name in the local Hugging Face cache. options: vLLM's engine arguments. lora: rank, alpha and targets
+    where versions are adapters of the model; `max_loras` of them live at once. kv: treatment of the keys and values of running
+    requests at a reload; a request under an adapter keeps its version, and them with it.
 
     On a CPU `kv_cache_memory_bytes`, memory for keys and values, is by default enough for `max_num_seqs` requests of
     `max_model_len` tokens, at most 1 GiB where one request does not need more, and at most half of the free memory.
@@ -206,7 +205,6 @@ class VllmEngine:
         *,
         model: str,
         seed: int = 0,
-        group_max_tokens: int = 64,
         lora: Mapping[str, Any] | None = None,
         kv: KvMode = "rebuild",
         **options: object,
@@ -215,7 +213,6 @@ class VllmEngine:
         self._model = model
         self._lora = lora
         self._seed = seed
-        self._group_max_tokens = group_max_tokens
         self._options = options
         self._llm: Any = None
         self._requests: Requests | None = None
@@ -278,14 +275,12 @@ class VllmEngine:
         await self._llm.update_weight_version(label)
         await self._llm.collective_rpc("headrace_leave_out_amx")
         await self._llm.collective_rpc("headrace_keep_seeds")
-        await self._llm.collective_rpc("headrace_unlink_shared_memory")
         if self._adapter is not None:
             await check_adapted(self._llm, sorted(self._shapes), self._folder)
             self._adapters = Adapters(self._llm, slots=int(self._llm.vllm_config.lora_config.max_loras), base=label)
         self._requests = Requests(
             self._llm,
             self._attempts,
-            group_max_tokens=self._group_max_tokens,
             adapters=self._adapters,
             vision=self._vision,
         )
@@ -399,8 +394,6 @@ class VllmEngine:
         arguments["structured_outputs_config"] = StructuredOutputsConfig(**GRAMMARS)
         with environment(on_cpu=on_cpu):
             config = AsyncEngineArgs(**arguments).create_engine_config()
-            if self._adapter is not None:
-                _check_adapted(self._folder, config.model_config)
             if on_cpu:
                 _check_on_cpu(self._folder, config.model_config)
                 give_cache(config)
@@ -506,17 +499,6 @@ def in_a_file(files: VersionFiles, tensors: Mapping[str, Tensor]) -> FileTensors
             "folder for temporary files; give the container a larger /dev/shm, or set TMPDIR to a folder with room"
         )
     return placed
-
-
-def _check_adapted(folder: Path, config: Any) -> None:
-    """Raise ConfigError for a model of which vLLM serves no adapters. config: vLLM's of the model."""
-    from vllm.model_executor.model_loader import get_model_cls
-    from vllm.model_executor.models import supports_lora
-
-    if not supports_lora(found := get_model_cls(config)):
-        raise ConfigError(
-            f"trainer.lora: vLLM serves {folder} as {found.__name__}, which takes no adapters; use the torch engine"
-        )
 
 
 def _check_on_cpu(folder: Path, config: Any) -> None:

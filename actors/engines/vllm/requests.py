@@ -1,8 +1,4 @@
-"""Requests to vLLM: tokens in; tokens, logprobs and exact versions out.
-
-Calls of one loop turn with the same prompt, pictures and sampling (a group) become a single vLLM request, which costs far
-less. It returns when its last member ends, so only short calls are joined. Seeded and greedy calls are not joined.
-"""
+"""Requests to vLLM: tokens in; tokens, logprobs and exact versions out."""
 
 import asyncio
 import hashlib
@@ -23,7 +19,6 @@ from actors.engines.vllm.adapters import Adapters, Attempts, LoadedAdapter
 from infra.model.vision import Prepared, Vision
 
 Input = dict[str, Any]  # as vLLM's `add_request` takes it, past its own renderer
-Waiting = asyncio.Future[Completion]
 Label = tuple[str, int]  # of a load attempt, and the index of its first token
 # vLLM's output, where each attempt's tokens begin in it, and the label it began under.
 Sampled = tuple[Any, list[Label], str]
@@ -38,31 +33,26 @@ _log = logging.getLogger(__name__)
 
 
 class Requests:
-    """Serves callers from one AsyncLLM. group_max_tokens: longest calls that are joined. adapters: where versions are adapters.
-    vision: of a model that sees.
-    """
+    """Serves callers from one AsyncLLM. adapters: where versions are adapters. vision: of a model that sees."""
 
     def __init__(
         self,
         llm: Any,
         attempts: Attempts,
         *,
-        group_max_tokens: int,
         adapters: Adapters | None = None,
         vision: Vision | None = None,
-        sampling_params: Callable[[Sampling, int], Any] | None = None,
+        sampling_params: Callable[[Sampling], Any] | None = None,
         streamed_params: Callable[[Sampling], Any] | None = None,
     ) -> None:
         self._llm = llm
         self.attempts = attempts
         self.born = ""  # the label that requests which are sent now begin under
         self._adapters = adapters
-        self._group_max_tokens = group_max_tokens
         self._vision = vision
         self._loop = asyncio.get_running_loop()
         self._num_requests = 0
-        self._entering: dict[tuple[tuple[int, ...], RequestImages, Sampling], list[Waiting]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Completion]] = set()
         self._params = lru_cache(64)(sampling_params or self._sampling_params)
         self._streamed_params = lru_cache(64)(streamed_params or _streamed_params)
         self.num_running = 0
@@ -78,12 +68,17 @@ class Requests:
         self, prompt: Sequence[int], sampling: Sampling, pictures: RequestImages = NO_IMAGES
     ) -> Completion:
         """Sample one continuation."""
-        waiting: Waiting = self._loop.create_future()
-        if not self._entering:
-            self._loop.call_soon(self._enter)
-        self._entering.setdefault((tuple(prompt), pictures, sampling), []).append(waiting)
+        task = self._loop.create_task(self._completion(prompt, pictures, sampling))  # that `close` may cancel
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         with self.counted():
-            return await waiting
+            try:
+                return await task
+            except Exception as error:  # vLLM's own kinds
+                failure = self.failure(error)
+                if failure is error:
+                    raise
+                raise failure from error
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -136,64 +131,7 @@ class Requests:
 
         return scores
 
-    def _enter(self) -> None:
-        entering, self._entering = self._entering, {}
-        for (prompt, pictures, sampling), waiting in entering.items():
-            free = sampling.seed is None and sampling.temperature > 0
-            if free and sampling.max_tokens <= self._group_max_tokens:
-                self._begin(prompt, pictures, sampling, waiting)
-            else:
-                for caller in waiting:
-                    self._begin(prompt, pictures, sampling, [caller])
-
-    def _begin(
-        self, prompt: tuple[int, ...], pictures: RequestImages, sampling: Sampling, waiting: list[Waiting]
-    ) -> None:
-        waiting = [caller for caller in waiting if not caller.done()]
-        if not waiting:
-            return
-        task = self._loop.create_task(self._serve(prompt, pictures, sampling, waiting))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        left = len(waiting)
-
-        def ended(_: Waiting) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:  # all are answered, or all callers are gone
-                task.cancel()
-
-        for caller in waiting:
-            caller.add_done_callback(ended)
-
-    async def _serve(
-        self, prompt: tuple[int, ...], pictures: RequestImages, sampling: Sampling, waiting: list[Waiting]
-    ) -> None:
-        try:
-            sampled = await self._sample(prompt, pictures, sampling, len(waiting))
-            for caller, found in zip(waiting, sampled, strict=True):
-                completion = await self._completion(prompt, pictures, sampling, found)
-                if not caller.done():
-                    caller.set_result(completion)
-        except asyncio.CancelledError:
-            for caller in waiting:
-                caller.cancel()
-            raise
-        except Exception as error:  # vLLM's own kinds, all of them for the caller
-            failure = self.failure(error)
-            if failure is not error:
-                failure.__cause__ = error
-            for caller in waiting:
-                if not caller.done():
-                    caller.set_exception(failure)
-
-    async def _completion(
-        self,
-        prompt: Sequence[int],
-        pictures: RequestImages,
-        sampling: Sampling,
-        sampled: Sampled,
-    ) -> Completion:
+    async def _completion(self, prompt: Sequence[int], pictures: RequestImages, sampling: Sampling) -> Completion:
         """The completion, once all its tokens are a proved policy's.
 
         Tokens of a refused policy and all later tokens are cut off, and sampling continues from there, as after the removal of
@@ -203,7 +141,8 @@ class Requests:
         logprobs: list[float] = []
         starts: list[Start] = []
         while True:
-            output, labels, born = sampled
+            left = replace(sampling, max_tokens=sampling.max_tokens - len(tokens))
+            output, labels, born = await self._sample((*prompt, *tokens), pictures, left)
             kept = len(output.token_ids)
             for label, start in labels:
                 if not self.attempts.is_proved(label) and not await self.attempts.accepted(label):
@@ -227,23 +166,18 @@ class Requests:
             if sampling.json_schema:
                 _log.warning("answer_begun_again reason=schema tokens=%d", len(output.token_ids))
                 tokens, logprobs, starts = [], [], []
-            left = replace(sampling, max_tokens=sampling.max_tokens - len(tokens))
-            (sampled,) = await self._sample((*prompt, *tokens), pictures, left, 1)
 
-    def _sampling_params(self, sampling: Sampling, num: int) -> Any:
-        return _sampling_params(sampling, num, self.special)
+    def _sampling_params(self, sampling: Sampling) -> Any:
+        return _sampling_params(sampling, self.special)
 
-    async def _sample(
-        self, prompt: Sequence[int], pictures: RequestImages, sampling: Sampling, num: int
-    ) -> list[Sampled]:
+    async def _sample(self, prompt: Sequence[int], pictures: RequestImages, sampling: Sampling) -> Sampled:
         born = self.born
         seen = await self._input(prompt, pictures, born)
         with self._weights() as adapter:
-            queue = await self._submit(seen, self._params(sampling, num), adapter)
-            answer = await self._answer(queue, adapter)
-            for output in answer.outputs:
-                check_end(output, adapter)
-            return [(output, attempt_labels(output, adapter), born) for output in answer.outputs]
+            queue = await self._submit(seen, self._params(sampling), adapter)
+            (output,) = (await self._answer(queue, adapter)).outputs
+            check_end(output, adapter)
+            return output, attempt_labels(output, adapter), born
 
     def _weights(self) -> AbstractContextManager[LoadedAdapter | None]:
         """The adapter of a request, which stays meanwhile; None where vLLM labels each token instead."""
@@ -307,7 +241,7 @@ def check_end(output: Any, adapter: LoadedAdapter | None) -> None:
         raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}, expected 'stop' or 'length'")
 
 
-def _sampling_params(sampling: Sampling, num: int, special: frozenset[int] = frozenset()) -> Any:
+def _sampling_params(sampling: Sampling, special: frozenset[int] = frozenset()) -> Any:
     """special: tokens without text, which vLLM's grammars take for the text of their names."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -315,7 +249,6 @@ def _sampling_params(sampling: Sampling, num: int, special: frozenset[int] = fro
     held, shaping = bool(sampling.json_schema), sampling.shaping or Shaping()
     never = sorted(special.difference(sampling.stop))[:MAX_BIASED]
     return SamplingParams(
-        n=num,
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -340,13 +273,13 @@ def _sampling_params(sampling: Sampling, num: int, special: frozenset[int] = fro
 def _streamed_params(sampling: Sampling) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
-    params = _sampling_params(sampling, 1)
+    params = _sampling_params(sampling)
     params.output_kind = RequestOutputKind.DELTA
     return params
 
 
 def _score_params() -> Any:
-    params = _sampling_params(Sampling(max_tokens=1), 1)
+    params = _sampling_params(Sampling(max_tokens=1))
     params.prompt_logprobs = 0
     return params
 

@@ -73,13 +73,6 @@ class WeightsExtension:
         if self.model_runner.device.type == "cpu":
             self.model_runner.input_batch.generators = SeededGenerators()
 
-    def headrace_unlink_shared_memory(self) -> None:
-        """Remove the name of the memory through which workers on a CPU talk, once all of them have opened it, so that it
-        goes with the last of them. vLLM leaves it behind, 4 MB of each worker (release 0.32).
-        """
-        for name in shared_memory():
-            name.unlink(missing_ok=True)
-
     def headrace_begin(self) -> tuple[bool, int]:
         """Take checksums of the model, once, before the first load. Returns True if versions can be staged, and the number of
         groups of the comparison.
@@ -161,15 +154,6 @@ class WeightsExtension:
         """Anonymous memory of this process in MB, including unused memory that was not returned to the system."""
         with open("/proc/self/smaps_rollup") as rollup:
             return sum(int(line.split()[1]) for line in rollup if line.startswith("Anonymous:")) * 1024 / 1e6
-
-
-def shared_memory() -> list[Path]:
-    """The memory that this worker on a CPU made to talk with others through."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-
-    groups = [getattr(group.device_communicator, "dist_module", None) for group in (get_tp_group(), get_pp_group())]
-    made: list[Any] = [group for group in groups if hasattr(group, "group_name")]
-    return [Path(f"/dev/shm/{group.group_name}_{group.communicator.rank}") for group in made]
 
 
 def _refused(load: Callable[[], None]) -> str:

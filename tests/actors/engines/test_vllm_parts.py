@@ -60,7 +60,6 @@ class FakeVllm:
         self.aborted: list[str] = []
         self.errored = False
         self.arrived = asyncio.Event()
-        self.abort_came = asyncio.Event()
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, priority: int = 0, lora_request: Any = None
@@ -72,7 +71,6 @@ class FakeVllm:
 
     async def abort(self, request_id: str, internal: bool) -> None:
         self.aborted.append(request_id)
-        self.abort_came.set()
 
     async def next(self) -> tuple[list[int], Any, Queue]:
         while not self.requests:
@@ -95,27 +93,7 @@ def answered(*answers: Answer, reason: str = "length") -> Any:
 
 
 def requests_to(llm: FakeVllm, attempts: Attempts) -> Requests:
-    return Requests(llm, attempts, group_max_tokens=64, sampling_params=lambda sampling, num: (sampling, num))
-
-
-async def test_a_group_becomes_one_request_and_others_do_not() -> None:
-    llm, attempts = FakeVllm(), Attempts()
-    requests, label = requests_to(llm, attempts), attempts.begin(3, proved=True)
-    free, long = Sampling(max_tokens=2), Sampling(max_tokens=65)
-    seeded, greedy = Sampling(max_tokens=2, seed=1), Sampling(max_tokens=2, temperature=0)
-    sampled = [free] * 3 + [long] * 2 + [seeded] * 2 + [greedy] * 2
-    calls = [asyncio.create_task(requests.generate((5,), sampling)) for sampling in sampled]
-    sizes = []
-    for _ in range(7):
-        _, (sampling, num), queue = await llm.next()
-        sizes.append((sampling, num))
-        count = sampling.max_tokens
-        queue.answer.set_result(answered(*[([9] * count, [(label, 0, count)])] * num))
-    completions = await asyncio.gather(*calls)
-    assert sorted(num for _, num in sizes) == [1] * 6 + [3]
-    assert (free, 3) in sizes
-    assert all(completion.spans[0].version == 3 for completion in completions)
-    assert requests.num_running == 0
+    return Requests(llm, attempts, sampling_params=lambda sampling: sampling)
 
 
 async def test_a_completion_waits_for_the_verdict_on_its_policy() -> None:
@@ -140,8 +118,8 @@ async def test_tokens_of_a_refused_policy_are_sampled_again_from_before_them() -
     restored = attempts.begin(3, proved=True)
     attempts.decide(bad, False)
     queue.answer.set_result(answered(([1, 2, 3, 4], [(old, 0, 1), (bad, 1, 3), (restored, 3, 4)])))
-    prompt, (sampling, num), queue = await llm.next()
-    assert (prompt, sampling.max_tokens, num) == ([5, 6, 1], 3, 1)
+    prompt, sampling, queue = await llm.next()
+    assert (prompt, sampling.max_tokens) == ([5, 6, 1], 3)
     queue.answer.set_result(answered(([7, 8, 9], [(restored, 0, 3)])))
     completion = await call
     assert completion.tokens == (1, 7, 8, 9)
@@ -161,8 +139,8 @@ async def test_an_answer_held_to_a_schema_begins_again_after_a_refused_policy_an
     _, _, queue = await llm.next()
     attempts.decide(bad, False)
     queue.answer.set_result(answered(([1, 2, 9], [(old, 0, 2), (bad, 2, 3)]), reason="stop"))
-    prompt, (sampling, num), queue = await llm.next()
-    assert (prompt, sampling, num) == ([5, 6], held, 1) and not left
+    prompt, sampling, queue = await llm.next()
+    assert (prompt, sampling) == ([5, 6], held) and not left
     queue.answer.set_result(answered(([3, 9], [(old, 0, 2)]), reason="stop"))
     completion = await call
     assert completion.tokens == (3, 9) and completion.stopped
@@ -170,32 +148,26 @@ async def test_an_answer_held_to_a_schema_begins_again_after_a_refused_policy_an
     assert left == [Chunk((3, 9), completion.logprobs, 3)]
 
 
-async def test_a_request_is_aborted_when_all_its_callers_are_gone_and_not_before() -> None:
+async def test_a_request_is_aborted_when_its_caller_is_gone() -> None:
     llm, attempts = FakeVllm(), Attempts()
     requests, label = requests_to(llm, attempts), attempts.begin(0, proved=True)
     calls = [asyncio.create_task(requests.generate((5,), Sampling(max_tokens=1))) for _ in range(2)]
-    _, _, first = await llm.next()
+    (_, _, first), (_, _, second) = await llm.next(), await llm.next()
     calls[0].cancel()
     await asyncio.gather(calls[0], return_exceptions=True)
-    assert not llm.aborted
-    first.answer.set_result(answered(*[([9], [(label, 0, 1)])] * 2))
+    assert llm.aborted == [first.request_id] and requests.num_running == 1
+    second.answer.set_result(answered(([9], [(label, 0, 1)])))
     assert (await calls[1]).tokens == (9,)
-    call = asyncio.create_task(requests.generate((5,), Sampling(max_tokens=1)))
-    _, _, second = await llm.next()
-    call.cancel()
-    await asyncio.gather(call, return_exceptions=True)
-    async with asyncio.timeout(5):
-        await llm.abort_came.wait()
-    assert llm.aborted == [second.request_id]
 
 
 async def test_every_caller_learns_that_the_process_is_gone() -> None:
     llm = FakeVllm()
     requests = requests_to(llm, Attempts())
     calls = [asyncio.create_task(requests.generate((5,), Sampling(max_tokens=1))) for _ in range(2)]
-    _, _, queue = await llm.next()
+    queues = [queue for _, _, queue in (await llm.next(), await llm.next())]
     llm.errored = True
-    queue.answer.set_exception(RuntimeError("core died"))
+    for queue in queues:
+        queue.answer.set_exception(RuntimeError("core died"))
     for result in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(result, EngineStopped) and "core died" in str(result)
 

@@ -65,7 +65,7 @@ class FakeCore(FakeVllm):
 
 
 def keeping(llm: FakeVllm, attempts: Attempts) -> Requests:
-    return Requests(llm, attempts, group_max_tokens=64, sampling_params=lambda sampling, num: (sampling, num))
+    return Requests(llm, attempts, sampling_params=lambda sampling: sampling)
 
 
 async def sent_around_a_load(keep: bool) -> tuple[list[str], str, str]:
@@ -145,7 +145,7 @@ async def test_spans_say_from_which_version_on_keys_and_values_are() -> None:
 
 async def test_a_stream_says_it_with_every_chunk() -> None:
     llm, attempts = FakeCore(), Attempts("keep")
-    requests = Requests(llm, attempts, group_max_tokens=64, streamed_params=lambda sampling: sampling)
+    requests = Requests(llm, attempts, streamed_params=lambda sampling: sampling)
     requests.born = old = attempts.begin(3, proved=True)
     new = attempts.begin(4)
     attempts.decide(new, True)
@@ -225,9 +225,8 @@ class Rig:
         self.requests = Requests(
             self.llm,  # type: ignore[arg-type]
             self.attempts,
-            group_max_tokens=0,
             adapters=self.adapters,
-            sampling_params=lambda sampling, num: sampling,
+            sampling_params=lambda sampling: sampling,
         )
 
     async def load(self, version: int) -> LoadedAdapter:

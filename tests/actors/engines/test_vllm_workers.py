@@ -103,26 +103,6 @@ def test_every_worker_holds_its_shard_of_a_version_and_they_answer_as_one_worker
         np.testing.assert_allclose(entry.logprobs, two.logprobs, atol=1e-4, rtol=0)
 
 
-def shared(worker: Any) -> list[tuple[str, bool]]:
-    """The memory that a worker made, and whether it would stay when the worker is killed."""
-    from actors.engines.vllm.worker import shared_memory
-
-    return [(path.name, path.exists()) for path in shared_memory()]
-
-
-@pytest.mark.full
-def test_workers_have_no_named_memory_that_would_outlive_them(case: Case) -> None:
-    share = "avx512f" in Path("/proc/cpuinfo").read_text()  # elsewhere vLLM has no shared memory for its workers
-
-    async def check(case: Case) -> None:
-        found = await asked(case, shared)
-        names = [[name for name, _ in entry] for entry in found]
-        assert not share or (all(names) and len({str(name) for name in names}) == WORKERS)
-        assert not [name for entry in found for name, stays in entry if stays]
-
-    case.run(check)
-
-
 def cannot_read_once(worker: Any, rank: int) -> None:
     """One worker cannot read the adapter that comes next."""
     if worker.rank == rank:
