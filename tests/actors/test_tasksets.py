@@ -1,4 +1,4 @@
-"""Tasks and demonstrations: files, generators, the loader, and success rates of an earlier run."""
+"""Tasks and demonstrations: files, generators, and the loader."""
 
 import json
 from itertools import combinations
