@@ -1,30 +1,19 @@
 """A random model in bfloat16, read as a trainer reads it and as an engine does: how often an honest version is refused.
 
     python -m tests.actors.engines.honest_reloads --layers 28 --width 256 --reloads 200
-    python -m tests.actors.engines.honest_reloads --layers 28 --width 256 --reloads 200 --vllm
 
-With --vllm a vLLM engine loads each version while requests run, so that it is the whole of its proof that passes or refuses.
 Versions differ by what a learning rate of 1e-6 changes: one value in 70, by one bit. Logits have a standard deviation of 4.
 """
 
 import argparse
-import asyncio
 import random
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from actors.engines.engine import Sampling
-from actors.engines.vllm.engine import VllmEngine
-from infra.cli.demo.char_model import CHARACTERS_ALONE, save_tokenizer
-from infra.model.model import model_tensors
 from infra.policies.agreement import Agreement, agreement, disagreement, joined
-from infra.policies.policy import Policy, Probe
-from schemas.errors import PolicyRefused
 
 VOCABULARY = 1024
 Reading = list[list[float]]
@@ -133,49 +122,14 @@ def reload(
     return seen, refused, floor, pool
 
 
-async def reload_vllm(model: Any, reloads: int, rng: random.Random, folder: Path) -> list[str]:
-    """Honest versions through a vLLM engine, under more or fewer requests: why any was refused."""
-    model.save_pretrained(folder)
-    save_tokenizer(folder, CHARACTERS_ALONE)
-    engine, pool, refused = VllmEngine(model=str(folder), dtype="bfloat16"), sample(model, 8, 64), []
-    await engine.start()
-    running: set[asyncio.Task[Any]] = set()
-    try:
-        for number in range(1, reloads + 1):
-            learn(model)
-            sequences = tuple(map(tuple, probes(pool, rng)))
-            probe = Probe(sequences, tuple(map(tuple, as_trainer(model, sequences))))
-            for _ in range(rng.randrange(8)):
-                prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 60))]
-                task = asyncio.create_task(engine.generate(prompt, Sampling(max_tokens=rng.randint(1, 120))))
-                running.add(task)
-                task.add_done_callback(running.discard)
-            await asyncio.sleep(0)
-            try:
-                policy = Policy(version=number, tensors=model_tensors(model), touched=frozenset(), probe=probe)
-                await engine.load(policy)
-            except PolicyRefused as error:
-                refused.append(str(error))
-        await asyncio.gather(*running)
-    finally:
-        await engine.close()
-    return refused
-
-
 def main() -> None:
     """Print how many were refused."""
     parser = argparse.ArgumentParser()
     for name, default in (("layers", 28), ("width", 256), ("reloads", 200), ("experts", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--vllm", action="store_true")
     asked = parser.parse_args()
     rng = random.Random(0)
     model = build(asked.layers, asked.width, experts=asked.experts)
-    if asked.vllm:
-        with tempfile.TemporaryDirectory() as folder:
-            refused = asyncio.run(reload_vllm(model, asked.reloads, rng, Path(folder)))
-        print(f"{len(refused)} of {asked.reloads} honest versions refused by vLLM", *refused[:3], sep="\n")
-        return
     seen, refused, floor, pool = reload(model, asked.reloads, rng)
     means, shares = [item.mean for item in seen], [item.p95 for item in seen]
     print(f"{len(refused)} of {len(seen)} honest versions refused; floor {floor}")
