@@ -39,7 +39,7 @@ from actors.engines.engine import Completion, EngineStopped, KvMode, LoadReport,
 from actors.engines.grammar import Grammars, folder_vocabulary
 from actors.engines.trace import RequestImages
 from actors.engines.vllm.adapters import Adapters, Attempts, check_adapted
-from actors.engines.vllm.requests import Requests, layer_name, stream, whole
+from actors.engines.vllm.requests import Requests, layer_name
 from actors.engines.vllm.settings import (
     GRAMMARS,
     ChildErrors,
@@ -316,13 +316,9 @@ class VllmEngine:
         check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
         requests = self._running()
         check_images(self._vision, prompt, images)
-        pictures = RequestImages(images)
         if sampling.json_schema:
             await self.prepare(sampling.json_schema)
-            return await whole(requests, prompt, sampling, on_chunk, pictures)
-        if on_chunk is not None:
-            return await stream(requests, prompt, sampling, on_chunk, pictures)
-        return await requests.generate(prompt, sampling, pictures)
+        return await requests.generate(prompt, sampling, on_chunk, RequestImages(images))
 
     async def prepare(self, json_schema: str) -> None:
         """Check the schema, also that it compiles in time. Raises SchemaRefused.

@@ -4,24 +4,22 @@ import asyncio
 import hashlib
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
 from actors.engines.engine import Chunk, Completion, EngineStopped, OnChunk, Sampling, Shaping
-from actors.engines.trace import RequestImages, Start, Trace, begin, spans
+from actors.engines.trace import RequestImages, Trace
 from actors.engines.vllm.adapters import Adapters, Attempts, LoadedAdapter
 from infra.model.vision import Prepared, Vision
 
 Input = dict[str, Any]  # as vLLM's `add_request` takes it, past its own renderer
 Label = tuple[str, int]  # of a load attempt, and the index of its first token
-# vLLM's output, where each attempt's tokens begin in it, and the label it began under.
-Sampled = tuple[Any, list[Label], str]
 PROBE_PRIORITY = -1  # before every other request
 NO_IMAGES = RequestImages()
 NEVER = -100.0  # the lowest logit bias there is
@@ -30,6 +28,17 @@ MAX_BIASED = 1024  # tokens of a request that vLLM takes a bias for
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 _log = logging.getLogger(__name__)
+
+
+class Opened(NamedTuple):
+    """A request that runs: the queue of its outputs, the adapter it runs under, if any, vLLM's account of it, and the label it
+    began under.
+    """
+
+    queue: Any
+    adapter: LoadedAdapter | None
+    state: Any
+    born: str
 
 
 class Requests:
@@ -42,8 +51,7 @@ class Requests:
         *,
         adapters: Adapters | None = None,
         vision: Vision | None = None,
-        sampling_params: Callable[[Sampling], Any] | None = None,
-        streamed_params: Callable[[Sampling], Any] | None = None,
+        params: Callable[[Sampling, bool], Any] | None = None,
     ) -> None:
         self._llm = llm
         self.attempts = attempts
@@ -53,8 +61,7 @@ class Requests:
         self._loop = asyncio.get_running_loop()
         self._num_requests = 0
         self._tasks: set[asyncio.Task[Completion]] = set()
-        self._params = lru_cache(64)(sampling_params or self._sampling_params)
-        self._streamed_params = lru_cache(64)(streamed_params or _streamed_params)
+        self._params = lru_cache(64)(params or self._sampling_params)
         self.num_running = 0
         self.special: frozenset[int] = frozenset()  # tokens without text
 
@@ -65,44 +72,60 @@ class Requests:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, pictures: RequestImages = NO_IMAGES
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        on_chunk: OnChunk | None = None,
+        pictures: RequestImages = NO_IMAGES,
     ) -> Completion:
-        """Sample one continuation."""
-        task = self._loop.create_task(self._completion(prompt, pictures, sampling))  # that `close` may cancel
+        """Sample one continuation, calling `on_chunk` with proved tokens: as they come, or at the end of an answer with a
+        schema.
+        """
+        task = self._loop.create_task(self._sample(prompt, sampling, on_chunk, pictures))  # that `close` may cancel
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        with self.counted():
-            try:
-                return await task
-            except Exception as error:  # vLLM's own kinds
-                failure = self.failure(error)
-                if failure is error:
-                    raise
-                raise failure from error
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """One request more runs inside the `with`."""
         self.num_running += 1
         try:
-            yield
+            return await task
+        except Exception as error:  # vLLM's own kinds
+            failure = self.failure(error)
+            if failure is error:
+                raise
+            raise failure from error
         finally:
             self.num_running -= 1
 
-    @asynccontextmanager
-    async def opened(
-        self, prompt: Sequence[int], sampling: Sampling, pictures: RequestImages
-    ) -> AsyncIterator[tuple[Any, LoadedAdapter | None, Any, str]]:
-        """A request of its own inside the `with`: the queue of its outputs, the adapter it runs under, if any, vLLM's
-        account of it, and the label it began under.
+    async def _sample(
+        self, prompt: Sequence[int], sampling: Sampling, on_chunk: OnChunk | None, pictures: RequestImages
+    ) -> Completion:
+        """Tokens of a refused policy and all later tokens are cut off, and sampling continues from there, as after the removal
+        of an adapter. An answer under a schema starts again, since vLLM's grammar would treat the kept tokens as the prompt.
         """
+        trace, tell = Trace(sampling), None if sampling.json_schema else on_chunk
+        while True:
+            left = replace(sampling, max_tokens=sampling.max_tokens - len(trace.tokens))
+            params = self._params(left, tell is not None)
+            async with self._opened((*prompt, *trace.tokens), params, pictures) as opened:
+                if await self._follow(opened, trace, tell):
+                    break
+            if sampling.json_schema:
+                _log.warning("answer_begun_again reason=schema tokens=%d", len(trace.tokens))
+                trace = Trace(sampling)
+        if on_chunk is not None and tell is None:
+            for chunk in trace.take_chunks():
+                on_chunk(chunk)
+        return trace.completion()
+
+    @asynccontextmanager
+    async def _opened(self, prompt: Sequence[int], params: Any, pictures: RequestImages) -> AsyncIterator[Opened]:
+        """A request inside the `with`."""
         born = self.born
         seen = await self._input(prompt, pictures, born)
-        with self._weights() as adapter:
-            queue = await self._submit(seen, self._streamed_params(sampling), adapter)
+        with nullcontext() if self._adapters is None else self._adapters.used() as adapter:
+            queue = await self._submit(seen, params, adapter)
             state = self._llm.output_processor.request_states.get(queue.request_id)
             try:
-                yield queue, adapter, state, born
+                yield Opened(queue, adapter, state, born)
             finally:
                 try:
                     if queue.request_id in self._llm.output_processor.request_states:
@@ -111,6 +134,30 @@ class Requests:
                     queue.close()
                     if adapter is not None:
                         adapter.running.discard(queue.request_id)
+
+    async def _follow(self, opened: Opened, trace: Trace, tell: OnChunk | None) -> bool:
+        """Take outputs until the request ends (True), shows tokens of a refused policy or is to go on elsewhere (False)."""
+        num_taken = 0
+        while True:
+            answer = await opened.queue.get()
+            (output,) = answer.outputs
+            tokens, logprobs = list(output.token_ids), list(output.logprobs.logprobs) if output.logprobs else []
+            if len(tokens) != len(logprobs):
+                raise RuntimeError("vLLM returned a different number of tokens and logprobs")
+            runs = _runs(_labels(output, opened), num_taken, num_taken + len(tokens))
+            for label, start, stop in runs:
+                if not self.attempts.is_proved(label) and not await self.attempts.accepted(label):
+                    return False
+                version, kv = self.attempts.label_version(label), self.attempts.kv_version(label, opened.born)
+                cut = slice(start - num_taken, stop - num_taken)
+                for token, logprob in zip(tokens[cut], logprobs[cut], strict=True):
+                    trace.add(token, logprob, version, kv)
+                if tell is not None:
+                    tell(Chunk(tuple(tokens[cut]), tuple(logprobs[cut]), version, -1 if kv == version else kv))
+            num_taken += len(tokens)
+            if answer.finished:
+                check_end(output, opened.adapter)
+                return output.finish_reason in ("stop", "length")
 
     def failure(self, error: Exception) -> Exception:
         """The error for a caller: EngineStopped where vLLM's process is gone, else the error itself."""
@@ -131,57 +178,8 @@ class Requests:
 
         return scores
 
-    async def _completion(self, prompt: Sequence[int], pictures: RequestImages, sampling: Sampling) -> Completion:
-        """The completion, once all its tokens are a proved policy's.
-
-        Tokens of a refused policy and all later tokens are cut off, and sampling continues from there, as after the removal of
-        an adapter. An answer under a schema starts again, since vLLM's grammar would treat the kept tokens as the prompt.
-        """
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        starts: list[Start] = []
-        while True:
-            left = replace(sampling, max_tokens=sampling.max_tokens - len(tokens))
-            output, labels, born = await self._sample((*prompt, *tokens), pictures, left)
-            kept = len(output.token_ids)
-            for label, start in labels:
-                if not self.attempts.is_proved(label) and not await self.attempts.accepted(label):
-                    kept = start
-                    break
-                kv = self.attempts.kv_version(label, born)
-                begin(starts, self.attempts.label_version(label), len(tokens) + start, kv)
-            found = list(output.logprobs.logprobs) if output.logprobs else []
-            if len(found) != len(output.token_ids):
-                raise RuntimeError("vLLM returned a different number of tokens and logprobs")
-            tokens += output.token_ids[:kept]
-            logprobs += found[:kept]
-            stopped = bool(tokens) and tokens[-1] in sampling.stop
-            if stopped or len(tokens) >= sampling.max_tokens:
-                return Completion(
-                    tokens=tuple(tokens),
-                    logprobs=tuple(logprobs),
-                    spans=spans(starts, len(tokens), sampling),
-                    stopped=stopped,
-                )
-            if sampling.json_schema:
-                _log.warning("answer_begun_again reason=schema tokens=%d", len(output.token_ids))
-                tokens, logprobs, starts = [], [], []
-
-    def _sampling_params(self, sampling: Sampling) -> Any:
-        return _sampling_params(sampling, self.special)
-
-    async def _sample(self, prompt: Sequence[int], pictures: RequestImages, sampling: Sampling) -> Sampled:
-        born = self.born
-        seen = await self._input(prompt, pictures, born)
-        with self._weights() as adapter:
-            queue = await self._submit(seen, self._params(sampling), adapter)
-            (output,) = (await self._answer(queue, adapter)).outputs
-            check_end(output, adapter)
-            return output, attempt_labels(output, adapter), born
-
-    def _weights(self) -> AbstractContextManager[LoadedAdapter | None]:
-        """The adapter of a request, which stays meanwhile; None where vLLM labels each token instead."""
-        return nullcontext() if self._adapters is None else self._adapters.used()
+    def _sampling_params(self, sampling: Sampling, streamed: bool) -> Any:
+        return _sampling_params(sampling, self.special, streamed=streamed)
 
     async def _input(self, prompt: Sequence[int], pictures: RequestImages, born: str) -> Input:
         salt = self._salt(born)
@@ -226,13 +224,13 @@ class Requests:
                 adapter.running.discard(queue.request_id)
 
 
-def attempt_labels(output: Any, adapter: LoadedAdapter | None, state: Any = None) -> list[Label]:
-    """Labels of load attempts, each with the index of its first token. state: vLLM's account of a running request."""
-    if adapter is not None:
-        return [(adapter.label, 0)]
+def _labels(output: Any, opened: Opened) -> list[Label]:
+    """Labels of load attempts, each with the index of its first token."""
+    if opened.adapter is not None:
+        return [(opened.adapter.label, 0)]
     if output.weight_versions is not None:
         return [(span.version, span.start) for span in output.weight_versions]
-    return list(state.weight_version_starts) if state is not None else []
+    return list(opened.state.weight_version_starts) if opened.state is not None else []
 
 
 def check_end(output: Any, adapter: LoadedAdapter | None) -> None:
@@ -241,7 +239,7 @@ def check_end(output: Any, adapter: LoadedAdapter | None) -> None:
         raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}, expected 'stop' or 'length'")
 
 
-def _sampling_params(sampling: Sampling, special: frozenset[int] = frozenset()) -> Any:
+def _sampling_params(sampling: Sampling, special: frozenset[int] = frozenset(), *, streamed: bool = False) -> Any:
     """special: tokens without text, which vLLM's grammars take for the text of their names."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -265,17 +263,9 @@ def _sampling_params(sampling: Sampling, special: frozenset[int] = frozenset()) 
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
-
-
-def _streamed_params(sampling: Sampling) -> Any:
-    from vllm.sampling_params import RequestOutputKind
-
-    params = _sampling_params(sampling)
-    params.output_kind = RequestOutputKind.DELTA
-    return params
 
 
 def _score_params() -> Any:
@@ -349,64 +339,6 @@ def _item(picture: Prepared) -> Any:
 
 def _name(picture: Prepared) -> str:
     return hashlib.blake2b(repr(picture.shape).encode() + picture.tobytes(), digest_size=16).hexdigest()
-
-
-async def stream(
-    requests: Requests, prompt: Sequence[int], sampling: Sampling, on_chunk: OnChunk, pictures: RequestImages
-) -> Completion:
-    """Sample one continuation, calling `on_chunk` with proved tokens."""
-    trace = Trace(sampling)
-    with requests.counted():
-        while True:
-            left = replace(sampling, max_tokens=sampling.max_tokens - len(trace.tokens))
-            try:
-                async with requests.opened((*prompt, *trace.tokens), left, pictures) as opened:
-                    if await _follow(requests, opened, trace, on_chunk):
-                        return trace.completion()
-            except Exception as error:
-                failure = requests.failure(error)
-                if failure is error:
-                    raise
-                raise failure from error
-
-
-async def whole(
-    requests: Requests, prompt: Sequence[int], sampling: Sampling, on_chunk: OnChunk | None, pictures: RequestImages
-) -> Completion:
-    """Sample one continuation that may have to begin again, so nothing of it is handed over before its end."""
-    completion = await requests.generate(prompt, sampling, pictures)
-    if on_chunk is not None:
-        for span in completion.spans:
-            cut = slice(span.start, span.stop)
-            on_chunk(Chunk(completion.tokens[cut], completion.logprobs[cut], span.version, span.kv))
-    return completion
-
-
-async def _follow(
-    requests: Requests, opened: tuple[Any, LoadedAdapter | None, Any, str], trace: Trace, on_chunk: OnChunk
-) -> bool:
-    """Take outputs until the request ends (True), shows tokens of a refused policy or is to go on elsewhere (False)."""
-    queue, adapter, state, born = opened
-    num_taken = 0
-    while True:
-        answer = await queue.get()
-        (output,) = answer.outputs
-        tokens, logprobs = list(output.token_ids), list(output.logprobs.logprobs) if output.logprobs else []
-        if len(tokens) != len(logprobs):
-            raise RuntimeError("vLLM returned a different number of tokens and logprobs")
-        runs = _runs(attempt_labels(output, adapter, state), num_taken, num_taken + len(tokens))
-        for label, start, stop in runs:
-            if not requests.attempts.is_proved(label) and not await requests.attempts.accepted(label):
-                return False
-            version, kv = requests.attempts.label_version(label), requests.attempts.kv_version(label, born)
-            cut = slice(start - num_taken, stop - num_taken)
-            for token, logprob in zip(tokens[cut], logprobs[cut], strict=True):
-                trace.add(token, logprob, version, kv)
-            on_chunk(Chunk(tuple(tokens[cut]), tuple(logprobs[cut]), version, -1 if kv == version else kv))
-        num_taken += len(tokens)
-        if answer.finished:
-            check_end(output, adapter)
-            return output.finish_reason in ("stop", "length")
 
 
 def _runs(labels: Sequence[Label], start: int, stop: int) -> list[tuple[str, int, int]]:

@@ -17,7 +17,7 @@ from actors.engines.trace import RequestImages
 from actors.engines.vllm.adapters import Attempts
 from actors.engines.vllm.engine import VllmEngine, reload_parts
 from actors.engines.vllm.loading import check_copied
-from actors.engines.vllm.requests import Requests, probe_input, prompt_input, whole
+from actors.engines.vllm.requests import Requests, probe_input, prompt_input
 from actors.engines.vllm.settings import (
     REQUIRED,
     SEEING,
@@ -42,12 +42,15 @@ Answer = tuple[Sequence[int], Sequence[tuple[str, int, int]]]  # tokens, and the
 
 
 class Queue:
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, states: dict[str, Any]) -> None:
         self.request_id = request_id
         self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._states = states
 
     async def get(self) -> Any:
-        return await self.answer
+        answer = await self.answer
+        self._states.pop(self.request_id, None)
+        return answer
 
     def close(self) -> None: ...
 
@@ -60,11 +63,14 @@ class FakeVllm:
         self.aborted: list[str] = []
         self.errored = False
         self.arrived = asyncio.Event()
+        self.output_processor = SimpleNamespace(request_states={})
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, priority: int = 0, lora_request: Any = None
     ) -> Queue:
-        queue = Queue(request_id)
+        states = self.output_processor.request_states
+        states[request_id] = None
+        queue = Queue(request_id, states)
         self.requests.append((prompt["prompt_token_ids"], params, queue))
         self.arrived.set()
         return queue
@@ -89,11 +95,11 @@ def answered(*answers: Answer, reason: str = "length") -> Any:
         )
         for tokens, labels in answers
     ]
-    return SimpleNamespace(outputs=outputs)
+    return SimpleNamespace(outputs=outputs, finished=True)
 
 
 def requests_to(llm: FakeVllm, attempts: Attempts) -> Requests:
-    return Requests(llm, attempts, sampling_params=lambda sampling: sampling)
+    return Requests(llm, attempts, params=lambda sampling, streamed: sampling)
 
 
 async def test_a_completion_waits_for_the_verdict_on_its_policy() -> None:
@@ -135,7 +141,7 @@ async def test_an_answer_held_to_a_schema_begins_again_after_a_refused_policy_an
     old, bad = attempts.begin(3, proved=True), attempts.begin(4)
     held = Sampling(max_tokens=4, stop=(9,), json_schema="{}")
     left: list[Chunk] = []
-    call = asyncio.create_task(whole(requests, (5, 6), held, left.append, RequestImages()))
+    call = asyncio.create_task(requests.generate((5, 6), held, left.append))
     _, _, queue = await llm.next()
     attempts.decide(bad, False)
     queue.answer.set_result(answered(([1, 2, 9], [(old, 0, 2), (bad, 2, 3)]), reason="stop"))

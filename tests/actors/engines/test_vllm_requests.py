@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from actors.engines.engine import Chunk, Sampling
-from actors.engines.trace import RequestImages
 from actors.engines.vllm.adapters import Adapters, Attempts, LoadedAdapter
 from actors.engines.vllm.engine import Swap
-from actors.engines.vllm.requests import Requests, stream
+from actors.engines.vllm.requests import Requests
 from schemas import Span
 from schemas.errors import PolicyRefused
 from tests.actors.engines.test_vllm_parts import FakeVllm, Queue, answered
@@ -28,7 +27,6 @@ class FakeCore(FakeVllm):
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[str] = []
-        self.output_processor = SimpleNamespace(request_states={})
         self.reason, self.forgets = "", True
         self.engine_core = SimpleNamespace(pause_scheduler_async=self.pause)
         self.scheduler_config = SimpleNamespace(async_scheduling=False)
@@ -65,7 +63,7 @@ class FakeCore(FakeVllm):
 
 
 def keeping(llm: FakeVllm, attempts: Attempts) -> Requests:
-    return Requests(llm, attempts, sampling_params=lambda sampling: sampling)
+    return Requests(llm, attempts, params=lambda sampling, streamed: sampling)
 
 
 async def sent_around_a_load(keep: bool) -> tuple[list[str], str, str]:
@@ -145,16 +143,14 @@ async def test_spans_say_from_which_version_on_keys_and_values_are() -> None:
 
 async def test_a_stream_says_it_with_every_chunk() -> None:
     llm, attempts = FakeCore(), Attempts("keep")
-    requests = Requests(llm, attempts, streamed_params=lambda sampling: sampling)
+    requests = keeping(llm, attempts)
     requests.born = old = attempts.begin(3, proved=True)
     new = attempts.begin(4)
     attempts.decide(new, True)
     chunks: list[Chunk] = []
-    call = asyncio.create_task(stream(requests, (5,), Sampling(max_tokens=3), chunks.append, RequestImages()))
+    call = asyncio.create_task(requests.generate((5,), Sampling(max_tokens=3), chunks.append))
     _, _, queue = await llm.next()
-    answer = answered(([1, 2, 3], [(old, 0, 1), (new, 1, 3)]))
-    answer.finished = True
-    queue.answer.set_result(answer)
+    queue.answer.set_result(answered(([1, 2, 3], [(old, 0, 1), (new, 1, 3)])))
     assert (await call).spans == (Span(0, 1, 3), Span(1, 3, 4, kv=3))
     assert [(len(chunk.tokens), chunk.version, chunk.kv) for chunk in chunks] == [(1, 3, -1), (2, 4, 3)]
 
@@ -215,7 +211,7 @@ def ended(tokens: Sequence[int], reason: str = "length") -> Any:
         finish_reason=reason,
         weight_versions=None,
     )
-    return SimpleNamespace(outputs=[output])
+    return SimpleNamespace(outputs=[output], finished=True)
 
 
 class Rig:
@@ -226,7 +222,7 @@ class Rig:
             self.llm,  # type: ignore[arg-type]
             self.attempts,
             adapters=self.adapters,
-            sampling_params=lambda sampling: sampling,
+            params=lambda sampling, streamed: sampling,
         )
 
     async def load(self, version: int) -> LoadedAdapter:
