@@ -305,7 +305,6 @@ LOADS = {
     "actors/rollout/environment.py": "[explore] options: environment",
     "actors/rollout/environments/gymnasium.py": "[explore] options: environment",
     "actors/rollout/environments/openenv.py": "[explore] options: environment",
-    "actors/gateway/serve.py": "[[gateway.processor]]",
     "actors/program/workflow.py": "[explore] options: use",
     "actors/rollout/tool.py": "[explore] options: tools",
     "actors/rollout/workflow.py": "[explore] workflow, [explore.workflows]",

@@ -114,8 +114,6 @@ class GatewayConfig(Section, frozen=True):
     """Model names that requests may use. Default []: any name."""
     limits: GatewayLimits = GatewayLimits()
     redact: RedactRules = RedactRules()
-    processor: tuple[Use, ...] = ()
-    """Processors that run before the first write, for example your own redaction. None by default."""
     queue_records: Positive = 4096
     """Maximum records that wait for the broker in memory."""
     queue_mb: Positive = 64

@@ -38,8 +38,6 @@ from actors.gateway.recording.held import HeldKeys
 from actors.gateway.recording.outbox import Outbox
 from actors.gateway.recording.record import Recorder
 from actors.gateway.recording.spool import Spool
-from infra.chain.chain import Step, make_step
-from infra.chain.processor import declared_mark
 from infra.files import replace_file
 from infra.local.http_server import HttpBounds, HttpServer, bound, make_server, serve_on
 from infra.log.log import Log
@@ -48,7 +46,6 @@ from infra.observe.metrics import Metrics
 from infra.observe.release import full_release
 from infra.roles.process import ClaimedFolder
 from infra.roles.role import Role, run_until
-from infra.settings.plugin import load
 from infra.store.images import ImageReader
 from infra.store.store import Store
 from schemas import PolicyEvent, Progress
@@ -82,7 +79,6 @@ async def run_gateway(
     # Its counts begin anew with the process, which may have the number of one before it.
     role = msgspec.structs.replace(role, instance=f"{role.instance}/{epoch % 2**32:08x}")
     floor, metrics = role.floor, role.metrics
-    steps = processor_steps(config)
     # A folder of its own kind: it holds the version served last, and a stable gateway must not find a canary's.
     claimed = ClaimedFolder(floor.folder / config.spool, "canary" if config.channel == "canary" else ROLE)
     sock = bound(config.listen)  # first: an address in use ends the start before a model is loaded
@@ -96,7 +92,7 @@ async def run_gateway(
             directed=lambda directive: gateway.follow(directive),
         )
         gateway, authenticator, feedback_intake = await _assembled(
-            role, config, engine, tokenizer, claimed.path, steps, epoch, _trial_version(config, follower)
+            role, config, engine, tokenizer, claimed.path, epoch, _trial_version(config, follower)
         )
         feedback_intake.is_read = reads_feedback
         canary = None if config.canary is None else Canary(config.canary, metrics)
@@ -200,7 +196,6 @@ async def _assembled(
     engine: Engine,
     tokenizer: Tokenizer,
     folder: Path,
-    steps: Sequence[Step],
     epoch: int,
     trial: Callable[[], int],
 ) -> tuple[Gateway, Authenticator, FeedbackIntake]:
@@ -220,7 +215,7 @@ async def _assembled(
         queue_bytes=config.queue_mb * _MB,
         send_s=config.send_s,
     )
-    recorder = Recorder(tokenizer, config.redact, steps, metrics, role.instance, keys, ImageReader(store))
+    recorder = Recorder(tokenizer, config.redact, metrics, role.instance, keys, ImageReader(store))
     book = KeyBook()
     gateway = Gateway(
         config,
@@ -253,22 +248,6 @@ def _trial_version(config: GatewayConfig, follower: PolicyFollower) -> Callable[
     """The version on trial, for gateways that take part in trials."""
     takes_part = config.channel == "canary" or config.canary is not None
     return lambda: follower.stable.trial if takes_part else -1
-
-
-def processor_steps(config: GatewayConfig) -> tuple[Step, ...]:
-    """The configured custom processors, loaded. Raises ConfigError."""
-    steps = []
-    for index, processor in enumerate(config.processor):
-        where = f"gateway.processor[{index}]"
-        function = load(processor.use, processor.options, where)
-        try:
-            mark = declared_mark(function)
-        except ValueError as error:
-            raise ConfigError(f"{where}: {error}") from error
-        if mark.kind != "processor" or mark.memory:
-            raise ConfigError(f"{where}: {processor.use}: expected a @processor without memory")
-        steps.append(make_step(processor.use.partition(":")[2], function))
-    return tuple(steps)
 
 
 async def _end(

@@ -1,13 +1,12 @@
 """Makes experiences of served requests, redacted before they are written.
 
-Guarantee: if redaction or a processor changes a text, the written tokens are those of the changed text, since token ids reveal
+Guarantee: if redaction changes a text, the written tokens are those of the changed text, since token ids reveal
 a text as letters do. Such spans have no ratio. Answers to a named user are sealed under their key here, before queue, spool and
 log. This module sends nothing.
 """
 
 import asyncio
 import logging
-from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -15,7 +14,6 @@ from actors.gateway.answering.conversation import Prompt
 from actors.gateway.answering.in_flight import InFlight, SampledAnswer
 from actors.gateway.answering.parsing import render
 from actors.gateway.config import RedactRules
-from infra.chain.chain import Context, Step, run_chain
 from infra.chain.redact import Redactor
 from infra.model.model import Tokenizer
 from infra.observe.metrics import Metrics
@@ -34,7 +32,7 @@ THREAD_CHARS = 4096
 
 
 class Recorder:
-    """Makes blocks of served answers. origin: this gateway. steps: custom processors. keys: keys of named users. images: stores
+    """Makes blocks of served answers. origin: this gateway. keys: keys of named users. images: stores
     the pictures of the prompts.
     """
 
@@ -42,7 +40,6 @@ class Recorder:
         self,
         tokenizer: Tokenizer,
         rules: RedactRules,
-        steps: Sequence[Step],
         metrics: Metrics,
         origin: str,
         keys: Keys,
@@ -51,7 +48,6 @@ class Recorder:
         self.tokenizer = tokenizer
         self._rules = rules
         self._redactor = Redactor(rules.kinds, rules.patterns)
-        self._steps = steps
         self._metrics = metrics
         self._origin = origin
         self._keys = keys
@@ -65,12 +61,6 @@ class Recorder:
         )
         is_long = num_tokens > THREAD_TOKENS or num_chars > THREAD_CHARS or bool(served.request.prompt.tools)
         kept = await asyncio.to_thread(self._all, served) if is_long else self._all(served)
-        if self._steps and kept:
-            outcome = await run_chain(self._steps, kept, Context())
-            for gone in outcome.dropped:
-                self._drop(gone.reason)
-            before = {experience.id: experience for experience in kept}
-            kept = [self._respelled(after, before.get(after.id)) for after in outcome.kept]
         if kept and served.request.prompt.pictures and not await self._deposited(served.request.prompt):
             kept = []
         block = await self._sealed(Block(tuple(kept)), served.subject) if kept else None
@@ -173,18 +163,6 @@ class Recorder:
         masked = self._redactor.mask_json(message)
         assert isinstance(masked, dict)
         return masked
-
-    def _respelled(self, after: Experience, before: Experience | None) -> Experience:
-        """An experience after the processors, with the tokens of the text that they changed."""
-        unchanged = before is not None and after.messages == before.messages
-        if unchanged or (before is not None and after.tokens.tolist() != before.tokens.tolist()):
-            return after
-        if not after.messages or after.messages[-1].role != "assistant":
-            prompt, reply = after.messages, ""
-        else:
-            prompt, reply = after.messages[:-1], after.messages[-1].content
-        chat = tuple({"role": said.role, "content": said.content, "images": len(said.images)} for said in prompt)
-        return self._spelled(after, Prompt(plain=prompt, chat=chat), reply, after.messages)
 
     def _spelled(self, experience: Experience, prompt: Prompt, reply: str, messages: tuple[Message, ...]) -> Experience:
         """The experience with tokens of this text; an answer whose text did not change keeps its own."""

@@ -13,14 +13,12 @@ import msgspec
 import pytest
 
 from actors.gateway.config import RedactRules
-from infra.chain.processor import Drop, processor
 from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
-from infra.settings.config import Use
 from infra.store.seal import Keys
-from schemas import Block, Experience, Feedback, Message, decode
+from schemas import Block, Feedback, decode
 from schemas.topics import ALL, EXPERIENCES, VERIFIED
 from streams.config import StreamsConfig
 from streams.sources.event import EventSource
@@ -30,19 +28,10 @@ from tests.actors.rig import until
 from tests.streams.memory_worker import settled, working
 
 RATED = EventSource(name="user", function=rating, webhook="/v1/feedback")
-HERE = "tests.actors.gateway.test_gateway_privacy"
 
 
 def chat(content: str, **more: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "user", "content": content}], **more}
-
-
-@processor(version=1)
-def no_names(experience: Experience) -> Experience | Drop:
-    if "forbidden" in experience.response:
-        return Drop("forbidden")
-    masked = tuple(Message(role=one.role, content=one.content.replace("Ada", "[name]")) for one in experience.messages)
-    return experience.with_bulk(messages=masked)
 
 
 async def stored(served: RunningGateway) -> bytes:
@@ -224,20 +213,6 @@ async def test_masked_answers_are_other_tokens_without_a_ratio_and_clean_ones_ke
             assert spelled == f"<user>{one.messages[0].content}<assistant>{one.response}"
         assert [one.spans[0].ratio for one in (asked, answered, plain)] == [False, False, True]
         assert asked.tokens[asked.num_prompt :].tolist() == plain.tokens[plain.num_prompt :].tolist()
-
-
-async def test_custom_processors_run_before_the_first_write(tmp_path: Path) -> None:
-    use = (Use(use=f"{HERE}:no_names"),)
-    async with serving(tmp_path, engine(says("Ada it is", "forbidden", "fine")), processor=use) as served:
-        async with served.http(await served.new_key()) as http:
-            for content in ("who?", "what?", "Ada?"):
-                await http.post("/v1/chat/completions", json=chat(content))
-        recorded = await served.recorded(2)
-        said = {(one.messages[0].content, one.response) for one in recorded}
-        assert said == {("who?", "[name] it is"), ("[name]?", "fine")}
-        found = await stored(served)
-        assert b"Ada" not in found and b"forbidden" not in found
-        assert served.metrics.counters()["not_recorded{reason=forbidden}"] == 1
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["in the log", "in the spool"])
