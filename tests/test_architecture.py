@@ -75,7 +75,7 @@ BUDGETS = {
     "infra/cli/console": 1_903,
     "infra/cli/demo": 1_206,
     "streams": 8_550,
-    "actors": 16_321,
+    "actors": 16_207,
     "actors/master/gate": 813,
     "trainer": 10_829,
     "tests": 63_767,

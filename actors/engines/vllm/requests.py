@@ -86,7 +86,10 @@ class Requests:
         task.add_done_callback(self._tasks.discard)
         self.num_running += 1
         try:
-            return await task
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.cancel()  # it ends by itself, once vLLM has the request and has let it go
+            raise
         except Exception as error:  # vLLM's own kinds
             failure = self.failure(error)
             if failure is error:

@@ -161,6 +161,9 @@ async def test_a_request_is_aborted_when_its_caller_is_gone() -> None:
     (_, _, first), (_, _, second) = await llm.next(), await llm.next()
     calls[0].cancel()
     await asyncio.gather(calls[0], return_exceptions=True)
+    async with asyncio.timeout(5):
+        while not llm.aborted:  # noqa: ASYNC110  the request's own task makes it true
+            await asyncio.sleep(0)
     assert llm.aborted == [first.request_id] and requests.num_running == 1
     second.answer.set_result(answered(([9], [(label, 0, 1)])))
     assert (await calls[1]).tokens == (9,)
