@@ -12,17 +12,17 @@ Decoding is bounded by the size of the tensor; a payload that does not fit is a 
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
 import zstandard
 
-from infra.policies.tensors import ITEM_BYTES, Tensor, bits
+from infra.policies.tensors import CHUNK_VALUES, ITEM_BYTES, Tensor, bits, chunks
 from infra.store.store import joined
 
 LEVEL = 1
-MAX_SHARE = 0.75  # of each four values in a row, where any changed: more make the tensor raw
+MAX_SHARE = 0.25  # of the values changed: more make the tensor raw, and its version an anchor
 MAX_VALUES = 2**31 - 1  # of a tensor: its gaps and counts then fit a u32; larger tensors are sent raw
 GAP_BYTES, ULPS_BYTES = 4, 2
 # Number of changed values; bytes of each plane, as many as changed values if it is not compressed.
@@ -30,6 +30,8 @@ _HEAD = struct.Struct(f"<{1 + GAP_BYTES + ULPS_BYTES}I")
 
 Part = tuple[str, bytes | memoryview]
 """Encoder and payload."""
+Moves = tuple[np.ndarray, np.ndarray]
+"""Positions of the values that change, [K] i64 ascending, and by how many ulps each moves, [K] u16, wrapped."""
 
 
 class Encoded(msgspec.Struct, frozen=True):
@@ -45,29 +47,53 @@ def encode_tensor(old: Tensor, new: Tensor) -> Encoded:
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         raise ValueError(f"delta: got {new.dtype}{new.shape}, expected {old.dtype}{old.shape}")
     before, after = bits(old), bits(new)
-    if before.itemsize == 2 and before.size <= MAX_VALUES and (at := _changed(before, after)) is not None:
-        payload = _pack(at, in_order(after[at]) - in_order(before[at]))
+    if before.itemsize == 2 and before.size <= MAX_VALUES and (moves := _moves_between(before, after)) is not None:
+        payload = _pack(*moves)
         if len(payload) < new.num_bytes:
-            return Encoded("ulps", payload, at.size)
+            return Encoded("ulps", payload, moves[0].size)
     return Encoded("raw", new.data, int(np.count_nonzero(before != after)))
 
 
 def decode_chain(parts: Sequence[Part], old: Tensor) -> Tensor:
     """The tensor that a chain of deltas leads to, oldest first. ValueError for a payload that does not fit."""
-    values, is_copy = bits(old), False
+    base, moves = read_chain(parts, old)
+    if not moves:
+        return base
+    values, start = np.empty(base.num_bytes // 2, np.uint16), 0
+    for chunk in moved(base, moves):
+        values[start : start + chunk.size] = chunk
+        start += chunk.size
+    values.flags.writeable = False
+    return Tensor(old.dtype, old.shape, values.view(np.uint8).data if values.size else b"")
+
+
+def read_chain(parts: Sequence[Part], old: Tensor) -> tuple[Tensor, list[Moves]]:
+    """The tensor that a chain of deltas begins with, and the moves that follow. ValueError for a payload that does not fit."""
+    base, moves = old, list[Moves]()
     for encoder, payload in parts:
         match encoder:
             case "raw":
-                values, is_copy = bits(Tensor(old.dtype, old.shape, payload)), False
+                base, moves = Tensor(old.dtype, old.shape, payload), []
             case "ulps":
-                at, ulps = _unpack(payload, old.dtype, values.size)
-                if not is_copy:
-                    values, is_copy = values.copy(), True
-                values[at] = in_order(in_order(values[at]) + ulps)
+                moves.append(_unpack(payload, old.dtype, old.num_bytes // ITEM_BYTES[old.dtype]))
             case _:
                 raise ValueError(f"delta: got encoder {encoder!r} for {old.dtype}, expected ulps or raw")
-    values.flags.writeable = False
-    return Tensor(old.dtype, old.shape, values.view(np.uint8).data if values.size else b"")
+    return base, moves
+
+
+def moved(base: Tensor, moves: Sequence[Moves]) -> Iterator[np.ndarray]:
+    """Patterns of `base` after all moves, a chunk at a time. A chunk is valid until the next one is asked for."""
+    room = np.empty(CHUNK_VALUES, np.uint16)
+    for index, chunk in enumerate(chunks(base)):
+        if moves:
+            source, chunk = chunk, room[: chunk.size]
+            np.copyto(chunk, source)
+        start = index * CHUNK_VALUES
+        for positions, ulps in moves:
+            first, last = np.searchsorted(positions, (start, start + CHUNK_VALUES))
+            at = positions[first:last] - start
+            chunk[at] = in_order(in_order(chunk[at]) + ulps[first:last])
+        yield chunk
 
 
 def in_order(patterns: np.ndarray) -> np.ndarray:
@@ -76,20 +102,22 @@ def in_order(patterns: np.ndarray) -> np.ndarray:
     return (signed ^ (signed >> 15 & np.int16(0x7FFF))).view(np.uint16)
 
 
-def _changed(before: np.ndarray, after: np.ndarray) -> np.ndarray | None:
-    """Positions [K] i64 of the values that differ, ascending; None where they are too many. Four are compared at a time."""
-    whole = before.size // 4 * 4
-    old, new = before[:whole].view(np.uint64), after[:whole].view(np.uint64)
-    fours = np.flatnonzero(old != new)
-    if fours.size > MAX_SHARE * old.size:
-        return None
-    within = np.flatnonzero((old[fours] ^ new[fours]).view(np.uint16))
-    rest = whole + np.flatnonzero(before[whole:] != after[whole:])
-    return np.append((fours[within >> 2] << 2) + (within & 3), rest)
+def _moves_between(before: np.ndarray, after: np.ndarray) -> Moves | None:
+    """The values that differ; None where they are too many."""
+    room = np.empty(min(before.size, CHUNK_VALUES), bool)
+    places, ulps, count = [np.empty(0, np.int64)], [np.empty(0, np.uint16)], 0
+    for start in range(0, before.size, CHUNK_VALUES):
+        old, new = before[start : start + CHUNK_VALUES], after[start : start + CHUNK_VALUES]
+        at = np.flatnonzero(np.not_equal(old, new, out=room[: old.size]))
+        places.append(at + start)
+        ulps.append(in_order(new[at]) - in_order(old[at]))
+        count += at.size
+        if count > MAX_SHARE * before.size:
+            return None
+    return np.concatenate(places), np.concatenate(ulps)
 
 
 def _pack(at: np.ndarray, ulps: np.ndarray) -> memoryview:
-    """The payload. at: positions of the changes, [K] ascending. ulps: by how much each value moved, [K] u16, wrapped."""
     signed = ulps.view(np.int16)
     zigzag = (signed << 1 ^ signed >> 15).astype("<i2")
     gaps = np.diff(at, prepend=-1).astype("<u4")
@@ -105,8 +133,7 @@ def _planes(numbers: np.ndarray, num_bytes: int) -> np.ndarray:
     return np.ascontiguousarray(numbers.view(np.uint8).reshape(-1, num_bytes).T)
 
 
-def _unpack(payload: bytes | memoryview, dtype: str, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions [K] i64, ascending, and ulps [K] u16, of a tensor of `size` values."""
+def _unpack(payload: bytes | memoryview, dtype: str, size: int) -> Moves:
     view = memoryview(payload)
     if ITEM_BYTES[dtype] != 2 or size > MAX_VALUES:
         raise ValueError(f"delta: got ulps for {size} values of {dtype}, expected at most {MAX_VALUES} of 16 bits")

@@ -13,7 +13,7 @@ import msgspec
 
 from infra.observe.failpoint import reach
 from infra.policies.chain import ANCHOR_EVERY, Chain, check_within, read_manifest, walk
-from infra.policies.delta import Part, decode_chain
+from infra.policies.delta import Part, decode_chain, moved, read_chain
 from infra.policies.manifest import (
     DeltaPart,
     Look,
@@ -28,7 +28,7 @@ from infra.policies.manifest import (
 )
 from infra.policies.policy import Adapter, Policy, described
 from infra.policies.tensors import Tensor, in_threads, load_tensors
-from infra.policies.version_files import Put, VersionFiles, leave
+from infra.policies.version_files import Put, VersionFiles
 from infra.store.store import Store
 from schemas.errors import NotInStore, PolicyRefused
 from schemas.records import PolicyEvent
@@ -104,13 +104,13 @@ class PolicyFetcher:
 
     def _placed(self, manifest: PolicyManifest, sha256: str) -> dict[str, Tensor]:
         if self._files is None or manifest.adapter is not None:
-            return self._obtain(manifest, leave)
+            return self._obtain(manifest)
         found = self._files.place(
             sha256, manifest.tensors, lambda put: self._obtain(manifest, put), lambda found: verified(manifest, found)
         )
-        return self._obtain(manifest, leave) if found is None else found
+        return self._obtain(manifest) if found is None else found
 
-    def _obtain(self, manifest: PolicyManifest, put: Put) -> dict[str, Tensor]:
+    def _obtain(self, manifest: PolicyManifest, put: Put | None = None) -> dict[str, Tensor]:
         # A longer way costs more than a new beginning.
         if self._held is not None and 0 <= manifest.version - self._held.version <= ANCHOR_EVERY:
             try:
@@ -120,10 +120,13 @@ class PolicyFetcher:
         return rebuild(self._store, manifest, None, put)
 
 
-def rebuild(store: Store, manifest: PolicyManifest, held: HeldWeights | None, put: Put = leave) -> dict[str, Tensor]:
+def rebuild(
+    store: Store, manifest: PolicyManifest, held: HeldWeights | None, put: Put | None = None
+) -> dict[str, Tensor]:
     """The tensors of `manifest`: from the held copy where its deltas lead there, else from an anchor.
 
-    However long the chain, each tensor is copied once and verified once, at its end. put: where they should lie.
+    However long the chain, each tensor is copied once and verified once, at its end. put: to where they should lie, None for
+    this process's own memory.
     """
     chain = walk(store, manifest, -1 if held is None else held.version)
     held = None if chain.anchor else held
@@ -133,11 +136,16 @@ def rebuild(store: Store, manifest: PolicyManifest, held: HeldWeights | None, pu
 
     def at_the_end(begin: tuple[str, Tensor]) -> tuple[Tensor, Look]:
         name, tensor = begin
+        chain = [step[name] for step in reversed(parts) if name in step]
         try:
-            end = decode_chain([step[name] for step in reversed(parts) if name in step], tensor)
+            if put is None:
+                end = decode_chain(chain, tensor)
+                return end, look_at(end)
+            base, moves = read_chain(chain, tensor)
         except ValueError as error:
             raise PolicyRefused(f"{name} in version {manifest.version}: {error}") from error
-        return put(name, end), look_at(end)
+        look = Look(base.dtype)
+        return put(name, base, look.through(moved(base, moves))), look
 
     if held is None:
         found = _from_anchor(store, chain, at_the_end)

@@ -8,15 +8,17 @@ A manifest names its objects by their digests and the manifest of each base by s
 below it. Objects are named by content and never change.
 """
 
+import functools
 import hashlib
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
 
 import msgspec
+import numpy as np
 import xxhash
 
 from infra.policies.policy import Adapter, Probe, described
-from infra.policies.tensors import Tensor, are_finite, bits, byte_count, chunks, in_threads
+from infra.policies.tensors import ITEM_BYTES, Tensor, are_finite, byte_count, chunks, in_threads
 
 FORMAT = 6
 
@@ -130,20 +132,32 @@ def hash_tensor(tensor: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(tensor.data)
 
 
-class Look(NamedTuple):
-    """xxh3: of a tensor's data, as in TensorEntry. finite: True if all values are."""
+class Look:
+    """Hash of a tensor's data, and whether all values are finite, taken while its chunks are in the processor's cache."""
 
-    xxh3: str
-    finite: bool
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+        self._hasher = xxhash.xxh3_128()
+        self.finite = True
+
+    @property
+    def xxh3(self) -> str:
+        """As in TensorEntry, of the chunks so far."""
+        return self._hasher.hexdigest()
+
+    def through(self, values: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """Pass the chunks of a tensor on, looking at each."""
+        for chunk in values:
+            self._hasher.update(chunk.data)
+            self.finite = self.finite and are_finite(chunk, self._dtype)
+            yield chunk
 
 
 def look_at(tensor: Tensor) -> Look:
-    """Hash a tensor, and look for what is not finite while its bytes are in the processor's cache."""
-    hasher, finite = xxhash.xxh3_128(), True
-    for chunk in chunks(bits(tensor)):
-        hasher.update(chunk.data)
-        finite = finite and are_finite(chunk, tensor.dtype)
-    return Look(hasher.hexdigest(), finite)
+    look = Look(tensor.dtype)
+    for _ in look.through(chunks(tensor)):
+        pass
+    return look
 
 
 def look_at_all(tensors: Mapping[str, Tensor]) -> dict[str, Look]:
@@ -158,6 +172,33 @@ def tensor_entries(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
         TensorEntry(name, tensor.dtype, tensor.shape, xxh3)
         for (name, tensor), xxh3 in zip(ordered, hashes, strict=True)
     )
+
+
+class HashedTensors(dict[str, Tensor]):
+    """Tensors that are hashed once: a version, and then the parent of the next one. They no longer change."""
+
+    @functools.cached_property
+    def _looks(self) -> dict[str, Look]:
+        return look_at_all(self)
+
+    @functools.cached_property
+    def entries(self) -> tuple[TensorEntry, ...]:
+        """Their entries of the manifest, by name."""
+        return tuple(
+            TensorEntry(name, tensor.dtype, tensor.shape, self._looks[name].xxh3)
+            for name, tensor in sorted(self.items())
+        )
+
+    @functools.cached_property
+    def not_finite(self) -> str:
+        """Name of the first tensor that holds NaN or infinity, "" for none."""
+        return next((name for name, look in self._looks.items() if not look.finite), "")
+
+    def base(self) -> "HashedTensors":
+        """Base for the delta of the next version: every entry, and the values of 16-bit tensors."""
+        kept = HashedTensors({name: tensor for name, tensor in self.items() if ITEM_BYTES[tensor.dtype] == 2})
+        kept.__dict__["entries"] = self.entries
+        return kept
 
 
 def first_difference(got: tuple[TensorEntry, ...], expected: tuple[TensorEntry, ...], *, values: bool) -> str | None:

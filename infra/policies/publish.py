@@ -10,16 +10,22 @@ anchor and at most fifteen deltas.
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from infra.observe.failpoint import reach
 from infra.policies.chain import ANCHOR_EVERY, read_manifest
+from infra.policies.delta import Encoded, encode_tensor
 from infra.policies.manifest import (
+    DeltaPart,
+    HashedTensors,
     PolicyManifest,
+    Shard,
     TensorEntry,
     WeightSource,
+    differing,
     encode_manifest,
     first_difference,
     folder_of,
@@ -27,23 +33,18 @@ from infra.policies.manifest import (
     other_adapter,
     sha256_hex,
 )
-from infra.policies.objects import (
-    SHARD_BYTES,
-    EncodedTensors,
-    HashedTensors,
-    StoredObjects,
-    VersionObjects,
-    WantedObjects,
-)
 from infra.policies.policy import Adapter, Probe
-from infra.policies.tensors import ITEM_BYTES, Tensor
-from infra.store.store import Store, check_key
+from infra.policies.tensors import ITEM_BYTES, Tensor, in_threads, pieces_of
+from infra.store.store import Pieces, Store, check_key, digest_of, name_of, total_bytes
 from schemas.errors import NotInStore, PolicyRefused
 from schemas.records import PolicyEvent
 
 log = logging.getLogger(__name__)
 
 CHANGED_SHARE = 1 / 8  # of the values or the bytes: a chain of larger deltas would cost more than an anchor
+SHARD_BYTES = 128 * 1024 * 1024  # as much as one connection should be asked to begin again
+PUT_AT_ONCE = 4  # each over several connections
+LEAST_BYTES = 16 * 1024 * 1024  # of whole tensors: less is not worth an object of its own
 
 
 class NewVersion(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,24 +77,32 @@ def publish(
     where the parent's tensors are not what was published.
     """
     folder = check_key(folder_of(new.policy, new.token))
-    objects = VersionObjects(store, _hashed(tensors), None if previous is None else _hashed(previous), shard_bytes)
-    encoded = objects.encode()
-    entries = encoded.entries
-    if "/" in new.policy or not entries:
-        raise ValueError(f"publish: got policy {new.policy!r} with {len(entries)} tensors, expected a name without '/'")
-    if (existing := _existing(store, new, entries)) is not None:
+    weights, old = _hashed(tensors), None if previous is None else _hashed(previous)
+    if "/" in new.policy or not weights:
+        raise ValueError(f"publish: got policy {new.policy!r} with {len(weights)} tensors, expected a name without '/'")
+    if (existing := _existing(store, new, weights.entries)) is not None:
         return existing
-    parent, parent_sha256 = _parent(store, new, encoded)
-    if encoded.not_finite:
-        raise PolicyRefused(f"version {new.version}: {encoded.not_finite} holds values that are not finite")
-    has_delta, has_anchor = (False, True) if parent is None else _ways(parent, encoded)
-    wanted = WantedObjects(
-        folder=folder,
-        version=new.version,
-        parent=new.parent,
-        delta=has_delta,
-        anchor=has_anchor,
-    )
+    parent, parent_sha256 = (None, "") if old is None else _parent(store, new, weights, old)
+    if weights.not_finite:
+        raise PolicyRefused(f"version {new.version}: {weights.not_finite} holds values that are not finite")
+    changes = _encoded(weights, old) if parent is not None and old is not None else {}
+    has_delta, has_anchor = (False, True) if parent is None else _ways(parent, weights, changes)
+    sources: list[WeightSource] = []
+    if has_delta:
+        shards, parts = _delta_shards(f"{folder}/deltas/{new.parent}-{new.version}", changes, shard_bytes)
+        delta = WeightSource(
+            kind="delta",
+            shards=_put(store, shards),
+            base=new.parent,
+            base_manifest=manifest_key(new.policy, new.token, new.parent),
+            base_sha256=parent_sha256,
+            parts=parts,
+            num_changed=sum(part.changed for part in changes.values()),
+        )
+        sources.append(delta)
+    if has_anchor:
+        anchor = _anchor_shards(f"{folder}/anchors/{new.version}", weights, shard_bytes)
+        sources.append(WeightSource(kind="anchor", shards=_put(store, anchor)))
     since = None if has_anchor else parent
     manifest = PolicyManifest(
         policy=new.policy,
@@ -103,8 +112,8 @@ def publish(
         step=new.step,
         anchor=new.version if since is None else since.anchor,
         num_deltas=0 if since is None else since.num_deltas + 1,
-        tensors=entries,
-        sources=_sources(wanted, objects.put(wanted), new, parent_sha256, encoded.num_changed),
+        tensors=weights.entries,
+        sources=tuple(sources),
         probe=probe,
         adapter=new.adapter,
     )
@@ -132,9 +141,11 @@ def _existing(store: Store, new: NewVersion, entries: tuple[TensorEntry, ...]) -
     return _event(manifest, digest)
 
 
-def _parent(store: Store, new: NewVersion, encoded: EncodedTensors) -> tuple[PolicyManifest | None, str]:
+def _parent(
+    store: Store, new: NewVersion, weights: HashedTensors, old: HashedTensors
+) -> tuple[PolicyManifest | None, str]:
     """The base of a delta and the sha256 of its manifest; None where there is none, as at the first version of a lease."""
-    if encoded.parent is None or new.parent < 0:
+    if new.parent < 0:
         return None, ""
     try:
         manifest, digest = read_manifest(store, manifest_key(new.policy, new.token, new.parent))
@@ -143,44 +154,101 @@ def _parent(store: Store, new: NewVersion, encoded: EncodedTensors) -> tuple[Pol
     except PolicyRefused as error:
         log.warning("parent not readable, publishing an anchor: %s", error)
         return None, ""
-    if difference := first_difference(encoded.parent, manifest.tensors, values=True):
+    if difference := first_difference(old.entries, manifest.tensors, values=True):
         raise ValueError(f"previous: not version {new.parent} as published: {difference}")
     difference = other_adapter(new.adapter, manifest)
-    if difference := difference or first_difference(encoded.entries, manifest.tensors, values=False):
+    if difference := difference or first_difference(weights.entries, manifest.tensors, values=False):
         raise ValueError(f"tensors: not those of version {new.parent}: {difference}")
     return manifest, digest
 
 
-def _ways(parent: PolicyManifest, encoded: EncodedTensors) -> tuple[bool, bool]:
+def _encoded(weights: HashedTensors, old: HashedTensors) -> dict[str, Encoded]:
+    """The tensors that changed. Wider values than 16 bits nearly all change in every step: those are whole."""
+
+    def encode(name: str) -> Encoded:
+        new = weights[name]
+        if ITEM_BYTES[new.dtype] == 2:
+            return encode_tensor(old[name], new)
+        return Encoded("raw", new.data, math.prod(new.shape))
+
+    names = differing(weights.entries, old.entries)
+    found = in_threads(
+        encode,
+        names,
+        size=lambda name: weights[name].num_bytes,
+        same=lambda name: (id(old.get(name)), id(weights[name])),
+    )
+    return dict(zip(names, found, strict=True))
+
+
+def _ways(parent: PolicyManifest, weights: HashedTensors, changes: Mapping[str, Encoded]) -> tuple[bool, bool]:
     """True for each of a delta and an anchor that the version has."""
-    num_values = {entry.name: math.prod(entry.shape) for entry in encoded.entries}
-    full_bytes = sum(num_values[entry.name] * ITEM_BYTES[entry.dtype] for entry in encoded.entries)
-    if encoded.delta_bytes > full_bytes // 2:
+    full_bytes = sum(tensor.num_bytes for tensor in weights.values())
+    num_values = sum(math.prod(tensor.shape) for tensor in weights.values())
+    delta_bytes = sum(len(part.payload) for part in changes.values())
+    if delta_bytes > full_bytes // 2:
         return False, True
-    changed = encoded.num_changed / max(sum(num_values.values()), 1)
-    is_large = max(changed, encoded.delta_bytes / max(full_bytes, 1)) > CHANGED_SHARE
+    changed = sum(part.changed for part in changes.values()) / max(num_values, 1)
+    is_large = max(changed, delta_bytes / max(full_bytes, 1)) > CHANGED_SHARE
     return True, is_large or parent.num_deltas + 1 >= ANCHOR_EVERY
 
 
-def _sources(
-    wanted: WantedObjects, stored: StoredObjects, new: NewVersion, parent_sha256: str, num_changed: int
-) -> tuple[WeightSource, ...]:
-    found = []
-    if wanted.delta:
-        found.append(
-            WeightSource(
-                kind="delta",
-                shards=stored.delta,
-                base=new.parent,
-                base_manifest=manifest_key(new.policy, new.token, new.parent),
-                base_sha256=parent_sha256,
-                parts=stored.parts,
-                num_changed=num_changed,
-            )
-        )
-    if wanted.anchor:
-        found.append(WeightSource(kind="anchor", shards=stored.anchor))
-    return tuple(found)
+class _NewShard(NamedTuple):
+    folder: str
+    suffix: Literal["safetensors", "delta"]
+    pieces: Pieces
+
+
+def _anchor_shards(folder: str, weights: HashedTensors, shard_bytes: int) -> list[_NewShard]:
+    sizes = {name: weights[name].num_bytes for name in sorted(weights)}
+    limit = min(shard_bytes, max(LEAST_BYTES, sum(sizes.values()) // PUT_AT_ONCE))
+    return [
+        _NewShard(folder, "safetensors", list(pieces_of({name: weights[name] for name in run})))
+        for run in split_runs(sizes, limit)
+    ]
+
+
+def _delta_shards(
+    folder: str, changes: Mapping[str, Encoded], shard_bytes: int
+) -> tuple[list[_NewShard], tuple[DeltaPart, ...]]:
+    shards: list[_NewShard] = []
+    parts: list[DeltaPart] = []
+    for names in split_runs({name: len(part.payload) for name, part in changes.items()}, shard_bytes):
+        offset = 0
+        for name in names:
+            part = changes[name]
+            parts.append(DeltaPart(name, part.encoder, len(shards), offset, len(part.payload)))
+            offset += len(part.payload)
+        shards.append(_NewShard(folder, "delta", [changes[name].payload for name in names]))
+    return shards, tuple(parts)
+
+
+def _put(store: Store, shards: list[_NewShard]) -> tuple[Shard, ...]:
+    """Store the objects, several at once. Raises StoreError."""
+
+    def put(new: _NewShard) -> Shard:
+        digest = digest_of(new.pieces)
+        key = f"{new.folder}/{name_of(digest)}.{new.suffix}"
+        reach("weights.before_shard")
+        store.put_pieces(key, new.pieces)
+        reach("weights.after_shard")
+        return Shard(key=key, num_bytes=total_bytes(new.pieces), digest=digest)
+
+    return tuple(in_threads(put, shards, most=PUT_AT_ONCE, size=lambda shard: total_bytes(shard.pieces)))
+
+
+def split_runs(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
+    """Names in order, in runs of at most `limit` bytes (or one name)."""
+    run: list[str] = []
+    total = 0
+    for name, size in sizes.items():
+        if run and total + size > limit:
+            yield run
+            run, total = [], 0
+        run.append(name)
+        total += size
+    if run:
+        yield run
 
 
 def _event(manifest: PolicyManifest, digest: str) -> PolicyEvent:

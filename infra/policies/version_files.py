@@ -21,9 +21,11 @@ import stat
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+import numpy as np
 
 from infra.observe.metrics import Metrics
 from infra.policies.manifest import TensorEntry
@@ -37,8 +39,8 @@ WAIT_S = 600.0  # 140 GB from a store that gives 250 MB/s
 POLL_S = 0.02
 
 
-Put = Callable[[str, Tensor], Tensor]
-"""Puts a tensor where it should lie, and returns the one that lies there now."""
+Put = Callable[[str, Tensor, Iterable[np.ndarray]], Tensor]
+"""Puts a tensor of this name, dtype and shape where it should lie, from the chunks of its values. The one that lies there."""
 Fill = Callable[[Put], object]
 """Puts all tensors of a version, and raises PolicyRefused unless they are what its manifest says."""
 Check = Callable[[dict[str, Tensor]], object]
@@ -54,11 +56,6 @@ class FileTensors(dict[str, Tensor]):
 def free_bytes(folder: Path) -> int:
     """Bytes that may still be written there."""
     return shutil.disk_usage(folder).free
-
-
-def leave(name: str, tensor: Tensor) -> Tensor:
-    """Leave a tensor where it is."""
-    return tensor
 
 
 class VersionFiles:
@@ -177,20 +174,23 @@ def _filled(file: int, header: bytes, places: Mapping[str, tuple[int, int]], num
 
 
 def _putting(file: int, mapped: mmap.mmap, places: Mapping[str, tuple[int, int]]) -> Put:
-    """Puts each tensor into its place of a file; a tensor without a place, or of another size, stays where it is.
+    """Puts each tensor into its place of a file. PolicyRefused for a tensor without a place, or of another size.
 
     The room of a tensor is reserved before: a mapping of what is not there would kill the process. It is written, since a
     mapping that is written to costs a fault for each new page.
     """
     view = memoryview(mapped)
 
-    def put(name: str, tensor: Tensor) -> Tensor:
+    def put(name: str, tensor: Tensor, values: Iterable[np.ndarray]) -> Tensor:
         start, stop = places.get(name, (0, -1))
         if stop - start != tensor.num_bytes:
-            return tensor
+            raise PolicyRefused(f"{name} of {tensor.num_bytes} bytes is not expected")
         if stop > start:
             os.posix_fallocate(file, start, stop - start)
-            _write(file, tensor.data, start)
+        at = start
+        for chunk in values:
+            _write(file, chunk.data, at)
+            at += chunk.nbytes
         return Tensor(tensor.dtype, tensor.shape, view[start:stop])
 
     return put
@@ -198,7 +198,7 @@ def _putting(file: int, mapped: mmap.mmap, places: Mapping[str, tuple[int, int]]
 
 def _write(file: int, data: bytes | memoryview, at: int) -> None:
     """All of it, beside other threads: the kernel takes two GiB at a time."""
-    view = memoryview(data)
+    view = memoryview(data).cast("B")
     while len(view):
         written = os.pwrite(file, view, at)
         view, at = view[written:], at + written

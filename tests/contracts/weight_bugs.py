@@ -23,7 +23,7 @@ from actors.engines.torch import TorchEngine
 from actors.engines.vllm.engine import VllmEngine
 from infra.policies.chain import read_manifest
 from infra.policies.fetch import PolicyFetcher
-from infra.policies.objects import HashedTensors
+from infra.policies.manifest import HashedTensors
 from infra.policies.policy import Policy
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor

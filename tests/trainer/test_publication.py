@@ -11,7 +11,7 @@ from infra.log.memory import MemoryBus
 from infra.policies.beginning import LOOK, newest_summary, read_on
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.fold import PoliciesFold, published
-from infra.policies.objects import HashedTensors
+from infra.policies.manifest import HashedTensors
 from infra.policies.tensors import Tensor
 from infra.store.memory import MemoryStore
 from schemas import Directive, PolicyEvent, topics

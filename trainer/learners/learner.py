@@ -12,7 +12,7 @@ from typing import Literal, Protocol, runtime_checkable
 import msgspec
 import numpy as np
 
-from infra.policies.objects import HashedTensors
+from infra.policies.manifest import HashedTensors
 from infra.policies.policy import Adapter, Probe
 from infra.policies.tensors import Tensor
 from infra.settings.plugin import load

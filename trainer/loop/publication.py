@@ -17,8 +17,7 @@ from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.policies.beginning import folded, read_on, write_summary
 from infra.policies.fold import PoliciesFold
-from infra.policies.manifest import decode_manifest, first_difference
-from infra.policies.objects import HashedTensors
+from infra.policies.manifest import HashedTensors, decode_manifest, first_difference
 from infra.policies.policy import Adapter, Probe
 from infra.policies.prune import prune as prune_weights
 from infra.policies.prune import remove_unfinished

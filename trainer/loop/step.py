@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from infra.observe.failpoint import reach
-from infra.policies.objects import HashedTensors
+from infra.policies.manifest import HashedTensors
 from infra.policies.policy import Probe
 from schemas import Batch, Block, Drawn, Rollback, Skip, ids, topics
 from trainer.batch.assemble import PACED, Stamp, apply_chain, assemble, masked_below, step_inputs, step_seed

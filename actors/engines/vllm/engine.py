@@ -55,7 +55,7 @@ from infra.model.model import folder_tensors, load_model, meta_model, model_fold
 from infra.model.vision import load_vision
 from infra.policies.manifest import sha256_hex, tensor_entries
 from infra.policies.policy import Adapter, Policy, Probe, described
-from infra.policies.tensors import Tensor
+from infra.policies.tensors import Tensor, chunks
 from infra.policies.version_files import FileTensors, Put, VersionFiles
 from infra.store.images import Pixels
 from schemas.errors import ConfigError, PolicyRefused
@@ -484,7 +484,7 @@ def in_a_file(files: VersionFiles, tensors: Mapping[str, Tensor]) -> FileTensors
 
     def fill(put: Put) -> None:
         for name, tensor in tensors.items():
-            put(name, tensor)
+            put(name, tensor, chunks(tensor))
 
     entries = tensor_entries(tensors)
     placed = files.place(sha256_hex(repr(entries).encode()), entries, fill, lambda found: None)

@@ -29,8 +29,8 @@ from infra.model.adapter import base_hash, merged_model, write_adapter_folder
 from infra.model.model import DTYPE_NAMES, model_tensors
 from infra.policies.beginning import folded
 from infra.policies.fetch import PolicyFetcher
-from infra.policies.objects import SHARD_BYTES, split_runs
 from infra.policies.policy import Adapter, Policy
+from infra.policies.publish import SHARD_BYTES, split_runs
 from infra.policies.tensors import Tensor, write_tensors
 from infra.store.store import Store
 from schemas import PolicyEvent

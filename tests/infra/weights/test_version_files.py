@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.manifest import tensor_entries
-from infra.policies.tensors import Tensor, from_numpy, from_torch, load_tensors, save_tensors
+from infra.policies.tensors import Tensor, chunks, from_numpy, from_torch, load_tensors, save_tensors
 from infra.policies.version_files import MARGIN_BYTES, FileTensors, Put, VersionFiles
 from infra.store.memory import MemoryStore
 from schemas.errors import PolicyRefused
@@ -29,7 +29,7 @@ ROOMY = 10**9
 def fill(to: Put) -> None:
     """With the weights."""
     for name, tensor in WEIGHTS.items():
-        to(name, tensor)
+        to(name, tensor, chunks(tensor))
 
 
 def check(tensors: dict[str, Tensor]) -> None:
