@@ -8,7 +8,7 @@ from actors.engines.engine import ContextFull, Sampling
 from infra.model.vision import Vision
 from infra.policies.agreement import Agreement, agreement, disagreement, joined
 from infra.policies.policy import Policy, Probe
-from infra.policies.tensors import Tensor, bits, chunks, first_not_finite
+from infra.policies.tensors import Tensor, chunks, first_not_finite
 from infra.store.images import Pixels
 from schemas.errors import PolicyRefused
 
@@ -54,8 +54,7 @@ def check_tensors(policy: Policy, shapes: Mapping[str, tuple[int, ...]]) -> None
 
 
 def changed_names(held: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> frozenset[str]:
-    """Names whose bytes differ. The engine's own shadow decides, not `Policy.touched`: policies may have been skipped
-    or refused in between."""
+    """Names whose bytes differ."""
     return frozenset(name for name, tensor in wanted.items() if name not in held or not _equal(held[name], tensor))
 
 
@@ -106,4 +105,4 @@ def _equal(held: Tensor, wanted: Tensor) -> bool:
         return True
     if (held.dtype, held.shape) != (wanted.dtype, wanted.shape):
         return False
-    return all(np.array_equal(old, new) for old, new in zip(chunks(bits(held)), chunks(bits(wanted)), strict=True))
+    return all(np.array_equal(old, new) for old, new in zip(chunks(held), chunks(wanted), strict=True))

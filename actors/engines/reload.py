@@ -280,7 +280,6 @@ class PolicyFollower:
             self._refuse(event, error)
             return
         reach("explore.after_swap")
-        self._follower.confirm(policy)
         self._loaded(event)
         _log.info("serving version=%d token=%d", event.version, event.token)
         self._record(policy.version, report)

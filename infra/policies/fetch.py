@@ -24,7 +24,6 @@ from infra.policies.manifest import (
     first_difference,
     look_at,
     look_at_all,
-    tensor_entries,
 )
 from infra.policies.policy import Adapter, Policy, described
 from infra.policies.tensors import Tensor, in_threads, load_tensors
@@ -57,19 +56,11 @@ class PolicyFetcher:
         self._policy = policy
         self._files = files
         self._held: HeldWeights | None = None
-        self._serving: Mapping[str, str] = {}
 
     @property
     def version(self) -> int:
         """Version of the shadow copy, -1 before the first."""
         return -1 if self._held is None else self._held.version
-
-    def confirm(self, policy: Policy) -> None:
-        """The engine now serves `policy`: later `touched` names count from it. Until then, every tensor is touched."""
-        if self._held is not None and self._held.tensors is policy.tensors:
-            self._serving = _hashes(self._held.entries)
-        else:
-            self._serving = _hashes(tensor_entries(policy.tensors))
 
     def fetch(self, event: PolicyEvent) -> Policy:
         """The version an event names, verified; it becomes the shadow copy.
@@ -92,11 +83,9 @@ class PolicyFetcher:
         except PolicyRefused as error:
             raise PolicyRefused(f"{what}: {error}") from error
         self._held = HeldWeights(manifest.version, tensors, manifest.tensors, manifest.adapter)
-        touched = frozenset(entry.name for entry in manifest.tensors if self._serving.get(entry.name) != entry.xxh3)
         return Policy(
             version=manifest.version,
             tensors=tensors,
-            touched=touched,
             probe=manifest.probe,
             adapter=manifest.adapter,
             finite=True,
@@ -241,7 +230,3 @@ def _check_listing(manifest: PolicyManifest, held: HeldWeights | None) -> None:
         )
     if difference := first_difference(manifest.tensors, held.entries, values=False):
         raise PolicyRefused(f"{difference} (as in version {held.version}, held now)")
-
-
-def _hashes(entries: tuple[TensorEntry, ...]) -> dict[str, str]:
-    return {entry.name: entry.xxh3 for entry in entries}

@@ -49,14 +49,13 @@ class Probe(msgspec.Struct, frozen=True):
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """A version's weights, ready to load.
 
-    version: policy version. tensors: all tensors by name. touched: names of the tensors that differ from the loaded version.
-    probe: logprobs of the trainer for a comparison, None for none. adapter: base model and settings of an adapter, None for a
-    full model. finite: True if all values were found finite; if False, the engine checks them.
+    version: policy version. tensors: all tensors by name. probe: logprobs of the trainer for a comparison, None for none.
+    adapter: base model and settings of an adapter, None for a full model. finite: True if all values were found finite; if
+    False, the engine checks them.
     """
 
     version: int
     tensors: Mapping[str, Tensor]
-    touched: frozenset[str]
     probe: Probe | None = None
     adapter: Adapter | None = None
     finite: bool = False

@@ -70,7 +70,7 @@ class RecordingEngine(ScriptedEngine):
 
 def random_policy(version: int) -> Policy:
     table = np.random.default_rng(version).normal(size=(SIZE, SIZE)).astype(np.float32)
-    return Policy(version=version, tensors={TENSOR: from_numpy(table)}, touched=frozenset({TENSOR}))
+    return Policy(version=version, tensors={TENSOR: from_numpy(table)})
 
 
 def logprob(version: int, before: int, token: int) -> float:

@@ -70,7 +70,7 @@ def demonstrations(shown: Sequence[Problem]) -> PackedBatch:
 def policy_of(learner: TorchLearner, version: int) -> Policy:
     """The learner's weights as an engine takes them."""
     tensors = learner.tensors()
-    return Policy(version=version, tensors=tensors, touched=frozenset(tensors), probe=learner.probe(((1, 20, 21),)))
+    return Policy(version=version, tensors=tensors, probe=learner.probe(((1, 20, 21),)))
 
 
 async def sample(engine: TorchEngine, drawn: Sequence[Problem], size: int, round: int) -> list[TrainItem]:

@@ -59,7 +59,7 @@ class Versions:
             logprobs = torch.log_softmax(self._model(input_ids=ids).logits[0], -1)
         picked = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
         probe = Probe((tuple(ids[0].tolist()),), (tuple(picked),))
-        return Policy(version=version, tensors=self._tensors, touched=frozenset(self._tensors), probe=probe)
+        return Policy(version=version, tensors=self._tensors, probe=probe)
 
 
 async def soaked(

@@ -77,7 +77,7 @@ class Case(Started):
         lying = dict(tensors)
         if isinstance(self.engine, ReadsFiles):
             lying = in_a_file(self.engine.version_files, tensors)
-        return Policy(version=self.newest, tensors=lying, touched=frozenset(tensors), probe=made if probe else None)
+        return Policy(version=self.newest, tensors=lying, probe=made if probe else None)
 
     async def load(self, policy: Policy) -> None:
         await self.engine.load(policy)

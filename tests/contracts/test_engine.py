@@ -212,9 +212,7 @@ def test_an_answer_held_to_a_schema_is_an_instance_of_it_beside_free_ones_and_th
         await case.load(case.next_policy())
         wrong, right = case.next_policy(scale=1.5), case.next_policy()
         with pytest.raises(PolicyRefused, match="probe"):
-            await case.engine.load(
-                Policy(version=wrong.version, tensors=wrong.tensors, touched=wrong.touched, probe=right.probe)
-            )
+            await case.engine.load(Policy(version=wrong.version, tensors=wrong.tensors, probe=right.probe))
         answers = await asyncio.gather(*running)
         for answer in answers:
             assert answer.stopped and not any(span.ratio for span in answer.spans)
@@ -309,7 +307,7 @@ def test_a_bad_policy_is_refused_and_the_old_one_keeps_serving(case: Case, spoil
         version, tokens = case.engine.version, [1, *range(30, 50)]
         before = await case.engine.score_tokens(tokens)
         good = case.next_policy()
-        bad = Policy(version=good.version, tensors=spoil(case.tensors), touched=good.touched, probe=good.probe)
+        bad = Policy(version=good.version, tensors=spoil(case.tensors), probe=good.probe)
         with pytest.raises(PolicyRefused):
             await case.engine.load(bad)
         assert case.engine.version == version
@@ -331,9 +329,7 @@ def test_a_policy_the_engine_does_not_reproduce_is_refused_and_none_of_its_token
         requests.append(asyncio.create_task(case.engine.generate(prompts[0], sampling, on_chunk=left.append)))
         wrong, right = case.next_policy(scale=1.5), case.next_policy(scale=1.02)
         with pytest.raises(PolicyRefused, match="probe"):
-            await case.engine.load(
-                Policy(version=wrong.version, tensors=wrong.tensors, touched=wrong.touched, probe=right.probe)
-            )
+            await case.engine.load(Policy(version=wrong.version, tensors=wrong.tensors, probe=right.probe))
         assert case.engine.version == version
         np.testing.assert_allclose(await case.engine.score_tokens(tokens), before, atol=1e-6, rtol=0)
         for prompt, completion in zip([*prompts, prompts[0]], await asyncio.gather(*requests), strict=True):

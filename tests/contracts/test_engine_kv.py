@@ -109,9 +109,7 @@ async def refused(case: Lived) -> None:
     wrong = case.policy(case.by_version[case.newest + 1])
     other = case.policy(case.by_version[case.newest + 1])
     with pytest.raises(PolicyRefused, match="probe"):
-        await case.engine.load(
-            Policy(version=wrong.version, tensors=wrong.tensors, touched=wrong.touched, probe=other.probe)
-        )
+        await case.engine.load(Policy(version=wrong.version, tensors=wrong.tensors, probe=other.probe))
 
 
 def assert_true(case: Lived, completion: Completion) -> None:

@@ -135,7 +135,6 @@ class Room:
     async def load(self, event: PolicyEvent) -> None:
         policy = await asyncio.to_thread(self._fetcher.fetch, event)
         await self.engine.load(policy)
-        self._fetcher.confirm(policy)
 
     async def busy(self) -> list[asyncio.Task[Completion]]:
         """Requests that run."""
@@ -193,7 +192,7 @@ async def unrefused(room: Room, bug: Bug) -> tuple[float | None, float]:
     if bug.held is not None:
         room.publish()
         tensors = bug.held(room)
-        policy = Policy(version=room.number, tensors=tensors, touched=frozenset(tensors), finite=True)
+        policy = Policy(version=room.number, tensors=tensors, finite=True)
         await room.engine.load(policy)
         return await room.drift()
     async with unchecked(room):

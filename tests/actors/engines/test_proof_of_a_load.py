@@ -40,7 +40,7 @@ def test_logprobs_alone_tell_a_stale_layer_and_two_swapped_experts() -> None:
     gate, sequences = ProbeGate("bfloat16"), probes(pool, rng)
     gate._floor = floor
     probe = Probe(tuple(map(tuple, sequences)), tuple(map(tuple, as_trainer(model, sequences))))
-    policy = Policy(version=7, tensors={}, touched=frozenset(), probe=probe)
+    policy = Policy(version=7, tensors={}, probe=probe)
     gate.check(policy, as_engine(model, sequences, rng))
     at, stale = (item.model.layers[1].mlp.experts.down_proj for item in (model, other))
     for fault in (swapped(at), stale.detach()):
@@ -63,7 +63,7 @@ async def test_an_engine_that_holds_anything_else_after_a_load_is_refused_and_go
 
     def version(number: int) -> Policy:
         probe = learner.probe(((1, *range(20, 40)), (1, *range(60, 30, -3))))
-        return Policy(version=number, tensors=learner.tensors(), touched=frozenset(), probe=probe)
+        return Policy(version=number, tensors=learner.tensors(), probe=probe)
 
     engine = TorchEngine(model=folder, dtype="bfloat16")
     await engine.start()

@@ -48,7 +48,7 @@ def learner_of(folder: str, lora: LoraConfig | None = LORA, dtype: str = "float3
 
 def version(learner: TorchLearner, number: int) -> Policy:
     probe = learner.probe(SEQUENCES)
-    return Policy(version=number, tensors=learner.tensors(), touched=frozenset(), probe=probe, adapter=learner.adapter)
+    return Policy(version=number, tensors=learner.tensors(), probe=probe, adapter=learner.adapter)
 
 
 def with_engine(folder: str, use: Callable[[TorchEngine], Awaitable[None]], dtype: str = "float32") -> None:

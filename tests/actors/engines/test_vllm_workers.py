@@ -126,7 +126,7 @@ def test_an_adapter_that_one_worker_cannot_read_is_refused_for_all_of_them(tmp_p
         learner.step(batch(number), learning_rate=1e-2, seed=number)
         tensors, adapter = learner.tensors(), learner.adapter
         probe = learner.probe((text, (1, *range(60, 30, -3))))
-        return Policy(version=number, tensors=tensors, touched=frozenset(), probe=probe, adapter=adapter)
+        return Policy(version=number, tensors=tensors, probe=probe, adapter=adapter)
 
     async def main() -> None:
         told = {"rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets}
@@ -230,7 +230,7 @@ def test_a_version_is_held_to_the_bit_or_refused_and_leaves_memory_when_it_is_re
         nonlocal number
         number += 1
         probe: Probe = learner.probe(((1, *range(20, 40)), (1, *range(60, 30, -3))))
-        return Policy(version=number, tensors=learner.tensors(), touched=frozenset(), probe=probe)
+        return Policy(version=number, tensors=learner.tensors(), probe=probe)
 
     async def trained(engine: VllmEngine) -> None:
         learner.step(batch(number), learning_rate=1e-4, seed=number)

@@ -136,7 +136,7 @@ async def test_nobody_meets_a_version_that_the_session_was_not_drawn_for(tmp_pat
         await stable.keys_read(), await canary.keys_read()
         assert await asked(stable.client(key), stream=stream) == "Canary."
         # As a canary does that has read further in the log than the gateway before it.
-        await canary.engine.load(Policy(version=7, tensors=bigram(7), touched=frozenset(), probe=None))
+        await canary.engine.load(Policy(version=7, tensors=bigram(7), probe=None))
         assert await asked(stable.client(key), stream=stream) == "Stable."
         assert stable.metrics.counters()["canary{outcome=status 503}"] == 1
 

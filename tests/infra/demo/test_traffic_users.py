@@ -95,7 +95,7 @@ def test_users_wait_until_the_gateway_serves_what_was_trained(tmp_path: Path) ->
                     await client.get("/healthz")
             early = waiting.done()
             table = np.zeros((VOCABULARY, VOCABULARY), np.float32)
-            await made.load(Policy(version=1, tensors={TENSOR: from_numpy(table)}, touched=frozenset({TENSOR})))
+            await made.load(Policy(version=1, tensors={TENSOR: from_numpy(table)}))
             await asyncio.wait_for(waiting, 30)
             return early, waiting.done()
 

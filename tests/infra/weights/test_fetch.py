@@ -1,4 +1,4 @@
-"""Following a policy: touched tensors, everything that must be refused, and how far logprobs may differ."""
+"""Following a policy: everything that must be refused, and how far logprobs may differ."""
 
 import math
 import multiprocessing
@@ -50,25 +50,6 @@ class Counting(MemoryStore):
             raise StoreError("store offline")
         self.read.append(key)
         return super().get(key)
-
-
-def test_touched_counts_from_what_the_engine_confirmed() -> None:
-    store = MemoryStore()
-    weights = [first_weights()]
-    for version, name in enumerate(NAMES):
-        weights.append(small_step(weights[-1], version, (name,)))
-    events = [put(store, v, weights[v], weights[v - 1] if v else None) for v in range(4)]
-    follower = PolicyFetcher(store, "main")
-    assert follower.fetch(events[0]).touched == set(NAMES)  # nothing is served yet
-    follower.confirm(follower.fetch(events[0]))
-    refused_by_the_engine = follower.fetch(events[1])
-    assert refused_by_the_engine.touched == {NAMES[0]}
-    second = follower.fetch(events[2])
-    assert second.touched == {NAMES[0], NAMES[1]}
-    follower.confirm(second)
-    assert follower.fetch(events[3]).touched == {NAMES[2]}
-    follower.confirm(refused_by_the_engine)
-    assert follower.fetch(events[3]).touched == {NAMES[1], NAMES[2]}
 
 
 def test_a_held_copy_of_another_lineage_is_rebuilt_from_the_anchor() -> None:
@@ -154,7 +135,7 @@ def test_a_steady_follower_needs_only_the_newest_objects_and_keeps_its_copy_wher
         for data in damages(objects[key], generator):
             store = store_of(objects)
             follower = PolicyFetcher(store, "main")
-            follower.confirm(follower.fetch(events[1]))
+            follower.fetch(events[1])
             damaged(store, key, data)
             with pytest.raises(PolicyRefused):
                 follower.fetch(events[2])
@@ -162,7 +143,6 @@ def test_a_steady_follower_needs_only_the_newest_objects_and_keeps_its_copy_wher
             store.put(key, objects[key])
             policy = follower.fetch(events[2])
             assert dict(policy.tensors) == weights[2]
-            assert policy.touched == set(NAMES[:2])
 
 
 def test_a_damaged_delta_is_walked_around_where_an_anchor_exists() -> None:
@@ -299,7 +279,7 @@ def test_a_delta_that_leads_to_a_nan_is_refused() -> None:
     for key in bad_store.keys(""):
         store.put(key, bad_store.get(key))
     follower = PolicyFetcher(store, "main")
-    follower.confirm(follower.fetch(event))
+    follower.fetch(event)
     with pytest.raises(PolicyRefused, match="version 1 of main: norm holds values"):
         follower.fetch(bad_event)
     assert follower.version == 0
