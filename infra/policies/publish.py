@@ -117,9 +117,13 @@ def publish(
         probe=probe,
         adapter=new.adapter,
     )
+    return _written(store, manifest)
+
+
+def _written(store: Store, manifest: PolicyManifest) -> PolicyEvent:
     data = encode_manifest(manifest)
     reach("weights.before_manifest")
-    store.put(manifest_key(new.policy, new.token, new.version), data)
+    store.put(manifest_key(manifest.policy, manifest.token, manifest.version), data)
     reach("weights.after_manifest")
     return _event(manifest, sha256_hex(data))
 
