@@ -34,7 +34,7 @@ from schemas.records import PolicyEvent
 
 log = logging.getLogger(__name__)
 
-LOADED_AT_ONCE = 4  # objects of whole tensors, each of which is held until these are where they should lie
+LOADED_AT_ONCE = 8  # objects of whole tensors, each of which is held until these are where they should lie
 
 
 class HeldWeights(msgspec.Struct, frozen=True):

@@ -21,24 +21,19 @@ repr shows a key or a token.
 """
 
 import io
-import itertools
 import logging
 import os
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-import numpy as np
-from blake3 import blake3
-
-from infra.store.store import Hashed, Pieces, Store, check_key, check_prefix, finished, total_bytes
+from infra.store.store import Pieces, Store, check_key, check_prefix, total_bytes
 from schemas.errors import ConfigError, NotInStore, StoreError
 
 if TYPE_CHECKING:
@@ -177,10 +172,9 @@ READ_TIMEOUT_S = 60.0
 SLOWEST = 16 * 1024  # bytes a second; a slower connection is opened again
 CHUNK_BYTES = 256 * 1024
 NUM_RETRIES = 3
-RANGE_BYTES = 8 * 1024 * 1024  # of a download, so that an object of weights takes all connections
 PART_BYTES = 8 * 1024 * 1024  # of an upload
 MAX_PARTS = 10_000  # of an object, says S3
-CONNECTIONS = 16  # at once, for the parts of one object
+CONNECTIONS = 16  # at once, of an upload and of all threads
 UNFINISHED_S = 24 * 3600.0  # after which an upload has no process any more
 
 # The same call can never succeed until a setting is changed.
@@ -190,13 +184,6 @@ _FINAL_CODES = frozenset({
 })  # fmt: skip
 
 T = TypeVar("T")
-
-
-class _Object(NamedTuple):
-    """The object as an answer describes it. num_bytes: -1 where the answer does not tell."""
-
-    num_bytes: int
-    tag: str
 
 
 def open_s3(bucket: str, prefix: str, environment: Mapping[str, str] = os.environ) -> "S3Store":
@@ -245,7 +232,6 @@ class S3Store(Store):
         self._endpoint = f"{parts.scheme}://{parts.netloc}"
         self._num_retries = num_retries
         self._tidied = False
-        self._slots = threading.BoundedSemaphore(CONNECTIONS)
         self._keys = credentials
         pool = connections(ca_file or certifi.where(), num_retries)
         try:
@@ -288,19 +274,11 @@ class S3Store(Store):
 
     def get(self, key: str) -> bytes:
         name = self._name(key)
-        return bytes(self._call("get", key, lambda: self._whole(name, lambda part: None)))
-
-    def get_hashed(self, key: str) -> Hashed:
-        name, hasher = self._name(key), blake3()
-        return self._call("get", key, lambda: self._whole(name, hasher.update)), finished(hasher)
+        return self._call("get", key, lambda: self._read(name))
 
     def read(self, key: str, start: int, length: int) -> bytes:
         name = self._name(key)
-        if not length:
-            return b""
-        return self._call(
-            "read", key, lambda: self._range(name, start, lambda at, pieces: b"".join(pieces), length=length)
-        )
+        return self._call("read", key, lambda: self._read(name, start, length)) if length else b""
 
     def size(self, key: str) -> int:
         name = self._name(key)
@@ -349,74 +327,18 @@ class S3Store(Store):
     def _name(self, key: str) -> str:
         return self._prefix + check_key(key)
 
-    def _whole(self, name: str, seen: Callable[[memoryview], object]) -> memoryview:
-        """All bytes of an object in one buffer, a large object by ranges over several connections. `seen` gets the ranges
-        in order while later ones arrive.
-        """
-        found: list[_Object] = []
-        rooms: list[memoryview] = []
-        rest: list[Future[memoryview]] = []
-        pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="ranges")
-
-        def place(start: int, pieces: Iterator[bytes]) -> memoryview:
-            at = start
-            for piece in pieces:
-                rooms[0][at : at + len(piece)] = piece
-                at += len(piece)
-            return rooms[0][start:at]
-
-        def begun(answered: _Object) -> None:
-            if not found:  # else the first range is read again
-                found.append(answered)
-                size = answered.num_bytes if answered.num_bytes >= 0 else RANGE_BYTES
-                rooms.append(memoryview(np.empty(size, np.uint8).data))
-                starts = range(RANGE_BYTES, answered.num_bytes, RANGE_BYTES)
-                rest.extend(pool.submit(self._range, name, start, place, tag=answered.tag) for start in starts)
-            elif found != [answered]:
-                raise ValueError("the object was replaced while it was read")
-
-        num_bytes = 0
-        try:
-            first = self._range(name, 0, place, begun=begun)
-            for part in itertools.chain([first], (later.result() for later in rest)):
-                num_bytes += len(part)
-                seen(part)
-        finally:
-            pool.shutdown(cancel_futures=True)
-        if found[0].num_bytes not in (-1, num_bytes):
-            raise ValueError(f"got {num_bytes} bytes, expected {found[0].num_bytes}")
-        return rooms[0][:num_bytes].toreadonly()
-
-    def _range(
-        self,
-        name: str,
-        start: int,
-        take: Callable[[int, Iterator[bytes]], T],
-        *,
-        tag: str = "",
-        begun: Callable[[_Object], None] = lambda answered: None,
-        length: int = RANGE_BYTES,
-    ) -> T:
-        """Result of `take` for a range and its start; the range is read again where the connection breaks. tag: of the object
-        that the range must belong to. begun: called before the bytes of each answer.
-        """
+    def _read(self, name: str, start: int = 0, length: int = 0) -> bytes:
+        """Bytes of an object from `start` on, 0 for all; asked for again where the connection breaks."""
         from minio.error import S3Error
         from urllib3.exceptions import ProtocolError, ReadTimeoutError
 
-        headers = {"If-Match": tag} if tag else None
         for tries_left in range(self._num_retries, -1, -1):
             try:
-                with (
-                    self._slots,
-                    closing(self._client.get_object(self._bucket, name, start, length, headers)) as answer,
-                ):
-                    total = answer.headers.get("Content-Range", "").rpartition("/")[2]
-                    begun(_Object(int(total) if total.isdigit() else -1, answer.headers.get("ETag", "")))
-                    return take(start, body_of(answer, length))
+                with closing(self._client.get_object(self._bucket, name, start, length)) as answer:
+                    return b"".join(body_of(answer, int(answer.headers.get("Content-Length", length))))
             except S3Error as error:
                 if error.code == "InvalidRange":  # it begins at or after the end
-                    begun(_Object(0, ""))
-                    return take(start, iter(()))
+                    return b""
                 raise
             except (ProtocolError, ReadTimeoutError, TimeoutError):
                 if not tries_left:

@@ -10,9 +10,6 @@ import pytest
 
 from infra.cli.check.connect import object_fault
 from infra.observe.metrics import Metrics
-from infra.policies.fetch import PolicyFetcher
-from infra.policies.publish import NewVersion, publish
-from infra.policies.tensors import from_numpy
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
 from infra.store.open import MeasuredStore
@@ -189,28 +186,6 @@ def test_a_reader_sees_an_object_whole_while_it_is_replaced(store: Store) -> Non
     writer.join()
     assert all(data in contents for data in seen)
     assert store.get("k") == contents[-1]
-
-
-def test_a_policy_published_to_the_store_is_followed_from_it(store: Store) -> None:
-    generator = np.random.default_rng(0)
-    follower, previous = PolicyFetcher(store, "main"), None
-    for version in range(4):
-        tensors = {name: from_numpy(generator.normal(size=(40, 30)).astype(np.float32)) for name in "ab"}
-        event = publish(
-            store,
-            NewVersion(policy="main", token=3, version=version, parent=version - 1, step=version),
-            tensors,
-            previous=previous,
-            probe=None,
-        )
-        assert dict(follower.fetch(event).tensors) == tensors
-        previous = tensors
-
-
-def test_a_store_behind_a_network_shows_where_it_is_and_no_secret() -> None:
-    credentials = fixed_keys("hidden1", "hidden2", "hidden3")
-    shown = repr(S3Store("b", endpoint="http://x:9", credentials=credentials)) + repr(credentials)
-    assert "s3://b/ at http://x:9" in shown and "hidden" not in shown
 
 
 def test_bytes_and_seconds_are_counted_both_ways_and_an_absent_object_is_no_failure() -> None:
