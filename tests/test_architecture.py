@@ -70,8 +70,8 @@ MAX_FUNCTION_LINES = 60
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
     "schemas": 2_569,
-    "infra": 16_589,
-    "infra/cli": 6_968,
+    "infra": 16_329,
+    "infra/cli": 6_966,
     "infra/cli/console": 1_903,
     "infra/cli/demo": 1_206,
     "streams": 8_550,

@@ -10,7 +10,7 @@ and checkpointed is where the new group continues.
 
 torchrun's own restart does not replace this on one machine: it starts settings that are wrong again, leaves its ranks behind
 when it is killed, waits for ever for one that stays when rank 0 is done, and counts restarts over a whole run, not in a row.
-Over several machines torchrun or Slurm starts the ranks.
+Over several machines torchrun starts the ranks.
 """
 
 import asyncio
@@ -19,14 +19,13 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from infra.local.process import Watched, start_watched
 from infra.local.supervisor import FIRST_BACKOFF_S, HEALTHY_S, MAX_BACKOFF_S
-from schemas.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -51,32 +50,8 @@ class RankGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def launched_rank(environment: Mapping[str, str]) -> int | None:
-    """The rank a launcher (ours, torchrun, or srun once `adopt_slurm` was called) gave this process; None where none did."""
+    """Rank that a launcher (headrace's own, or torchrun) gave this process; None without one."""
     return int(environment.get(RANK, "0")) if WORLD_SIZE in environment else None
-
-
-def adopt_slurm(environment: MutableMapping[str, str]) -> None:
-    """Give what srun says of this process, where it started several, the names that torch knows.
-
-    Raises ConfigError where the address of rank 0 is missing, which srun does not tell.
-    """
-    num_ranks = environment.get("SLURM_STEP_NUM_TASKS", "1")
-    if WORLD_SIZE in environment or num_ranks == "1":
-        return
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if not environment.get(name):
-            raise ConfigError(
-                f"{name}: missing, with {num_ranks} tasks of srun; expected the host of rank 0 and a free port there, as "
-                "infra/cli/examples/machines/train.sbatch sets them"
-            )
-    # A task may see its own GPU alone.
-    visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    local = int(environment["SLURM_LOCALID"])
-    environment.update(
-        RANK=environment["SLURM_PROCID"],
-        WORLD_SIZE=num_ranks,
-        LOCAL_RANK="0" if visible[0] and len(visible) == 1 else str(local),
-    )
 
 
 async def run_ranks(group: RankGroup, stop: asyncio.Event) -> int:

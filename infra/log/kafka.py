@@ -4,13 +4,11 @@ Delivery: acks=all, not idempotent (one refused record would fail all that follo
 and ids absorb it. Order: per partition, for sends that wait for each other. A broker that restarts is waited for, with
 backoff; after `deadline_s` without it BrokerUnavailable names the address. What it does not allow is BrokerDenies at once.
 
-Readers have explicit positions only (`auto_offset_reset=none`), so that trimmed offsets are loud. In an outage the brokers are
-asked once for all callers why they refuse this client, and the answer is kept for KEPT_S.
+Readers have explicit positions only (`auto_offset_reset=none`), so that trimmed offsets are loud.
 """
 
 import asyncio
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -33,7 +31,7 @@ from aiokafka.errors import (
     for_code,
 )
 
-from infra.log.access import ASK_S, PLAINTEXT, Access, Refusal, TokenFailed, client_options, refusal
+from infra.log.access import PLAINTEXT, Access, TokenFailed, client_options, refusal
 from infra.log.bus import (
     CommitRefused,
     Headers,
@@ -55,7 +53,6 @@ BATCH_BYTES = 1024 * 1024
 MAX_IN_FLIGHT = 1024
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
-KEPT_S = 30.0
 QUIET_RETRIES = 4  # after the first, until a broker that stays away is worth a warning each time
 
 logger = logging.getLogger(__name__)
@@ -107,9 +104,6 @@ class KafkaBus:
         self._client_id = client_id
         self._linger_ms = linger_ms
         self._access = access
-        self._asking = asyncio.Lock()
-        self._asked_s = -math.inf
-        self._refused: Refusal | None = None
         self._producer: AIOKafkaProducer | None = None
         self._admin: AIOKafkaAdminClient | None = None
         self._offsets: AIOKafkaConsumer | None = None
@@ -117,14 +111,6 @@ class KafkaBus:
         self._counts: dict[str, int] = {}
         self._denied: set[str] = set()  # what was said of already
         self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
-
-    async def why_refused(self) -> Refusal | None:
-        """Why the brokers do not let this client in, as of at most KEPT_S ago; None where they do, or are away."""
-        async with self._asking:
-            if time.monotonic() - self._asked_s >= KEPT_S:
-                self._refused = await refusal(self.bootstrap_servers, self._access, ASK_S)
-                self._asked_s = time.monotonic()
-            return self._refused
 
     async def start(self) -> None:
         await self._retried("connect", self._connect)
@@ -374,7 +360,7 @@ class KafkaBus:
             self._denied.discard(what)
             return found
         except TimeoutError:
-            last = await self.why_refused() or (passed[-1] if passed else None)
+            last = passed[-1] if passed else None
             raise unavailable(self.bootstrap_servers, what, self.deadline_s, last) from last
         except DENIED as error:
             denied = unavailable(self.bootstrap_servers, what, self.deadline_s, error)

@@ -51,24 +51,6 @@ def raises_on_second(experience: Experience) -> Experience:
     return experience
 
 
-def test_what_is_kept_carries_the_stamp_of_every_step_that_saw_it() -> None:
-    outcome = run([step_of(same, "a"), step_of(same, "b")], [answer()])
-    assert outcome.kept[0].stamps == ("a@3", "b@3")
-    assert outcome.dropped == ()
-
-
-def test_a_header_edit_keeps_the_very_bulk() -> None:
-    @processor(version=1, inline=True)
-    def rewarded(experience: Experience) -> Experience:
-        return msgspec.structs.replace(experience, reward=np.float64(0.5))
-
-    one = answer()
-    outcome = run([step_of(rewarded)], [one])
-    assert outcome.kept[0].bulk is one.bulk
-    assert type(outcome.kept[0].reward) is float
-    encode(Block(outcome.kept))
-
-
 @pytest.mark.parametrize("settings", [{}, {"inline": True}])
 def test_an_exception_drops_its_experience_and_no_other(settings: dict[str, Any]) -> None:
     step = step_of(processor(version=1, **settings)(raises_on_second), "digits")
@@ -146,14 +128,6 @@ def test_what_is_written_into_meta_in_place_cannot_reach_the_wire(edits: dict[st
     outcome = run([step_of(scribbles)], [answer()])
     assert outcome.kept == ()
     assert outcome.dropped[0].reason == "processor returned nonsense"
-
-
-def test_bulk_is_checked_where_it_was_exchanged() -> None:
-    @processor(version=1, inline=True)
-    def masks(experience: Experience) -> Experience:
-        return experience.with_bulk(messages=(Message(role="assistant", content="[email]"),))
-
-    assert run([step_of(masks)], [answer()]).kept[0].response == "[email]"
 
 
 def test_a_hanging_step_is_given_up_and_its_neighbours_go_on() -> None:

@@ -4,7 +4,6 @@ Images are not built and nothing is started here. Where `helm` and `promtool` ar
 """
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -289,45 +288,9 @@ def test_a_lock_holds_what_the_package_and_its_extras_ask_for(lock: str) -> None
 
 
 MACHINES = EXAMPLES / "machines"
-# A stand-in for each of Slurm's commands: srun fails with the codes that lie in a file, one line each call.
-SCONTROL = """#!/bin/sh
-[ "$*" = "show hostnames node-[7-8]" ] && printf "node-7\\nnode-8\\n"
-"""
-SRUN = """#!/bin/sh
-echo "$MASTER_ADDR $MASTER_PORT $*" >> srun.log
-code=$(head -n 1 codes); sed -i 1d codes; exit "$code"
-"""
-TORCHRUN = """#!/bin/sh
-echo "$*" > torchrun.log
-"""
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> dict[str, str]:
-    """An environment with the stand-ins first on its path."""
-    for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("torchrun", TORCHRUN)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    return {"PATH": f"{tmp_path}:{os.environ['PATH']}", "AGAIN_S": "0"}
-
-
-def run(name: str, *arguments: str, folder: Path, env: dict[str, str]) -> int:
-    command = ["bash", str(MACHINES / name), *arguments]
-    return subprocess.run(command, cwd=folder, env=env, check=False, timeout=60).returncode
-
-
-@pytest.mark.parametrize(("codes", "last"), [((75, 137, 0), 0), ((2,), 2), ((3,), 3)])
-def test_under_slurm_ranks_start_again_until_they_are_done_or_settings_are_wrong_or_they_are_taken_over(
-    tmp_path: Path, machine: dict[str, str], codes: tuple[int, ...], last: int
-) -> None:
-    (tmp_path / "codes").write_text("".join(f"{code}\n" for code in codes))
-    env = {**machine, "SLURM_JOB_NODELIST": "node-[7-8]", "SLURM_JOB_ID": "41007"}
-    assert run("train.sbatch", "my.toml", folder=tmp_path, env=env) == last
-    called = (tmp_path / "srun.log").read_text().splitlines()
-    assert called == ["node-7 29507 --kill-on-bad-exit=1 headrace train --config my.toml"] * len(codes)
 
 
 def test_the_how_to_shows_the_files_as_they_are() -> None:
     page = (Path(__file__).resolve().parents[2] / "infra/docs/howto/train-on-several-machines.md").read_text()
     shown = dict(re.findall(r"^```text (\S+)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE))
-    assert shown == {name: (MACHINES / name).read_text() for name in ("torchrun.sh", "train.sbatch")}
+    assert shown == {name: (MACHINES / name).read_text() for name in ("torchrun.sh",)}

@@ -87,17 +87,6 @@ def test_header_consumers_never_decompress() -> None:
         block.validate()
 
 
-def test_sections_are_decompressed_once_for_all_members() -> None:
-    block = decoded(encode(group_block(4)))
-    first, *others = block.experiences
-    first.check_bulk()
-    sections = first.held().sections
-    assert sections is not None
-    sections.bodies = ()  # what was decompressed is kept, so nobody needs these again
-    for member in others:
-        member.check_bulk()
-
-
 def test_members_of_different_frames_share_a_block() -> None:
     one, two, fresh = (group_block(size) for size in (3, 4, 5))
     mixed = (

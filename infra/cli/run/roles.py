@@ -25,7 +25,7 @@ from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT, is_final, root_cause
 from infra.cli.options import SettingsFile, exit_with, flags
 from infra.cli.run.stay_down import VARIABLE, stay_down
 from infra.cli.settings import Settings
-from infra.local.ranks import RankGroup, adopt_slurm, launched_rank, run_ranks
+from infra.local.ranks import RankGroup, launched_rank, run_ranks
 from infra.log.log import Log
 from infra.observe import failpoint
 from infra.observe.metrics import LISTEN_VARIABLE, Metrics
@@ -147,8 +147,6 @@ async def run_role(role: str, chosen: SettingsFile) -> int:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, begin_stop)
-        if role == "train":
-            adopt_slurm(os.environ)
         stop_code = int(os.environ.get(CODE_VARIABLE) or 0) if launched_rank(os.environ) is None else 0
         if role == "train" and settings.trainer.ranks > 1 and launched_rank(os.environ) is None:
             code = await train_on_ranks(settings, chosen, stop)

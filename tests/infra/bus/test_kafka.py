@@ -6,22 +6,20 @@ import sys
 import tracemalloc
 from asyncio.subprocess import PIPE
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiokafka.errors import (
-    InvalidReplicationFactorError,
     KafkaTimeoutError,
     RequestTimedOutError,
     TopicAuthorizationFailedError,
 )
 
 from infra.local.broker import EmbeddedKafka
-from infra.log.access import Access, TokenFailed, TokenProvider, kafka_access
+from infra.log.access import TokenFailed, TokenProvider, kafka_access
 from infra.log.bus import Bus, Partition, Reader
 from infra.log.kafka import KafkaBus, answers
-from infra.log.retry import doubling, may_pass, retry, within
+from infra.log.retry import doubling, may_pass, within
 from infra.settings.config import Floor, Kafka
 from schemas.errors import BrokerUnavailable, ConfigError
 from schemas.topics import EXPERIENCES, topic_config
@@ -36,27 +34,6 @@ async def test_an_unreachable_broker_is_named_within_the_deadline() -> None:
         await bus.start()
     await bus.close()
     assert not await answers(NOBODY, timeout_s=1.0)
-
-
-def test_a_topic_is_created_once_a_fenced_broker_is_heard_again() -> None:
-    said = "All brokers are currently fenced, or have all their log directories cordoned."
-
-    class FencedOnce(KafkaBus):
-        answers = [("topic", InvalidReplicationFactorError.errno, said), ("topic", 0, None)]
-
-        def _admin_client(self) -> Any:
-            return self
-
-        async def _topics(self) -> dict[str, list[int]]:
-            return {}
-
-        async def _led(self, topic: str) -> None:
-            assert not self.answers
-
-        async def create_topics(self, topics: object, timeout_ms: int) -> SimpleNamespace:
-            return SimpleNamespace(topic_errors=[self.answers.pop(0)])
-
-    assert asyncio.run(FencedOnce(NOBODY, deadline_s=DEADLINE_S).create_topic("topic", 1, {}))
 
 
 @pytest.mark.full
@@ -269,55 +246,10 @@ def test_what_a_reader_fetched_ahead_goes_with_it(kafka: str, app_name: str) -> 
         tracemalloc.stop()
 
 
-class Failing:
-    """Raises its errors one by one, and then returns how often it was called."""
-
-    def __init__(self, *errors: Exception) -> None:
-        self._errors = list(errors)
-        self.calls = 0
-
-    async def __call__(self) -> int:
-        self.calls += 1
-        if self._errors:
-            raise self._errors.pop(0)
-        return self.calls
-
-
-def passing(error: Exception) -> bool:
-    return isinstance(error, OSError)
-
-
-def test_what_may_pass_is_tried_again_and_its_result_returned() -> None:
-    assert asyncio.run(retry(Failing(OSError(), OSError()), [0.0, 0.0], passing)) == 3
-
-
 async def test_pauses_end_before_the_time_to_give_up_which_counts_from_the_call() -> None:
     soon, late = within(0.5, [0.01, 0.02, 3.0, 0.01]), within(0.05, doubling(0.01))
     await asyncio.sleep(0.06)
     assert (list(soon), list(late)) == ([0.01, 0.02], [])
-
-
-async def silent(connections: list[object]) -> asyncio.Server:
-    """A server that takes connections and never says a word."""
-
-    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connections.append(writer)
-        await reader.read()
-        writer.close()
-
-    return await asyncio.start_server(take, "127.0.0.1", 0)
-
-
-async def test_callers_at_once_ask_the_brokers_one_question_and_share_its_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    connections: list[object] = []
-    monkeypatch.setattr("infra.log.kafka.ASK_S", 0.2)
-    async with await silent(connections) as server:
-        port = server.sockets[0].getsockname()[1]
-        bus = KafkaBus(f"127.0.0.1:{port}", access=Access(protocol="SASL_PLAINTEXT", username="u", password="p"))
-        assert await asyncio.gather(*(bus.why_refused() for _ in range(1024))) == [None] * 1024
-        assert len(connections) == 1
 
 
 class Vault:

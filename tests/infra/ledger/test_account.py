@@ -227,14 +227,6 @@ async def log_of_a_run() -> Log:
     return log
 
 
-async def test_the_account_of_a_log() -> None:
-    log = await log_of_a_run()
-    read: list[str] = []
-    found = await audit(log, RUN, lambda topic, left: read.append(topic))
-    assert (found.trained, found.dropped, found.pending) == (2, {"all rewards equal": 2}, 2)
-    assert found.is_clean and read[0] == "batches" and [one for one in read if one][-1] == "experts"
-
-
 def test_a_full_disk_is_an_error_that_names_the_folder_of_temporary_files() -> None:
     with closing(Ledger(RUN)) as ledger:
         ledger.database.execute("PRAGMA max_page_count = 20")

@@ -139,13 +139,6 @@ async def test_what_is_sealed_is_found_by_its_key_whatever_group_it_lies_in(tmp_
     assert (found.steps, found.first_version, found.groups) == ((4,), 5, 1)
 
 
-async def test_forgetting_twice_reports_the_same(tmp_path: Path) -> None:
-    log, store = await log_with_ann()
-    await train(log, store, ScriptedLearner())
-    first = await reported(log, tmp_path)
-    assert await reported(log, tmp_path) == first
-
-
 async def test_what_was_written_about_their_answers_is_forgotten_with_them_and_what_is_anothers_stays(
     tmp_path: Path,
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from infra.files import lock_folder, release_folder
 from infra.local.broker import HOST, PORTS, is_free, plan_address, read_address
-from infra.local.ranks import RankGroup, adopt_slurm, launched_rank, run_ranks
+from infra.local.ranks import RankGroup, launched_rank, run_ranks
 from infra.local.supervisor import Child, ChildEvent, Supervisor
 from schemas.errors import ConfigError
 from tests.actors.rig import until
@@ -210,27 +210,6 @@ async def test_a_stop_ends_the_group_also_where_nobody_listens(tmp_path: Path) -
 def test_a_rank_is_what_a_launcher_says() -> None:
     assert launched_rank({}) is None
     assert launched_rank({"WORLD_SIZE": "2", "RANK": "1"}) == 1
-
-
-SRUN = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "9", "SLURM_LOCALID": "1"}
-MASTER = {"MASTER_ADDR": "node-1", "MASTER_PORT": "29501"}
-
-
-@pytest.mark.parametrize(
-    ("visible", "local"), [({}, "1"), ({"CUDA_VISIBLE_DEVICES": "0,1"}, "1"), ({"CUDA_VISIBLE_DEVICES": "3"}, "0")]
-)
-def test_what_srun_says_of_a_rank_has_the_names_that_torch_knows(visible: dict[str, str], local: str) -> None:
-    found = {**SRUN, **MASTER, **visible}
-    adopt_slurm(found)
-    assert {name: found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} == {
-        "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": local
-    }  # fmt: skip
-    assert launched_rank(found) == 9
-
-
-def test_srun_without_an_address_of_rank_0_is_refused() -> None:
-    with pytest.raises(ConfigError, match="MASTER_PORT: missing, with 16 tasks of srun; expected the host of rank 0"):
-        adopt_slurm({**SRUN, "MASTER_ADDR": "node-1"})
 
 
 def test_a_folder_keeps_its_address(tmp_path: Path) -> None:

@@ -142,19 +142,6 @@ def test_a_trainer_that_begins_with_a_summary_knows_what_one_knows_that_read_eve
     assert fold_all(said, summary).learning == (orders[-1] if orders else "")
 
 
-@thoroughly
-@given(said=histories, cut=st.integers(0, 40), window=st.integers(1, 4))
-def test_a_summary_is_the_same_whoever_writes_it(said: list[Said], cut: int, window: int) -> None:
-    """But for versions that only the one has that began earlier."""
-    whole = fold_all(said, window=window).summary()
-    short = fold_all(said, fold_all(said[:cut], window=window).summary(), window).summary()
-    assert (short.below, short.lease, short.learning) == (whole.below, whole.lease, whole.learning)
-    assert short.last == whole.last
-    for policy in NAMES:
-        one, other = short.of(policy), whole.of(policy)
-        assert (one.stable, one.token, one.newest) == (other.stable, other.token, other.newest)
-
-
 def version(number: int) -> PolicyEvent:
     return PolicyEvent(event="published", policy="main", version=number, manifest=f"m/{number}")
 
@@ -335,10 +322,6 @@ def after(*moves: tuple[PolicyEventKind, int], policy: str = "main") -> Stable:
     return stable
 
 
-def test_a_promotion_moves_the_channel() -> None:
-    assert after(("promoted", 4), ("promoted", 7)).version == 7
-
-
 def test_a_pin_holds_against_promotions_and_its_end_goes_to_the_newest_promoted() -> None:
     pinned = after(("promoted", 4), ("pinned", 3), ("promoted", 7))
     assert (pinned.version, pinned.pinned) == (3, True)
@@ -373,17 +356,6 @@ def test_what_an_overtaken_master_decides_moves_nothing_also_before_a_later_one_
     assert moved(twice, decided(0, "rolled_back", 2, "ann"), "main").version == 2, "what a person says always holds"
 
 
-def test_what_an_overtaken_master_decides_moves_nothing_in_a_log_without_the_leases() -> None:
-    stable = Stable()
-    for event in (decided(0, "promoted", 1), decided(3, "promoted", 7)):
-        stable = moved(stable, event, "main")
-    assert (stable.version, stable.lease) == (7, 3)
-    for late in (decided(0, "promoted", 2), decided(2, "rolled_back", 1, "watch"), decided(0, "promoted", 2, "canary")):
-        assert moved(stable, late, "main") == stable
-    again = decided(3, "promoted", 8)
-    assert not is_overtaken(stable, again) and moved(stable, again, "main").version == 8, "a master decides twice"
-
-
 @given(
     st.lists(
         st.tuples(st.sampled_from(["published", "lease", "orphaned", "held", "promoted"]), st.integers(-1, 50)),
@@ -396,12 +368,6 @@ def test_other_policies_and_the_candidate_channel_move_nothing(moves: list[tuple
     for kind, version in moves:
         stable = moved(stable, PolicyEvent(event=kind, policy="main", version=version), "main")
     assert stable == Stable()
-
-
-def test_a_channel_serves_the_newest_the_stable_or_the_version_on_trial() -> None:
-    stable, tried = Stable(version=4, promoted=4), Stable(version=4, promoted=4, trial=0)
-    assert [stable.served(channel) for channel in ("candidate", "canary", "stable")] == [-1, 4, 4]
-    assert [tried.served(channel) for channel in ("candidate", "canary", "stable")] == [-1, 0, 4]
 
 
 def canary(kind: PolicyEventKind, version: int) -> PolicyEvent:
@@ -509,22 +475,3 @@ def test_who_follows_the_canary_channel_loads_the_version_on_trial() -> None:
     assert feed.next(2, pinned=(), refused=()) == weights_event(1)
     feed.apply(said("promoted", 2, "canary"), 3)
     assert feed.next(1, pinned=(), refused=()) == weights_event(2)
-
-
-def test_a_gateway_goes_on_with_what_is_stable_when_an_overtaken_master_promotes() -> None:
-    def promoted(version: int, token: int) -> PolicyEvent:
-        return PolicyEvent(
-            event="promoted", policy="main", version=version, token=token, channel="stable", owner="gate"
-        )
-
-    feed = PolicyFeed("main", channel="stable")
-    for version in (1, 2):
-        feed.apply(weights_event(version), version)
-    feed.fence(Directive(order="lease"), 3)
-    feed.apply(promoted(1, token=3), 4)
-    feed.fence(Directive(order="lease"), 5)
-    feed.apply(promoted(2, token=3), 6)
-    assert feed.stable.version == 1 and feed.next(1, pinned=(), refused=()) is None
-    feed.apply(promoted(2, token=5), 7)
-    event = feed.next(1, pinned=(), refused=())
-    assert event is not None and event.version == 2

@@ -8,7 +8,7 @@ from infra.policies.prune import prune
 from infra.store.memory import MemoryStore
 from schemas.errors import PolicyRefused
 from tests.infra.weights.test_fetch import Counting
-from tests.infra.weights.test_publish import NAMES, bf16, put, put_run, small_step
+from tests.infra.weights.test_publish import put, put_run, small_step
 
 
 @pytest.mark.parametrize("oldest", [0, 1, 15, 16, 17, 18, 25, 33, 39])
@@ -52,25 +52,6 @@ def test_pruning_crosses_leases_and_leaves_other_policies_alone() -> None:
     assert [key.split("/")[2] for key in store.keys("policies/main/")] == ["40", "40"]
     assert list(store.keys("policies/main-2/")) == ["policies/main-2/17/manifests/0.json"]
     assert dict(PolicyFetcher(store, "main").fetch(event).tensors) == step
-
-
-@pytest.mark.parametrize("dense", [False, True])
-def test_a_late_joiner_holds_what_a_step_by_step_follower_holds(dense: bool) -> None:
-    store = MemoryStore()
-    events, weights = put_run(store, 40)
-    if dense:  # an anchor in between, of a version that nothing has in common with the one before
-        weights.append({name: bf16(100 + seed) for seed, name in enumerate(NAMES)})
-        events.append(put(store, 40, weights[-1], weights[-2]))
-        assert events[-1].stats["anchor"]
-        for version in range(41, 50):
-            weights.append(small_step(weights[-1], version))
-            events.append(put(store, version, weights[-1], weights[-2]))
-    steady = PolicyFetcher(store, "main")
-    for event, expected in zip(events, weights, strict=True):
-        policy = steady.fetch(event)
-        late = PolicyFetcher(store, "main").fetch(event)
-        assert dict(policy.tensors) == dict(late.tensors) == expected
-        assert policy.version == late.version == event.version
 
 
 def test_what_a_late_joiner_reads_has_a_bound_however_old_the_policy_is() -> None:
