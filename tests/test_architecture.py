@@ -74,10 +74,10 @@ BUDGETS = {
     "infra/cli": 6_966,
     "infra/cli/console": 1_903,
     "infra/cli/demo": 1_206,
-    "streams": 8_550,
+    "streams": 8_503,
     "actors": 16_207,
     "actors/master/gate": 813,
-    "trainer": 10_829,
+    "trainer": 10_800,
     "tests": 63_767,
     "tests/bench": 3_960,
 }

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from schemas import BadFrame, Closure, DropMarker, Experience, Score, Task
+from schemas import BadFrame, Closure, DropMarker, Experience, Score
 from streams.processors.filter import dedupe_key
 
 ENDING = "closure "
@@ -14,7 +14,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """The outcome of an experience, a task or a closure.
+    """The outcome of an experience or a closure.
 
     key: its name in both runs. dropped: reason, "" for kept. content: hash of its content, or the text of a closure. parent:
     the experience it was made from. scores, reward, advantage, priority, lane: of the experience.
@@ -84,10 +84,6 @@ def left_out(closure: Closure) -> Outcome:
 
 def _ending_key(closure: Closure) -> str:
     return f"{ENDING}{closure.group} {closure.attempt} {closure.revision}"
-
-
-def task_content(task: Task) -> str:
-    return _hash(_encoder.encode(task))
 
 
 def differences(old: Outcome, new: Outcome) -> list[Difference]:
@@ -198,7 +194,7 @@ class Change(msgspec.Struct):
 class ReprocessReport(msgspec.Struct):
     """The result of a reprocessing.
 
-    stage: that was run. records: read from the range. kept: experiences (tasks) that go on. dropped: the others, by reason.
+    stage: that was run. records: read from the range. kept: experiences that go on. dropped: the others, by reason.
     repeated: experiences that came out before. compared: experiences that the log has a record of; unrecorded: the others.
     behind: records of the range that the workers have not committed yet, left out of a comparison. open_groups: groups that
     wait for records behind the range. reused_scores: verdicts taken from the log instead of being asked for again.

@@ -14,7 +14,7 @@ import msgspec
 from infra.log.log import Log
 from infra.settings.config import Floor
 from schemas.errors import ConfigError
-from schemas.topics import DEAD_LETTERS, EXPERIENCES, EXPERTS, TASKSET_RAW, VERIFIED, Topic
+from schemas.topics import DEAD_LETTERS, EXPERIENCES, EXPERTS, VERIFIED, Topic
 from streams.collect.collector import CollectSettings
 from streams.collect.rules import collect_rules
 from streams.config import StreamsConfig
@@ -22,17 +22,15 @@ from streams.reprocess import stages
 from streams.reprocess.ranges import Range, find_ranges, is_offset, until_committed
 from streams.reprocess.report import OutcomeTable, ReprocessReport
 from streams.reprocess.stages import ReprocessRun
-from streams.stages.chain_builder import build_collect, build_tasks, build_verify
+from streams.stages.chain_builder import build_collect, build_verify
 
-StageName = Literal["tasks", "verify", "collect", "dead-letters"]
+StageName = Literal["verify", "collect", "dead-letters"]
 INPUTS: dict[str, tuple[Topic, ...]] = {
-    "tasks": (TASKSET_RAW,),
     "verify": (EXPERIENCES, EXPERTS),
     "collect": (VERIFIED,),
     "dead-letters": (DEAD_LETTERS,),
 }
 STAGES = {
-    "tasks": (stages.tasks_recorded, stages.tasks_steps),
     "verify": (stages.verify_recorded, stages.verify_steps),
     "collect": (stages.collect_recorded, stages.collect_steps),
 }
@@ -71,10 +69,8 @@ async def reprocess(
     report = ReprocessReport(order.stage)
     if order.diff:
         ranges, report.behind = await until_committed(log, order.stage, ranges)
-    if order.stage == "collect":
-        steps = build_collect(config, floor.model_path)
-    else:
-        steps = build_tasks(config) if order.stage == "tasks" else build_verify(config, floor.model_path)
+    build = build_collect if order.stage == "collect" else build_verify
+    steps = build(config, floor.model_path)
     record, run_again = STAGES[order.stage]
     with tempfile.TemporaryDirectory(prefix="headrace-reprocess-") as folder:
         table = OutcomeTable()

@@ -1,9 +1,9 @@
-"""The three stages of `reprocess`: how the log records their outcomes, and how they run over a range again.
+"""The two stages of `reprocess`: how the log records their outcomes, and how they run over a range again.
 
     recorded_by(stage)   the outcomes that the log records, one after the other
     steps_of(stage)      the outcomes of a range, as the workers' own code makes them now
 
-tasks and verify read what a stage remembers from before the range, as a worker does that starts there. collect folds each
+verify reads what the stage remembers from before the range, as a worker does that starts there. collect folds each
 partition from its beginning in a state that is thrown away; outcomes before the range are not compared. If retention removed
 the beginning of a partition, groups that may have begun there are not compared either, since their state is not known.
 """
@@ -24,14 +24,13 @@ from infra.chain.verdict import Question, Recorded
 from infra.log.bus import Partition, Record
 from infra.log.log import Log, LogMessage
 from infra.observe.metrics import Metrics
-from schemas import Block, Closure, DeadLetter, DropMarker, Task
-from schemas.topics import BUFFER, DEAD_LETTERS, EVALS, PROGRESS, TASKSET, VERIFIED, Topic
+from schemas import Block, Closure, DropMarker
+from schemas.topics import BUFFER, EVALS, PROGRESS, VERIFIED, Topic
 from streams.collect.collector import Collector, CollectSettings
 from streams.collect.decision import Decision
 from streams.processors.filter import DUPLICATE
 from streams.reprocess.ranges import Range, first_time_ms, messages_in
 from streams.reprocess.report import (
-    Difference,
     Outcome,
     OutcomeTable,
     ReprocessReport,
@@ -39,9 +38,8 @@ from streams.reprocess.report import (
     ending,
     kept_outcome,
     left_out,
-    task_content,
 )
-from streams.stages import tasks_stage, verify
+from streams.stages import verify
 from streams.stages.driver import TIMEOUT_S, Stage, decided, recall
 from streams.stages.stage import Handled
 
@@ -68,7 +66,7 @@ class ReprocessRun(NamedTuple):
 class RunStep(NamedTuple):
     """The results of one record.
 
-    kept: experiences or tasks that go on. dropped: counts by reason. outcomes: to be compared, each with the outcome that is
+    kept: experiences that go on. dropped: counts by reason. outcomes: to be compared, each with the outcome that is
     meant if none is recorded under its key. unrecorded: outcomes of which nothing is recorded.
     """
 
@@ -98,43 +96,6 @@ async def decided_in(run: ReprocessRun, part: Range, stage: Stage) -> AsyncGener
     finally:
         for _, deciding in waiting:
             deciding.cancel()
-
-
-# tasks: the raw task of a place is kept or dropped; the newest task of an id has one of the contents on record.
-
-
-async def tasks_recorded(run: ReprocessRun) -> None:
-    async for message in _read(run, TASKSET, DEAD_LETTERS):
-        if isinstance(message.value, Task):
-            run.table.put(Outcome(f"task {message.value.id}"))
-            run.table.put(Outcome(f"task {message.value.id} {task_content(message.value)}"))
-        elif isinstance(message.value, DeadLetter) and message.value.stage == tasks_stage.STAGE:
-            place = f"{message.value.partition}@{message.value.offset}"
-            run.table.put(Outcome(place, dropped=message.value.reason))
-
-
-async def tasks_steps(run: ReprocessRun) -> AsyncGenerator[RunStep, None]:
-    newest: dict[str, str] = {}  # the last of several tasks with one id counts, as in the topic
-    for part in run.ranges:
-        stage = tasks_stage.TaskStage(run.steps, run.log)
-        async with aclosing(decided_in(run, part, stage)) as all_handled:
-            async for message, handled in all_handled:
-                run.on_progress(1)
-                reason = next(iter(handled.dropped), "")
-                for output in handled.first:
-                    assert isinstance(output.record, Task)
-                    newest[output.record.id] = task_content(output.record)
-                place = f"{part.partition}@{message.offset}"
-                named = message.value.id if isinstance(message.value, Task) else part.topic.name
-                old = run.table.get(place)
-                if old is None and run.table.get(f"task {named}") is not None:
-                    old = Outcome(place)
-                pair = (Outcome(f"{named} at {place}", dropped=reason), old)
-                yield RunStep(0 if reason else 1, {reason: 1} if reason else {}, (pair,))
-    if run.diff:
-        for name, content in newest.items():
-            if run.table.get(f"task {name}") is not None and run.table.get(f"task {name} {content}") is None:
-                run.report.note(Difference("other content", "", "", ""), name)
 
 
 # verify: outcomes are experiences by id, from verified and evals.

@@ -47,7 +47,7 @@ class ReprocessFlags(msgspec.Struct, frozen=True):
 @command
 async def reprocess(
     chosen: SettingsFile,
-    stage: Annotated[str, typer.Argument(help="Stage: tasks, verify, collect, or dead-letters.")],
+    stage: Annotated[str, typer.Argument(help="Stage: verify, collect, or dead-letters.")],
     flags: ReprocessFlags,
     other: Annotated[
         Path | None,
@@ -62,7 +62,7 @@ async def reprocess(
     """Run a stage over any part of the log again, exactly as the workers do, and show what would have changed.
 
     The command writes nothing to the app. With the settings and processors of the run, nothing differs. Offsets are those of
-    the stage's input: taskset.raw, experiences (or --topic), verified. dead-letters delivers each decodable dead letter again
+    the stage's input: experiences (or --topic), verified. dead-letters delivers each decodable dead letter again
     to its topic.
 
     Example: [cyan]headrace reprocess verify --from 2026-11-20 --with stricter.toml --diff[/]
@@ -183,14 +183,8 @@ def title(report: "ReprocessReport", order: "ReprocessOrder") -> str:
 
 def report_totals(report: "ReprocessReport", order: "ReprocessOrder") -> list[tuple[str, int]]:
     """Rows of the table of totals; the rows that are always there first."""
-    inputs = {"tasks": "tasks", "verify": "blocks of answers", "collect": "records of verified"}
-    kept = (
-        "tasks"
-        if report.stage == "tasks"
-        else "experiences, evals included"
-        if report.stage == "verify"
-        else "experiences"
-    )
+    inputs = {"verify": "blocks of answers", "collect": "records of verified"}
+    kept = "experiences, evals included" if report.stage == "verify" else "experiences"
     rows = [(f"read: {inputs[report.stage]}", report.records), (f"kept: {kept}", report.kept)]
     by_count = sorted(report.dropped.items(), key=lambda item: -item[1])
     rows += [(f"dropped: {reason}", count) for reason, count in by_count]

@@ -151,7 +151,7 @@ def test_a_broker_that_is_not_there_is_one_line_with_its_address(arguments: list
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["reprocess", "buffer"], "got 'buffer', expected one of tasks, verify, collect, dead-letters"),
+        (["reprocess", "buffer"], "got 'buffer', expected one of verify, collect, dead-letters"),
         (["reprocess", "dead-letters", "--diff"], "takes no --diff"),
         (["audit", "--drain", "--timeout", "soon"], 'got "soon", expected a duration'),
     ],

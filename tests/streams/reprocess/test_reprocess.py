@@ -31,7 +31,7 @@ def test_the_same_configuration_and_versions_give_what_is_recorded(tmp_path: Pat
         log = await recorded_log(tmp_path)
         before = await sizes(log)
         ASKED.clear()
-        for stage in ("tasks", "verify", "collect"):
+        for stage in ("verify", "collect"):
             report = await run(log, stage)
             assert report.is_same, report.changes
             assert report.compared > 15 and report.unrecorded == report.behind == 0, report
@@ -50,7 +50,6 @@ def test_any_part_of_the_log_gives_what_is_recorded_of_it(tmp_path: Path) -> Non
             ("verify", "1:5", "end"),
             ("collect", "10", "end"),
             ("collect", "0:0,2:7", "0:9,2:30"),
-            ("tasks", "2", "5"),
         ):
             report = await run(log, stage, start=start, stop=stop)
             assert report.is_same and report.unrecorded == 0, (stage, start, report.changes)
