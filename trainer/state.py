@@ -59,7 +59,6 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 def find_layout(tensors: Mapping[str, Tensor]) -> dict[str, Kind]:
-    """Names, dtypes and shapes of whole tensors."""
     return {name: Kind(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 

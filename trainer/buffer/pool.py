@@ -273,7 +273,6 @@ class LaneRows:
         return candidate
 
     def pool(self) -> Pool:
-        """Return the current candidates."""
         self._is_shared = True
         return Pool(np.flatnonzero(self._is_held), self._held, self._columns, self._codes)
 

@@ -134,7 +134,6 @@ def state_part(name: str) -> str:
 
 
 def state_parts(names: Iterable[str]) -> set[str]:
-    """The parts of a learner's state besides the policy."""
     return {state_part(name) for name in names} - {""}
 
 

@@ -215,7 +215,6 @@ def _attend(
     mask_B1QK: torch.Tensor,
     settings: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention of one block under its mask."""
     key, value = _repeated(query, key, value)
     if settings.get("softcap") is not None or sinks_H is not None:
         return _capped(query, key, value, sinks_H, mask_B1QK, settings)

@@ -80,7 +80,6 @@ class Channel:
 
 
 def encode_array(array: np.ndarray) -> Encoded:
-    """An array as it travels."""
     return array.dtype.str, array.shape, array.tobytes()
 
 

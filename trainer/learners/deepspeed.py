@@ -214,7 +214,6 @@ class DeepSpeedLearner:
         return found
 
     def verify(self, state: StoredState) -> None:
-        """Read a stored state, each rank a share, and compare its hashes."""
         self._call(Order(name="verify", folder=state.folder, index=state.key, sha256=state.sha256), state)
 
     def _layout(self, of: Layout | None = None) -> dict[str, Kind]:
@@ -231,7 +230,6 @@ class DeepSpeedLearner:
             return self._obey(order, given)
 
     def _obey(self, order: Order, given: Any = None) -> Any:
-        """Do one order on this rank, together with all others."""
         match order.name:
             case "begin_phase":
                 return self._begin(order.phase)

@@ -94,7 +94,6 @@ def engine_settings(config: TrainerConfig, stage: int, offload: bool) -> dict[st
 
 
 def reference_settings(dtype: str) -> dict[str, Any]:
-    """DeepSpeed's settings of a reference model whose weights are sharded, and never trained."""
     return {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 3},

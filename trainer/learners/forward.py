@@ -126,7 +126,6 @@ class PackedModel:
         return self._tensor(rows.target_N), self._tensor(rows.temperature_N)
 
     def _logprobs_by(self, rows: Microbatch, path: Path | None) -> torch.Tensor:
-        """`logprobs` by one path."""
         return self._head.logprobs(self._states(rows, path)[self._tensor(rows.predecessor_N)], *self._targets(rows))
 
     def _states(self, rows: Microbatch, path: Path | None) -> torch.Tensor:
@@ -142,7 +141,6 @@ class PackedModel:
         return self._hidden(inputs)
 
     def _hidden(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """The last hidden states, flat."""
         states: torch.Tensor = self._body(**inputs, use_cache=False).last_hidden_state
         return states.flatten(0, 1)
 
@@ -169,7 +167,6 @@ class PackedModel:
 
 
 def policy_settings(config: TrainerConfig) -> dict[str, Any]:
-    """Settings of `PackedModel` for the policy."""
     return {"dtype": config.dtype, "activation_checkpointing": config.activation_checkpointing}
 
 

@@ -27,7 +27,6 @@ class Head:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the vocabulary."""
         return int(self._layer.out_features)
 
     def logprobs(self, hidden_ND: torch.Tensor, target_N: torch.Tensor, temperature_N: torch.Tensor) -> torch.Tensor:

@@ -134,7 +134,6 @@ def take_snapshot(learner: Learner, store: Store, folder: str) -> Snapshot:
 
 
 def take_weights(learner: Learner) -> HashedTensors:
-    """A copy of the policy in host memory."""
     return HashedTensors(learner.tensors())
 
 

@@ -118,7 +118,6 @@ class RankStep:
         return found
 
     def _published(self) -> dict[str, Any]:
-        """The weights that are published, by the model's own names."""
         module = self.model.module
         return {
             name: value
@@ -128,7 +127,6 @@ class RankStep:
 
     @torch.no_grad()
     def probe(self, sequences: tuple[tuple[int, ...], ...]) -> tuple[tuple[float, ...], ...]:
-        """Logprobs of each sequence's tokens."""
         found = tuple(tuple(self.run("sequence_logprobs", tokens)) for tokens in sequences)
         self._shards.let_go()
         return found

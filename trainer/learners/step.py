@@ -77,7 +77,6 @@ def minibatches(objectives: Mapping[Lane, Objective], batch: PackedBatch, seed: 
 
 
 def whole_rows(batch: PackedBatch) -> Rows:
-    """The rows of a process without other ranks."""
     return Rows(batch.microbatches, len(batch.microbatches), None)
 
 
@@ -154,7 +153,6 @@ def per_sequence(
 
 
 def miss(rows: Microbatch, hit_N: np.ndarray) -> np.ndarray:
-    """1 for a token that is not the most likely one."""
     return np.asarray(hit_N == 0)
 
 

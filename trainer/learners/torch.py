@@ -187,7 +187,6 @@ class TorchLearner:
         return torch.optim.AdamW(groups, betas=self.config.betas, weight_decay=self.config.weight_decay, fused=True)
 
     def _trained(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Everything an optimizer moves, by the name of its state."""
         yield from self._masters.items()
         if self.critic is not None:
             yield from ((f"critic/{name}", value) for name, value in self.critic.named_parameters().items())
@@ -229,7 +228,6 @@ def _master(value: torch.nn.Parameter) -> torch.nn.Parameter:
 
 
 def _sum_into(master: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Add a microbatch's gradient to its master's."""
     assert value.grad is not None
     if master.grad is None:
         master.grad = value.grad.float()

@@ -68,7 +68,6 @@ class WeightPublisher:
         """Of all tensors of the version that was published last."""
 
     def has(self, version: int) -> bool:
-        """True if `version` was published."""
         return version in self._events and self._events[version].event == "published"
 
     async def publish(

@@ -103,16 +103,13 @@ class Board:
             self._writer = Writer(str(folder))
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Diagnostics after an optimizer step."""
         self._write(Point({f"train/{name}": value for name, value in values.items()}, "step", step))
 
     def result(self, result: EvalResult) -> None:
-        """Accuracy of a version."""
         shares = {f"eval/{result.suite}/pass@{k}": share for k, share in result.pass_at.items()}
         self._write(Point({f"eval/{result.suite}": result.accuracy, **shares}, "version", result.version))
 
     def close(self) -> None:
-        """Flush the buffer."""
         if self._writer is not None:
             self._writer.close()
         for tracker in self._trackers:
@@ -165,7 +162,6 @@ class TrainerReport:
             self.gauges[name] = value
 
     def step(self, step: int, items: list[TrainItem], stats: StepStats, version: int, step_s: float) -> None:
-        """One finished optimizer step."""
         self.add("steps")
         self.add("step_seconds", step_s)
         self.add("experiences_trained", len(items))
@@ -218,7 +214,6 @@ def staleness_tokens(items: list[TrainItem], version: int) -> Mapping[int, int]:
 
 
 async def report_progress(log: Log, report: TrainerReport, version: Callable[[], int]) -> None:
-    """Publish a Progress record every PERIOD_S."""
     while True:
         await publish_progress(log, report, version())
         await asyncio.sleep(PERIOD_S)

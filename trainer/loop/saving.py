@@ -153,7 +153,6 @@ async def remove_old(run: Run, *, slots: int, replaced: int | None) -> None:
 
 
 def folders(run: Run) -> tuple[str, str]:
-    """Key prefixes of the run's versions and checkpoints in the store."""
     return f"policies/{run.floor.policy.name}/", f"checkpoints/{run.name}/"
 
 

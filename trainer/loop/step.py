@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 
 
 async def train_step(run: Run, draw: Draw) -> None:
-    """Journal a draw and train on it."""
     batch, items = await journal_draw(run, draw, phase="train")
     run.settle([candidate.sequence for candidate in draw.taken if candidate.sequence >= 0])
     limit = norm_limit(run.position.guard, run.config.guard)

@@ -52,7 +52,6 @@ class Survey(msgspec.Struct, frozen=True):
         return self.steps_in(len(self.todo))
 
     def steps_in(self, first: int) -> int:
-        """Number of optimizer steps among the first entries."""
         return sum(1 for entry in self.todo[:first] if isinstance(entry, Pending) and entry.fate in ("trained", "open"))
 
     @property
@@ -157,7 +156,6 @@ async def survey_journal(log: Log, run: str, start: Manifest, to_step: int | Non
 
 
 def named_offsets(batch: Batch) -> list[int]:
-    """Return the offsets of `buffer` that a batch names: its items and the items that its chain dropped."""
     return list(dict.fromkeys(item.offset for item in (*batch.items, *batch.dropped)))
 
 
