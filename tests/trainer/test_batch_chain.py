@@ -11,7 +11,6 @@ from infra.chain.insert import ProcessorConfig
 from infra.chain.processor import Drop, processor
 from infra.store.directory import DirectoryStore
 from schemas import Batch, Experience, Span, decode, encode
-from schemas.errors import ConfigError
 from tests.role import role_of
 from tests.trainer.memory_run import CONFIG, FLOOR, KillingBus, ends, filled_log, journal
 from tests.trainer.trainer_samples import make_item
@@ -42,11 +41,6 @@ def drop_first(batch: tuple[Experience, ...]) -> tuple[Experience | Drop, ...]:
 @processor(version=1, inline=True)
 def drop_usual(experience: Experience) -> Experience | Drop:
     return Drop("unwanted") if experience.lane == "usual" else experience
-
-
-@processor(version=1, inline=True)
-def of_a_group(group: tuple[Experience, ...]) -> tuple[Experience, ...]:
-    return group
 
 
 def items(num: int = 4, lane: str = "usual", **header: object) -> list[TrainItem]:
@@ -112,21 +106,6 @@ def test_what_rides_along_is_not_trained_alone():
     assert not kept and record.dropped_because == ("unwanted", "unwanted", ALONE, ALONE)
     _, kept = applied(chain("drop_usual"), given)
     assert [each.item.lane for each in kept] == ["expert", "expert"]
-
-
-@pytest.mark.parametrize(
-    ("use", "stage", "message"),
-    [
-        ("of_a_group", "batch", "takes a group"),
-        ("drop_first", "collect", "takes a batch"),
-        ("drop_first", "verify", "takes a batch"),
-    ],
-)
-def test_a_processor_in_the_wrong_stage_is_refused(use, stage, message):
-    from infra.chain.insert import processor_step
-
-    with pytest.raises(ConfigError, match=message):
-        processor_step(ProcessorConfig(use=f"{HERE}:{use}", stage=stage), "processor[0]")
 
 
 async def train(log, store, steps, learner: ScriptedLearner) -> None:

@@ -19,7 +19,7 @@ from infra.observe.metrics import Metrics
 from infra.settings.config import Keep
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
-from schemas import Batch, Block, Experience, Fence, Rollback, Saved, encode, topics
+from schemas import Batch, Block, Experience, Rollback, Saved, encode, topics
 from schemas.errors import ConfigError, HeadraceError, OffsetOutOfRange
 from schemas.fields import Lane
 from tests.trainer.memory_run import (
@@ -277,15 +277,6 @@ async def test_other_kernels_give_a_distance_instead_of_bits() -> None:
     stored = {place.step for place in checkpoint.places(store, "t")}
     assert {each.step for each in found if each.distance is not None} == stored
     assert all(each.distance > 0 for each in found[1:] if each.distance is not None)
-
-
-async def test_a_batch_that_lies_behind_a_newer_fence_is_not_replayed() -> None:
-    log, store, _ = await finished_run()
-    _, batch = await batch_at(log, STEPS)
-    await log.publish(topics.BATCHES, Fence(run="t", token=50))
-    await log.publish(topics.BATCHES, msgspec.structs.replace(batch, step=99))
-    found, again, _ = await replayed(log, store)
-    assert all(each.equal for each in found) and again.position.step < 99
 
 
 def test_a_change_of_any_file_that_makes_a_step_is_other_code(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from schemas.errors import ConfigError
+from tests.trainer.test_losses import tensor, value_and_gradient
 from trainer.config import LaneConfig
 from trainer.losses.loss import LossInputs, lane_loss, open_objective
 from trainer.losses.losses import (
@@ -39,10 +40,6 @@ LOG_W = CURRENT - BEHAVIOUR
 W = np.exp(LOG_W)
 
 
-def tensor(values):
-    return torch.tensor(np.asarray(values, float))
-
-
 def inputs(*, ratio=True, advantage=ADVANTAGE, current=CURRENT, sequence=SEQUENCE, **more):
     names = {name: tensor(values) for name, values in more.items() if name not in ("pair", "bound")}
     return LossInputs(
@@ -56,13 +53,6 @@ def inputs(*, ratio=True, advantage=ADVANTAGE, current=CURRENT, sequence=SEQUENC
         bound=more.get("bound"),
         **{name: value for name, value in names.items() if name != "behaviour"},
     )
-
-
-def value_and_gradient(loss, given, **options):
-    output = loss(given, **options)
-    output.loss.sum().backward()
-    clipped = None if output.clipped is None else output.clipped.numpy()
-    return output.loss.detach().numpy(), given.logprob.grad.numpy(), clipped
 
 
 def per_sequence(values):

@@ -213,17 +213,3 @@ def test_where_later_turns_are_rated_worse_early_ones_lean_down_by_a_bounded_amo
     drop, spread = 0.2, 0.3  # of the verdicts; the smallest spread that the advantages are divided by
     assert found[4][0] < found[0][0], "the turn before the worse ones leans most"
     assert all(abs(mean) < drop * GAMMA / (1 - GAMMA) / spread for mean, _ in found)
-
-
-def test_after_a_shift_advantages_lean_until_the_window_has_passed() -> None:
-    draw, memory = random.Random(3), Memory(MEMORY)
-
-    def some(number: int, chance: float, first: int) -> float:
-        return statistics.fmean(
-            advantages_of([float(draw.random() < chance) for _ in range(number)], memory, first=first)
-        )
-
-    some(4 * WINDOW, 0.2, 0)
-    assert some(64, 0.8, 10_000) > 0.5, "everything looks good after a change for the better"
-    some(5 * WINDOW, 0.8, 20_000)
-    assert abs(some(4 * WINDOW, 0.8, 30_000)) < 0.1
