@@ -31,20 +31,11 @@ def expected_roles(expect: Expect, *, serves: bool) -> dict[str, int]:
     return wanted | ({"serve": expect.serve or 1} if serves else {})
 
 
-def process_name(instance: str) -> str:
-    """Role, machine and process; of a gateway without the part that differs from start to start.
-
-    >>> process_name("serve/vm/417/9f00a1b2")
-    'serve/vm/417'
-    """
-    return "/".join(instance.split("/")[:3])
-
-
 def missing(wanted: Mapping[str, int], heard: Iterable[Heard], now_s: float, gone_s: float) -> list[str]:
     """One line for each role of which too few run. heard: every instance of the last hour. gone_s: seconds without
     a report after which a process does not run.
     """
-    processes = _processes(heard)
+    processes = list(heard)
     running = [process for process in processes if now_s - process.last_s < gone_s and process.state not in OVER]
     if not running and any(process.role == "master" and process.state == "done" for process in processes):
         return []
@@ -59,16 +50,6 @@ def missing(wanted: Mapping[str, int], heard: Iterable[Heard], now_s: float, gon
             count = f"no {role} runs" if not here else f"{len(here)} of {number} {role} run"
             found.append(f"{count}: {_last_words(gone, now_s)}")
     return found
-
-
-def _processes(heard: Iterable[Heard]) -> list[Heard]:
-    found: dict[str, Heard] = {}
-    for process in sorted(heard, key=lambda process: process.last_s):
-        name = process_name(process.instance)
-        before = found.get(name)
-        first_s = process.first_s if before is None else min(before.first_s, process.first_s)
-        found[name] = msgspec.structs.replace(process, first_s=first_s)
-    return list(found.values())
 
 
 def _last_words(gone: Sequence[Heard], now_s: float) -> str:
