@@ -30,7 +30,6 @@ from trainer.state import Index, StoredState, encode_index, index_hash, open_sta
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-POLICY = "model/"
 USES_KEYS = "buffer/uses_keys"
 USES_COUNTS = "buffer/uses_counts"
 USES_OFFSETS = "buffer/uses_offsets"
@@ -100,8 +99,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     position: as in Checkpoint. state, size, sha256: key, bytes and hash of the object with uses and references. token: of the
     trainer's lease. learner_sha256, made_with: as in the journal's Saved. time_ms: log-append time of that record, 0 without
-    one. oldest_offset: of `buffer`, see Checkpoint. shapes: of the policy's weights, by name. parts: see `state_parts`. index,
-    index_sha256: key and hash of the index.
+    one. oldest_offset: of `buffer`, see Checkpoint. index, index_sha256: key
+    and hash of the index.
     """
 
     position: Position
@@ -115,8 +114,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     made_with: dict[str, str] = {}
     time_ms: int = 0
     oldest_offset: int = 0
-    shapes: dict[str, tuple[int, ...]] = {}
-    parts: tuple[str, ...] = ()
 
     @property
     def place(self) -> CheckpointPlace:
@@ -156,9 +153,6 @@ def save(
     remembered = _uses_tensors(checkpoint.uses)
     body = save_tensors(remembered | {REFERENCES: Tensor("I64", references.shape, references.tobytes())})
     encoded = encode_index(index)
-    shapes = {
-        name.removeprefix(POLICY): tensor.shape for name, tensor in index.tensors.items() if name.startswith(POLICY)
-    }
     manifest = Manifest(
         position=checkpoint.position,
         state=f"{folder(run, place)}/state.safetensors",
@@ -169,8 +163,6 @@ def save(
         made_with=dict(made_with),
         time_ms=time_ms,
         oldest_offset=checkpoint.oldest_offset,
-        shapes=shapes,
-        parts=tuple(sorted(state_parts(index.tensors))),
         index=f"{folder(run, place)}/index.msgpack",
         index_sha256=hashlib.sha256(encoded).hexdigest(),
     )
