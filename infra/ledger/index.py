@@ -32,7 +32,7 @@ from schemas.ids import partition_key
 from schemas.topics import Topic
 
 FILE = "index.sqlite"
-LAYOUT = 3
+LAYOUT = 4
 # In this order a record is read after those that it is about.
 PAGED = (
     topics.EXPERTS, topics.EXPERIENCES, topics.VERIFIED, topics.EVALS, topics.BUFFER, topics.PROGRESS, topics.REPORTS,
@@ -50,7 +50,7 @@ CREATE INDEX IF NOT EXISTS places_by_group ON places (grp);
 CREATE INDEX IF NOT EXISTS trained_by_group ON trained (grp);
 """
 LOGGED = ("places", "sealed", "steps", "trained", "undone", "policies")
-TIMED = ("answers", "scores", "uses", "texts", "words", "letters", "marks", "tasks")
+TIMED = ("answers", "scores", "uses", "texts", "words", "letters", "marks")
 # The column that numbers the rows of a table, and how many of the newest numbers stay.
 NEWEST: Mapping[str, tuple[str, int]] = {
     "letters": ("n", 50_000),
@@ -60,7 +60,6 @@ NEWEST: Mapping[str, tuple[str, int]] = {
     "curves": ("version", 50_000),
     "evals": ("version", 50_000),
 }
-MAX_TASKS = 200_000
 
 Bounds = Mapping[Topic, tuple[Mapping[int, int], Mapping[int, int]]]
 """Topic → where each partition begins, and where it ends."""
@@ -430,17 +429,13 @@ def trim(database: sqlite3.Connection, before_ms: int, at_most: int = PRUNED_ANS
         database.execute(f"DELETE FROM scores WHERE n {old} AND name IN (SELECT DISTINCT name FROM scores)")
         for table in ("texts", "uses", "answers"):
             database.execute(f"DELETE FROM {table} WHERE n {old}")
-        for table in ("letters", "marks", "tasks"):
+        for table in ("letters", "marks"):
             database.execute(f"DELETE FROM {table} WHERE time_ms < ?", (before_ms,))
         for table, (column, most) in NEWEST.items():
             newest = f"(SELECT max({column}) FROM {table}) - {most}"
             if table == "letters":  # their numbers have gaps
                 newest = f"(SELECT n FROM letters ORDER BY n DESC LIMIT 1 OFFSET {most})"
             database.execute(f"DELETE FROM {table} WHERE {column} <= {newest}")
-        database.execute(
-            "DELETE FROM tasks WHERE task IN (SELECT task FROM tasks ORDER BY time_ms"
-            f" LIMIT max(0, (SELECT count(*) FROM tasks) - {MAX_TASKS}))"
-        )
 
 
 def bounds(replay: str) -> dict[str, str]:
@@ -453,7 +448,6 @@ def bounds(replay: str) -> dict[str, str]:
     for table, (column, most) in NEWEST.items():
         what = f"the newest {most:,}" + ("" if column == "n" else f" {column}s")
         kept[table] = f"{kept[table]}, at most {what}" if table in TIMED else what
-    kept["tasks"] += f", at most the newest {MAX_TASKS:,}"
     return kept | {"meta": "a row for each fact", "reads": "a row for each partition"}
 
 

@@ -65,7 +65,6 @@ CREATE TABLE scores (name TEXT, n INTEGER, value REAL, PRIMARY KEY (name, n)) WI
 CREATE TABLE uses (step INTEGER, n INTEGER, PRIMARY KEY (step, n)) WITHOUT ROWID;
 CREATE TABLE texts (n INTEGER PRIMARY KEY, asked TEXT, answered TEXT);
 CREATE VIRTUAL TABLE words USING fts5 (asked, answered, content = 'texts', content_rowid = 'n');
-CREATE TABLE tasks (task TEXT PRIMARY KEY, judged INTEGER, total REAL, newest INTEGER, time_ms INTEGER) WITHOUT ROWID;
 CREATE TABLE curves (name TEXT, version INTEGER, time_ms INTEGER, value REAL, kept INTEGER,
   PRIMARY KEY (name, version)) WITHOUT ROWID;
 CREATE TABLE evals (suite TEXT, version INTEGER, time_ms INTEGER, right INTEGER, asked INTEGER, low REAL, high REAL,
@@ -91,10 +90,6 @@ CREATE INDEX by_answer ON uses (n);
 CREATE INDEX by_reason ON letters (reason);
 CREATE INDEX by_curve ON curves (version);
 CREATE INDEX by_eval ON evals (version);
-CREATE INDEX by_share ON tasks (total / judged, judged DESC);
-CREATE INDEX by_ease ON tasks (total / judged DESC, judged DESC);
-CREATE INDEX by_judged ON tasks (judged);
-CREATE INDEX by_judging ON tasks (time_ms);
 """
 Found = tuple[Record, Control | Block]
 
@@ -196,20 +191,6 @@ class Folder:
         self._many(
             "INSERT OR REPLACE INTO scores SELECT ?, n, ? FROM answers WHERE key = ?",
             [(score.name, score.value, number(answer.id)) for _, answer in members for score in answer.scores],
-        )
-        self._many(
-            "INSERT INTO tasks VALUES (?, 1, ?, ?, ?) ON CONFLICT DO UPDATE SET judged = judged + 1, total = total +"
-            " excluded.total, newest = max(newest, excluded.newest), time_ms = max(time_ms, excluded.time_ms)",
-            [
-                (
-                    answer.task,
-                    sum(score.value for score in answer.scores) / len(answer.scores),
-                    answer.max_version,
-                    time_ms,
-                )
-                for time_ms, answer in members
-                if answer.task and answer.scores
-            ],
         )
         self._end_pending([(value.reason, number(value.id)) for _, value in found if isinstance(value, DropMarker)])
         self._many(

@@ -1,4 +1,4 @@
-"""Dead letters, whose sealed texts stay sealed, tasks, answers of processors and sealed answers: the Data and Privacy pages."""
+"""Dead letters, whose sealed texts stay sealed, and sealed answers: the Data and Privacy pages."""
 
 import json
 import sqlite3
@@ -16,7 +16,6 @@ from schemas.records import MAX_LETTER_BYTES
 SHOWN = 100
 MAX_SHOWN = 20_000  # characters of a letter
 SHUT = "(sealed)"
-MAX_NAMED = 5000  # tasks of one beginning that are put in order
 
 Rows = Sequence[sqlite3.Row]
 
@@ -43,29 +42,6 @@ def letter_counts(database: sqlite3.Connection) -> Rows:
         "SELECT reason, stage, count(*) AS count, count(marks.n) AS done FROM letters LEFT JOIN marks USING (part, offset)"
         " GROUP BY reason, stage ORDER BY count DESC LIMIT 50"
     ).fetchall()
-
-
-def tasks(database: sqlite3.Connection, order: str, named: str) -> Rows:
-    """Tasks with their mean score: the hardest, the easiest or the most judged. named: how their names begin. Where more than
-    MAX_NAMED begin so, only the first of them by name are put in order.
-    """
-    orders = {"hardest": "total / judged, judged DESC", "easiest": "total / judged DESC, judged DESC"}
-    those = "SELECT * FROM tasks WHERE task >= ? AND task < ? || char(1114111) ORDER BY task LIMIT ?"
-    source, asked = (f"({those})", (named, named, MAX_NAMED)) if named else ("tasks", ())
-    return database.execute(
-        f"SELECT task, judged, total / judged AS share, newest FROM {source} ORDER BY {orders.get(order, 'judged DESC')}"
-        " LIMIT ?",
-        (*asked, SHOWN),
-    ).fetchall()
-
-
-def task_shares(database: sqlite3.Connection) -> list[int]:
-    """Number of tasks by tenth of their mean score."""
-    rows = database.execute(
-        "SELECT min(9, max(0, cast(10 * total / judged AS INTEGER))) AS tenth, count(*) AS count FROM tasks GROUP BY tenth"
-    )
-    counts = {row["tenth"]: row["count"] for row in rows}
-    return [counts.get(tenth, 0) for tenth in range(10)]
 
 
 def privacy(database: sqlite3.Connection) -> dict[str, Any]:

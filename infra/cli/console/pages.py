@@ -181,16 +181,10 @@ async def version(console: Console, request: Request) -> Values:
 
 
 async def all_data(console: Console, request: Request) -> Values:
-    asked, reading = request.query_params, console.reading
-    rows = reading.rows
-    before = parse_query({"before": asked.get("before", "")})[0].before
-    reason, order, named = asked.get("reason", "")[:200], asked.get("order", ""), asked.get("task", "")[:200]
+    asked, rows = request.query_params, console.reading.rows
+    before, reason = parse_query({"before": asked.get("before", "")})[0].before, asked.get("reason", "")[:200]
     letters, older = await rows(data.letters, reason, before)
-    return {
-        "reason": reason, "order": order, "named": named, "letters": letters, "older": older,
-        "counts": await rows(data.letter_counts), "tasks": await rows(data.tasks, order, named),
-        "tenths": await reading.held("tenths", lambda: rows(data.task_shares), held_s=DRAWN_S), "max_named": data.MAX_NAMED,
-    }  # fmt: skip
+    return {"reason": reason, "letters": letters, "older": older, "counts": await rows(data.letter_counts)}
 
 
 async def letter(console: Console, request: Request) -> Values:

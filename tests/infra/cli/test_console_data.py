@@ -33,11 +33,9 @@ from tests.infra.cli.console_rig import (
 from tests.infra.ledger.test_index import batch
 
 
-def test_the_data_page_has_letters_and_tasks_with_their_success(tmp_path: Path) -> None:
-    paths = ("/data", "/data?order=hardest&task=add-", "/answers?made=yes", f"/answers/{MADE}")
-    text, hardest, made, answer = map(page_text, look(tmp_path, *paths))
-    assert "add-0 8 62.5% v7" in text, "right in five of eight versions"
-    assert "experiences/0@9 verify bad frame" in text and hardest.index("add-0") < hardest.index("add-5")
+def test_letters_and_what_processors_made_are_listed(tmp_path: Path) -> None:
+    text, made, answer = map(page_text, look(tmp_path, "/data", "/answers?made=yes", f"/answers/{MADE}"))
+    assert "experiences/0@9 verify bad frame" in text
     assert "made from question 0" in made and f"{SESSION}.1-0.0-0-0" in answer
 
 

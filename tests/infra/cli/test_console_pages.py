@@ -189,7 +189,7 @@ def test_a_run_of_which_nothing_is_there_says_so_on_every_page(tmp_path: Path) -
     log = Log(MemoryBus(), "t", store=MemoryStore())
     told = {
         "/": "No role has reported yet.", "/learning": "No measurements yet.", "/answers": "No matches.",
-        "/versions": "No version was published yet.", "/data": "no scored task", "/privacy": "no openings",
+        "/versions": "No version was published yet.", "/data": "None: every record was processed.", "/privacy": "no openings",
     }  # fmt: skip
     pages = look(tmp_path, *told, log=log, more=lambda empty: empty.create_topics(partitions=1, keep_ms=-1))
     for page, (path, words) in zip(pages, told.items(), strict=True):

@@ -30,7 +30,7 @@ def test_every_task_and_engine_gives_settings_that_hold(task: str, engine: str, 
     Workflows(found.explore.workflow, found.explore.options, found.explore.workflows)
     assert callable(find(found.engine.use)) and callable(find(TASKS[task].write))
     assert (found.master.seed, found.master.stop.after) == (7, "110s" if task == "traffic" else "1.5m")
-    assert TASKS[task].suite in {one.suite for one in found.master.evals}
+    assert TASKS[task].suite in {suite.suite for suite in found.master.evals}
     assert not found.kafka.bootstrap_servers, "it brings its own broker"
 
 

@@ -67,22 +67,22 @@ async def users_at(
 
 def test_every_answer_is_noted_and_everything_said_reaches_the_log(tmp_path: Path) -> None:
     seen, received = asyncio.run(users_at(tmp_path, 100))
-    assert all(not one.error and one.version == 0 for one in seen)
-    assert 0 < sum(one.liked for one in seen) < len(seen), "it names a quarter of the topics"
-    said = Counter(msgspec.json.decode(one.body)["kind"] for one in received)
-    habits = Counter(one.habit for one in seen)
+    assert all(not noted.error and noted.version == 0 for noted in seen)
+    assert 0 < sum(noted.liked for noted in seen) < len(seen), "it names a quarter of the topics"
+    said = Counter(msgspec.json.decode(record.body)["kind"] for record in received)
+    habits = Counter(noted.habit for noted in seen)
     assert said["value"] == len(seen) - habits["silent"] and said["retraction"] == habits["withdraws"]
 
 
 def test_a_spammer_likes_each_answer(tmp_path: Path) -> None:
     seen, received = asyncio.run(users_at(tmp_path, 20, spams=True))
-    assert {one.habit for one in seen} == {"spams"} and {one.liked for one in seen} == {True, False}
-    assert {msgspec.json.decode(one.body)["value"] for one in received} == {1.0} and len(received) == len(seen)
+    assert {noted.habit for noted in seen} == {"spams"} and {noted.liked for noted in seen} == {True, False}
+    assert {msgspec.json.decode(record.body)["value"] for record in received} == {1.0} and len(received) == len(seen)
 
 
 def test_a_request_that_fails_is_counted_and_not_tried_again(tmp_path: Path) -> None:
     seen, received = asyncio.run(users_at(tmp_path, 5, failed=True))
-    assert len(seen) >= 5 and all("401" in one.error for one in seen) and not received
+    assert len(seen) >= 5 and all("401" in noted.error for noted in seen) and not received
 
 
 def test_users_wait_until_the_gateway_serves_what_was_trained(tmp_path: Path) -> None:

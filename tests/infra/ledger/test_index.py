@@ -10,7 +10,6 @@ import pytest
 from infra.ledger.account import audit
 from infra.ledger.index import (
     FILE,
-    MAX_TASKS,
     NEWEST,
     LogIndex,
     bounds,
@@ -219,16 +218,10 @@ def test_rows_beyond_their_bound_are_removed_the_oldest_first(tmp_path: Path) ->
             named = {"curves": ("name, ", "'loss', "), "evals": ("suite, ", "'dev', ")}.get(table, ("", ""))
             statement = f"INSERT INTO {table} ({named[0]}{number}) VALUES ({named[1]}?)"
             database.executemany(statement, [(n,) for n in range(at_most + BEYOND)])
-        tasks = [(f"t-{n}", n) for n in range(MAX_TASKS + BEYOND)]
-        database.executemany("INSERT INTO tasks VALUES (?, 1, 1.0, 1, ?)", tasks)
     trim(index.database, 0)
     found = sizes(index.database)
     assert {table: found[table] for table in NEWEST} == {table: at_most for table, (_, at_most) in NEWEST.items()}
-    oldest = index.database.execute("SELECT min(time_ms) FROM tasks").fetchone()
-    assert found["tasks"] == MAX_TASKS and tuple(oldest) == (BEYOND,)
     assert tuple(index.database.execute("SELECT min(version) FROM curves").fetchone()) == (BEYOND,)
-    trim(index.database, MAX_TASKS)
-    assert sizes(index.database)["tasks"] == BEYOND, "and what is older than the log keeps"
     index.close()
 
 
