@@ -334,10 +334,6 @@ async def drain(log: Log, run: str, owner: str, timeout_s: float, on_draining: O
         again_s = min(2 * again_s, MAX_AGAIN_S)
 
 
-async def go_on(log: Log, owner: str) -> None:
-    await log.publish(POLICIES, Directive(order="continue", owner=owner))
-
-
 async def _master_drained(log: Log, start: Mapping[int, int], drain: int, on_draining: OnDraining) -> None:
     """Wait until a master that has read the directive at offset `drain` reports that nothing is outstanding."""
     async with aclosing(log.tail(REPORTS, start)) as messages:

@@ -12,9 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from starlette.types import ASGIApp
 
 from infra.cli.connect import app_store, log_to_stderr, reading
@@ -27,7 +25,7 @@ from infra.cli.exit_codes import INTERRUPTED
 from infra.cli.look.trace import open_index
 from infra.cli.options import SettingsFile, command
 from infra.cli.run.up import CONSOLE_LINK, CONSOLE_READY, Stopped
-from infra.cli.settings import DEFAULT_FILE, Settings
+from infra.cli.settings import Settings
 from infra.ledger.index import EVERY_S, follow
 from infra.local.http_server import HttpBounds, bound, make_server, serve_on
 from infra.local.idle_time import take_small_share
@@ -40,35 +38,22 @@ DRAIN_S = 2.0  # at a stop, for the pages that are being made
 
 
 @command
-async def console(
-    chosen: SettingsFile,
-    listen: Annotated[
-        str, typer.Option(help="Address, host:port, in place of that in [bold]\\[console][/].", metavar="ADDRESS")
-    ] = "",
-) -> int:
+async def console(chosen: SettingsFile) -> int:
     """Show a run in the browser: flow, curves, answers, versions, data.
 
-    The console reads the log of a running or finished run, like [bold]status[/] and [bold]trace[/].
-    [bold]headrace up[/] starts it too. The printed link gives read access; encrypted texts need a key with the
-    scope unseal.
+    The console reads the log of a running or finished run, like [bold]status[/] and [bold]trace[/]. [bold]headrace up[/] starts
+    it too. The printed link gives read access; encrypted texts need a key with the scope unseal.
 
-    Example: [cyan]headrace console -c runs/demo/headrace.toml --listen 127.0.0.1:8401[/]
+    Example: [cyan]headrace console -c runs/demo/headrace.toml --set console.listen=127.0.0.1:8401[/]
     """
     take_small_share()
-    return await run_console(chosen, listen)
-
-
-async def run_console(chosen: SettingsFile, listen: str) -> int:
-    """Serve until SIGINT or SIGTERM; exit code 130 where one came before there were pages. Raises ConfigError, BadFrame,
-    BrokerUnavailable.
-    """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     log_to_stderr()
     async with AsyncExitStack() as opened:
         try:
-            app, sock = await unless(stop.wait(), _open_pages(opened, chosen, listen), Stopped)
+            app, sock = await unless(stop.wait(), _open_pages(opened, chosen), Stopped)
         except Stopped:
             return INTERRUPTED
         server = make_server(app, DRAIN_S, CONSOLE_BOUNDS)
@@ -78,13 +63,11 @@ async def run_console(chosen: SettingsFile, listen: str) -> int:
     return 0
 
 
-async def _open_pages(opened: AsyncExitStack, chosen: SettingsFile, listen: str) -> tuple[ASGIApp, socket.socket]:
+async def _open_pages(opened: AsyncExitStack, chosen: SettingsFile) -> tuple[ASGIApp, socket.socket]:
     """The application and the socket that it is asked on, after the link was printed. opened: closes what is opened here."""
-    if chosen.config.suffix != ".toml":
-        chosen = SettingsFile(chosen.config / DEFAULT_FILE, chosen.sets)
     settings = chosen.load()
     log, state = await opened.enter_async_context(reading(settings)), settings.folder / "state"
-    sock = bound(listen or settings.console.listen, "console.listen")
+    sock = bound(settings.console.listen, "console.listen")
     opened.callback(sock.close)
     sock.listen()  # a link that is opened at once waits for its page
     given = os.environ.get(CONSOLE_LINK, "")  # `up` knows it and prints it; it must not be in a log

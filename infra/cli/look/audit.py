@@ -11,7 +11,7 @@ from rich.table import Table
 from infra.cli.connect import connected, reading
 from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.terminal import Screen, print_json, two_columns
-from infra.ledger.account import Account, Draining, audit, drain, go_on
+from infra.ledger.account import Account, Draining, audit, drain
 from infra.settings.config import duration_s
 
 SHOWN_IDS = 5
@@ -25,37 +25,30 @@ async def audit_log(
         bool, typer.Option("--drain", help="First stop issuing tasks, and wait until all groups are finished.")
     ] = False,
     within: Annotated[str, typer.Option("--timeout", metavar="TIMEOUT", help="Maximum duration of a drain.")] = "10m",
-    then_continue: Annotated[
-        bool, typer.Option("--then-continue", help="Afterwards resume issuing tasks, after this or an earlier drain.")
-    ] = False,
 ) -> int:
     """Account for every published experience: trained, dropped with a reason, or pending.
 
     The command reads the whole kept log and may run at any time. It needs space for temporary files (TMPDIR), about 400 MB per
     million experiences.
     After a drain only experiences of lanes without an issue order are pending, such as demonstrations.
-    A drained app stays drained, also over restarts, until --then-continue.
+    A drained app stays drained, also over restarts, until [bold]headrace resume[/].
     Exit code 1: an experience was trained twice, or trained without having been published, or the drain timed out.
 
-    Example: [cyan]headrace audit --drain --then-continue[/], [cyan]headrace audit --json | jq .dropped[/]
+    Example: [cyan]headrace audit --drain[/], [cyan]headrace audit --json | jq .dropped[/]
     """
     settings = chosen.load()
     timeout_s = duration_s(within)
     console = Screen(stderr=as_json)
     run = settings.run or settings.app
     # A drain needs the roles at work, so a broker that is not there is not started for it.
-    async with connected(settings) if drained or then_continue else reading(settings) as log:
+    async with connected(settings) if drained else reading(settings) as log:
         with console.status("reading the log") as status:
-            try:
-                if drained:
-                    account = await drain(log, run, operator(), timeout_s, lambda now: status.update(words(now)))
-                else:
-                    account = await audit(
-                        log, run, lambda topic, left: status.update(f"reading {topic}: {left:,} records left")
-                    )
-            finally:
-                if then_continue:
-                    await go_on(log, operator())
+            if drained:
+                account = await drain(log, run, operator(), timeout_s, lambda now: status.update(words(now)))
+            else:
+                account = await audit(
+                    log, run, lambda topic, left: status.update(f"reading {topic}: {left:,} records left")
+                )
     if as_json:
         print_json(msgspec.to_builtins(account) | {"clean": account.is_clean, "on_the_way": account.on_the_way})
     else:
@@ -67,8 +60,8 @@ async def audit_log(
     if unfinished:
         some = ", ".join(account.pending_ids[:SHOWN_IDS]) + (", …" if len(account.pending_ids) > SHOWN_IDS else "")
         console.print(f"{account.on_the_way:,} still on their way after {within}: {some}", style="red")
-    if drained and not then_continue:
-        console.print("the app stays drained; `headrace audit --then-continue` ends that", style="dim")
+    if drained:
+        console.print("the app stays drained; `headrace resume` ends that", style="dim")
     return 0 if account.is_clean and not unfinished else 1
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.ledger.account import Draining, Ledger, audit, drain, go_on
+from infra.ledger.account import Draining, Ledger, audit, drain
 from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -293,7 +293,7 @@ async def test_master_explorer_streams_and_trainer_drain_to_zero_and_go_on_when_
         assert again.published == account.published, "a drained app does not go on by itself"
         assert len([one async for one in log.read_all(TASKS)]) == issued
         steps = len([one async for one in log.read_all(PROGRESS) if isinstance(one.value, Drawn)])
-        await go_on(log, "ann")
+        await log.publish(topics.POLICIES, Directive(order="continue", owner="ann"))
         await trained_steps(log, steps + 2)
 
 
@@ -313,5 +313,5 @@ async def test_a_master_that_starts_into_a_drain_issues_nothing() -> None:
     async with running(master(log), *listening):
         await until(lambda: any(one.state == "drained" for one in heard.of(Progress)))
         assert not tasks.records
-        await go_on(log, "ann")
+        await log.publish(topics.POLICIES, Directive(order="continue", owner="ann"))
         await until(lambda: len(tasks.records) == 4)
