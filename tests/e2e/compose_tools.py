@@ -8,8 +8,14 @@ import argparse
 import asyncio
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
+
+from aiokafka import AIOKafkaClient
+from aiokafka.protocol.admin import CreateAclsRequest, DeleteAclsRequest, DescribeAclsRequest
+from aiokafka.protocol.api import Request
 
 ALIASES = Path(".mc.json")  # in the working folder
 REGION = "us-east-1"
@@ -60,34 +66,69 @@ def mc(words: list[str]) -> None:
             raise SystemExit(f"mc: {command} is not known here")
 
 
-def kafka_acls(words: list[str]) -> None:
-    """Kafka's tool for its rules: --add, --remove and --list, of topics and groups."""
-    from tests.e2e.secured_broker import ALLOW, DENY, LITERAL, PREFIXED, Rule, add_rules, list_rules, remove_rules
+KINDS = {"topic": 2, "group": 3, "cluster": 4}
+OPERATIONS = {"all": 2, "read": 3, "write": 4, "create": 5, "delete": 6, "describe": 8}
+ANY, LITERAL, PREFIXED = 1, 3, 4
+DENY, ALLOW = 2, 3
 
+
+def kafka_acls(words: list[str]) -> None:
+    """Kafka's tool for its rules: --add, --remove and --list, of topics, groups and the cluster."""
     parser = argparse.ArgumentParser("kafka-acls.sh")
     parser.add_argument("--bootstrap-server", required=True)
-    for flag in ("--add", "--remove", "--list", "--force"):
+    for flag in ("--add", "--remove", "--list", "--force", "--cluster"):
         parser.add_argument(flag, action="store_true")
-    for option in ("--topic", "--group", "--operation"):
+    for option in ("--topic", "--group", "--operation", "--allow-principal", "--deny-principal"):
         parser.add_argument(option, action="append", default=[])
-    parser.add_argument("--allow-principal", action="append", default=[])
-    parser.add_argument("--deny-principal", action="append", default=[])
     parser.add_argument("--resource-pattern-type", choices=["literal", "prefixed"], default="literal")
     given = parser.parse_intermixed_args(words)
     if given.list:
-        print("\n".join(asyncio.run(list_rules(given.bootstrap_server))))
+        print("\n".join(asyncio.run(listed(given.bootstrap_server))))
         return
     pattern = PREFIXED if given.resource_pattern_type == "prefixed" else LITERAL
     users = [(user, DENY) for user in given.deny_principal] + [(user, ALLOW) for user in given.allow_principal]
+    named = {"topic": given.topic, "group": given.group, "cluster": ["kafka-cluster"] if given.cluster else []}
     rules = [
-        Rule(kind, name, pattern, user, operation.lower(), permission)
+        (KINDS[kind], name, pattern, user, "*", OPERATIONS[operation.lower()], permission)
         for user, permission in users
-        for kind, names in (("topic", given.topic), ("group", given.group))
+        for kind, names in named.items()
         for name in names
         for operation in given.operation or ["all"]
     ]
     assert rules and given.add != given.remove, words
-    asyncio.run((add_rules if given.add else remove_rules)(given.bootstrap_server, rules))
+    request = CreateAclsRequest if given.add else DeleteAclsRequest
+    for reply in asyncio.run(asked(given.bootstrap_server, [request(*rule) for rule in rules])):
+        if given.add:
+            assert [code for code, _ in reply.creation_responses] == [0], reply
+        else:
+            assert all(code == 0 and found for code, _, found in reply.filter_responses), reply
+
+
+async def listed(bootstrap: str) -> list[str]:
+    """Every rule of a broker, as Kafka's own tool lists them."""
+    (answer,) = await asked(bootstrap, [DescribeAclsRequest(ANY, None, ANY, None, None, ANY, ANY)])  # type: ignore[arg-type]
+    operations, kinds = ({number: name.upper() for name, number in table.items()} for table in (OPERATIONS, KINDS))
+    found = []
+    for kind, name, pattern, rules in answer.resources:
+        how = "PREFIXED" if pattern == PREFIXED else "LITERAL"
+        found.append(
+            f"Current ACLs for resource `ResourcePattern(resourceType={kinds[kind]}, name={name}, patternType={how})`:"
+        )
+        found += [
+            f"\t(principal={principal}, host={host}, operation={operations[operation]}, "
+            f"permissionType={'DENY' if permission == DENY else 'ALLOW'})"
+            for principal, host, operation, permission in rules
+        ]
+    return found
+
+
+async def asked(bootstrap: str, requests: Sequence[Request[Any]]) -> list[Any]:
+    client = AIOKafkaClient(bootstrap_servers=bootstrap)
+    await client.bootstrap()
+    try:
+        return [await client.send(client.get_random_node(), request) for request in requests]
+    finally:
+        await client.close()
 
 
 if __name__ == "__main__":

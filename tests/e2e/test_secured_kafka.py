@@ -1,37 +1,200 @@
-"""A broker that asks who one is: every way in that the settings name, and one line for each way that is shut."""
+"""A broker that asks who you are: every way in that the settings name, and one line for each way that is shut."""
 
 import asyncio
+import datetime
+import ipaddress
+import json
+import os
 import signal
+import subprocess
+import sys
+from base64 import urlsafe_b64encode
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from typer.testing import Result
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.x509.oid import NameOID
+from typer.testing import CliRunner, Result
 
+from infra.cli.main import app
 from infra.cli.settings import load_settings
+from infra.local.broker import HOST, EmbeddedKafka, choose_address, plan_address
 from infra.log.access import kafka_access
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
-from schemas.topics import ALL, EXPERIENCES
-from tests.e2e.secured_broker import (
-    CLUSTER,
-    PASSWORD,
-    SCRAM,
-    USER,
-    Secured,
-    by_token,
-    call,
-    deny,
-    expired_token,
-    secured_broker,
-    settings_file,
-    stream_worker,
-    through,
-    unsigned_token,
-)
+from schemas import Block
+from schemas.topics import ALL, EXPERIENCES, VERIFIED
+from tests.e2e.compose_tools import kafka_acls
+from tests.own_sources import ROOT
 from tests.streams.collect.collecting import answer, block
 
 pytestmark = pytest.mark.slow
+
+USER, PASSWORD = "headrace", "one-two-three"
+
+
+class Secured(NamedTuple):
+    """bootstrap: of the listener that asks. authority: its certificate, PEM. broker: with a plain listener beside it."""
+
+    bootstrap: str
+    authority: Path
+    broker: EmbeddedKafka
+
+
+@contextmanager
+def secured_broker(folder: Path, *, asks_certificate: bool = False) -> Iterator[Secured]:
+    """PLAIN and OAUTHBEARER (unsigned tokens) know no more than the broker's own settings; SCRAM has one user.
+
+    asks_certificate: of clients, too, signed by the same authority.
+    """
+    authority, chain, key = certificates()
+    (folder / "ca.pem").write_text(authority)
+    port = choose_address().port
+    secured = f"{HOST}:{port}"
+    plain = plan_address(folder / "kafka")
+    listener = "listener.name.secured"
+    modules = "org.apache.kafka.common.security"
+    settings = {
+        "listeners": f"PLAINTEXT://{plain.bootstrap},CONTROLLER://{HOST}:{plain.controller_port},SECURED://{secured}",
+        "advertised.listeners": f"PLAINTEXT://{plain.bootstrap},SECURED://{secured}",
+        "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT,SECURED:SASL_SSL",
+        "inter.broker.listener.name": "PLAINTEXT",
+        # Everybody may do what no rule is about; the plain listener may do anything.
+        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+        "allow.everyone.if.no.acl.found": "true",
+        "super.users": "User:ANONYMOUS",
+        f"{listener}.ssl.keystore.type": "PEM",
+        f"{listener}.ssl.keystore.key": one_line(key),
+        f"{listener}.ssl.keystore.certificate.chain": one_line(chain),
+        f"{listener}.sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-256,OAUTHBEARER",
+        f"{listener}.plain.sasl.jaas.config": (f'{modules}.plain.PlainLoginModule required user_{USER}="{PASSWORD}";'),
+        f"{listener}.scram-sha-256.sasl.jaas.config": f"{modules}.scram.ScramLoginModule required;",
+        # A connection with a token is closed after so long, and the next one asks for a new token.
+        f"{listener}.oauthbearer.connections.max.reauth.ms": "3000",
+        f"{listener}.oauthbearer.sasl.jaas.config": (
+            f'{modules}.oauthbearer.OAuthBearerLoginModule required unsecuredLoginStringClaim_sub="{USER}";'
+        ),
+    }
+    if asks_certificate:
+        settings |= {
+            f"{listener}.ssl.client.auth": "required",
+            f"{listener}.ssl.truststore.type": "PEM",
+            f"{listener}.ssl.truststore.certificates": one_line(authority),
+        }
+    scram = ("--add-scram", f"SCRAM-SHA-256=[name={USER},password={PASSWORD}]")
+    broker = EmbeddedKafka(folder / "kafka", settings=settings, format_options=scram)
+    with broker:
+        yield Secured(secured, folder / "ca.pem", broker)
+
+
+def one_line(pem: str) -> str:
+    """As Java reads a value of several lines."""
+    return pem.strip().replace("\n", "\\n")
+
+
+def certificates() -> tuple[str, str, str]:
+    """An authority's certificate, a broker's for 127.0.0.1, and that broker's key, all PEM."""
+    now = datetime.datetime.now(datetime.UTC)
+    ca_key, key = (rsa.generate_private_key(public_exponent=65537, key_size=2048) for _ in range(2))
+    ca_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "headrace tests")])
+
+    def certificate(name: x509.Name, public: rsa.RSAPublicKey, extension: x509.ExtensionType) -> str:
+        made = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(ca_name)
+            .public_key(public)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(days=1))
+            .add_extension(extension, critical=isinstance(extension, x509.BasicConstraints))
+            .sign(ca_key, hashes.SHA256())
+        )
+        return made.public_bytes(serialization.Encoding.PEM).decode()
+
+    broker_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "broker")])
+    places = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(HOST))])
+    pem_key = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return (
+        certificate(ca_name, ca_key.public_key(), x509.BasicConstraints(ca=True, path_length=0)),
+        certificate(broker_name, key.public_key(), places),
+        pem_key.decode(),
+    )
+
+
+def deny(secured: Secured, *resource: str, operations: tuple[str, ...]) -> None:
+    """From now on USER may do all but these to a resource: ("--topic", its name), ("--group", its name) or ("--cluster",)."""
+    words = ["--bootstrap-server", secured.broker.bootstrap, "--add", *resource]
+    # Where a resource has a rule, what no rule allows is denied; a denial comes before what is allowed.
+    kafka_acls([*words, "--allow-principal", f"User:{USER}"])
+    kafka_acls([*words, "--deny-principal", f"User:{USER}", *(w for name in operations for w in ("--operation", name))])
+
+
+SCRAM = {"sasl_mechanism": "SCRAM-SHA-256"}
+
+
+def unsigned_token(expires: int = 4_000_000_000) -> str:
+    """What Kafka's own test module takes: a JSON web token that nobody signed. expires: seconds since 1970."""
+    parts = ({"alg": "none"}, {"sub": USER, "iat": 1_700_000_000, "exp": expires})
+    return ".".join(urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in parts) + "."
+
+
+def expired_token() -> str:
+    return unsigned_token(1_700_000_100)
+
+
+def by_token(plugin: str) -> dict[str, str]:
+    """A way in by the tokens that a function of this module gives."""
+    given = f"tests.e2e.test_secured_kafka:{plugin}"
+    return {"sasl_mechanism": "OAUTHBEARER", "sasl_token": given, "sasl_username": "", "sasl_password_file": ""}
+
+
+def settings_file(secured: Secured, folder: Path, app_name: str, **more: str) -> Path:
+    (folder / "password").write_text(PASSWORD + "\n")
+    table = {
+        "bootstrap_servers": secured.bootstrap,
+        "security_protocol": "SASL_SSL",
+        "sasl_username": USER,
+        "sasl_password_file": "password",
+        "ssl_ca_file": str(secured.authority),
+        **more,
+    }
+    lines = [f"{name} = {json.dumps(value)}" for name, value in table.items() if value]
+    file = folder / "headrace.toml"
+    file.write_text(f'app = "{app_name}"\n[kafka]\npartitions = 2\ndeadline_s = 20\n' + "\n".join(lines) + "\n")
+    return file
+
+
+def call(config: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, [*arguments, "-c", str(config)], env={"COLUMNS": "160", "TERM": "dumb"})
+
+
+@contextmanager
+def stream_worker(config: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A stream worker as a process; ended with the block."""
+    command = [sys.executable, "-m", "infra.cli.main", "process", "-c", str(config)]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, env={**os.environ})
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def through(log: Log, group: str) -> None:
+    """Until a record that is published now has gone through the stream worker."""
+    await log.publish(EXPERIENCES, block(answer(group, 0, size=1)))
+    async with asyncio.timeout(90):
+        async for message in log.read_all(VERIFIED, until_end=False):
+            if isinstance(message.value, Block) and message.value.experiences[0].group == group:
+                return
 
 
 @pytest.fixture(scope="module")
@@ -157,24 +320,17 @@ def test_check_connect_tries_everything_and_leaves_nothing_behind(
 def test_check_connect_names_every_right_that_is_missing(secured: Secured, app_name: str, tmp_path: Path) -> None:
     config = settings_file(secured, tmp_path, app_name, sasl_mechanism="SCRAM-SHA-256")
     assert call(config, "check", "--create").exit_code == 0
-    plain = secured.broker.bootstrap
-
-    async def revoke() -> None:
-        await deny(plain, USER, "topic", f"{app_name}.verified", "write")
-        await deny(plain, USER, "topic", f"{app_name}.tasks", "read", "write")
-        await deny(plain, USER, "topic", f"{app_name}.buffer", "delete")
-        await deny(plain, USER, "topic", f"{app_name}.batches", "delete")
-        await deny(plain, USER, "topic", f"{app_name}.evals", "describe")
-        await deny(plain, USER, "group", f"{app_name}.collect", "read")
-
-    asyncio.run(revoke())
+    deny(secured, "--topic", f"{app_name}.verified", operations=("write",))
+    deny(secured, "--topic", f"{app_name}.tasks", operations=("read", "write"))
+    deny(secured, "--topic", f"{app_name}.buffer", operations=("delete",))
+    deny(secured, "--topic", f"{app_name}.evals", operations=("describe",))
+    deny(secured, "--group", f"{app_name}.collect", operations=("read",))
     done = call(config, "check", "--connect")
     assert done.exit_code == 1
     found = tried(done)
     assert found[f"topic {app_name}.verified"] == "may not write: it needs an ACL"
     assert found[f"topic {app_name}.tasks"] == "may not read, write: it needs an ACL"
     assert found[f"topic {app_name}.buffer"] == "may not delete: it needs an ACL"
-    assert found[f"topic {app_name}.batches"] == "may not delete: it needs an ACL"
     assert found[f"topic {app_name}.evals"].startswith("may not describe")
     assert found[f"group {app_name}.collect"] == "may not read: it needs an ACL of the group"
     assert found[f"topic {app_name}.experiences"] == "2 partitions: read, write"
@@ -184,9 +340,8 @@ def test_check_connect_says_what_cannot_be_made_and_which_count_is_wrong(
     secured: Secured, app_name: str, tmp_path: Path
 ) -> None:
     config = settings_file(secured, tmp_path, app_name, sasl_mechanism="SCRAM-SHA-256")
-    plain = secured.broker.bootstrap
-    asyncio.run(deny(plain, USER, "cluster", CLUSTER, "create"))  # else it may create all of them
-    asyncio.run(deny(plain, USER, "topic", f"{app_name}.verified", "create"))
+    deny(secured, "--cluster", operations=("create",))  # else it may create all of them
+    deny(secured, "--topic", f"{app_name}.verified", operations=("create",))
     done = call(config, "check", "--connect")
     assert "may not be made with these rights" in tried(done)[f"topic {app_name}.verified"]
     other = settings_file(secured, tmp_path, f"{app_name}-2", sasl_mechanism="SCRAM-SHA-256")
