@@ -10,8 +10,6 @@ BROKER_KILLS=100 python -m pytest -m full tests/e2e/test_three_brokers.py     as
 import asyncio
 import os
 import random
-import subprocess
-import sys
 from base64 import urlsafe_b64encode
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +40,7 @@ from schemas.ids import experience_id
 from schemas.topics import EXPERIENCES
 from tests.actors.rig import until
 from tests.e2e.crash_ledger import Fates
-from tests.own_sources import ROOT
+from tests.e2e.test_streams_kill import started, worker_command
 from tests.role import role_of
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.scripted import ScriptedLearner
@@ -231,12 +229,6 @@ async def drained(log: Log, writers: Writers) -> None:
             await asyncio.sleep(2.0)
 
 
-def start_worker(bootstrap: str, app: str, folder: Path) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "tests.e2e.stream_worker", bootstrap, app, str(folder), str(DEADLINE_S)]
-    with (folder / "process.log").open("wb") as output:
-        return subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
-
-
 @asynccontextmanager
 async def loaded(bootstrap: str, app: str, folder: Path) -> AsyncIterator[tuple[Log, Writers]]:
     """Writers, stream worker and trainer, until the block ends; a part that fails ends the block."""
@@ -248,8 +240,8 @@ async def loaded(bootstrap: str, app: str, folder: Path) -> AsyncIterator[tuple[
     kafka = Kafka(bootstrap_servers=bootstrap, deadline_s=DEADLINE_S)
     role = role_of("train", Floor(app=app, pacing=PACING, folder=folder, kafka=kafka), log, log.store)
     writers = Writers(log, folder)
-    worker = start_worker(bootstrap, app, folder)
-    try:
+    command = worker_command(app, bootstrap, folder, partitions=3, deadline_s=DEADLINE_S)
+    with started(command, folder / "process.log") as worker:
         async with asyncio.TaskGroup() as group:
             training = run_trainer(role, CONFIG, ScriptedLearner(), seed=3, chain=(), max_tokens=0)
             running = (writers.publish(), writers.offer(), writers.outbox.write(), writers.outbox.drain())
@@ -260,10 +252,7 @@ async def loaded(bootstrap: str, app: str, folder: Path) -> AsyncIterator[tuple[
             role.stop.set()
             for task in tasks:
                 task.cancel()
-    finally:
-        worker.kill()
-        worker.wait()
-        await bus.close()
+    await bus.close()
 
 
 async def test_brokers_killed_one_after_the_other_and_restarted_in_turn_lose_nothing_and_double_nothing(
