@@ -1,4 +1,4 @@
-"""Plugins of the simulated app: a score, a feedback source, a learner, an engine, metrics that only count."""
+"""Plugins of the simulated app: a score, a feedback source, a learner, an engine."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,63 +10,12 @@ from actors.engines.engine import LoadReport
 from actors.engines.scripted import TENSOR, ScriptedEngine
 from infra.chain.processor import Drop, feedback, processor, score
 from infra.model.writing import Writing
-from infra.observe.metrics import DEFAULT_BUCKETS, Metrics
 from infra.policies.policy import Policy, Probe
 from infra.policies.tensors import Tensor, from_numpy
 from schemas import Experience, Feedback, Message
 from trainer.batch.batch import PackedBatch
 from trainer.learners.learner import StepStats
 from trainer.learners.scripted import ScriptedLearner
-
-
-class Number:
-    """A counter, a gauge or a histogram that nobody exports."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0.0
-
-    def inc(self, amount: float = 1.0) -> None:
-        self.value += amount
-
-    def set(self, value: float) -> None:
-        self.value = value
-
-    def observe(self, value: float) -> None:
-        self.value += value
-
-
-class LightMetrics(Metrics):
-    """Counters and gauges by the names that `Metrics` would give them."""
-
-    def __init__(self, role: str) -> None:
-        self.role = role
-        self._numbers: dict[str, dict[str, Number]] = {"counter": {}, "gauge": {}, "histogram": {}}
-
-    def counter(self, name: str, **labels: str) -> Number:  # type: ignore[override]
-        return self._number("counter", name, labels)
-
-    def gauge(self, name: str, **labels: str) -> Number:  # type: ignore[override]
-        return self._number("gauge", name, labels)
-
-    def histogram(self, name: str, *, buckets: Sequence[float] = DEFAULT_BUCKETS, **labels: str) -> Number:  # type: ignore[override]
-        return self._number("histogram", name, labels)
-
-    def check(self, name: str, state: Callable[[], str]) -> None:
-        """Nobody asks."""
-
-    def counters(self) -> dict[str, float]:
-        return {name: number.value for name, number in self._numbers["counter"].items()}
-
-    def gauges(self) -> dict[str, float]:
-        return {name: number.value for name, number in self._numbers["gauge"].items()}
-
-    def _number(self, kind: str, name: str, labels: dict[str, str]) -> Number:
-        if labels:
-            name += "{" + ",".join(f"{key}={value}" for key, value in sorted(labels.items())) + "}"
-        return self._numbers[kind].setdefault(name, Number())
-
 
 VOCABULARY = 16
 EOS = 0

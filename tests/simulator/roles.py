@@ -33,7 +33,7 @@ from streams.stages.tasks_stage import TaskStage
 from streams.stages.verify import Verifier
 from tests.role import role_of
 from tests.simulator.network import ClientReader
-from tests.simulator.plugins import EOS, LightMetrics, SmallTokenizer, TableLearner, WatchedEngine
+from tests.simulator.plugins import EOS, SmallTokenizer, TableLearner, WatchedEngine
 from tests.simulator.scenario import FAULTS_S, TOKEN_S, Scenario, chains
 from tests.simulator.virtual_loop import Process
 from trainer.train import run_trainer
@@ -227,7 +227,7 @@ def given(world: "World", process: Process, metrics: Metrics) -> Role:
 
 
 def master(world: "World", process: Process) -> Running:
-    return run_master(given(world, process, LightMetrics("master")), world.scenario.master, finish=world.finish)
+    return run_master(given(world, process, Metrics("master")), world.scenario.master, finish=world.finish)
 
 
 def explorer(world: "World", process: Process) -> Running:
@@ -241,7 +241,7 @@ def trainer(world: "World", process: Process) -> Running:
     scenario = world.scenario
     stepping = functools.partial(world.watch.stepping, process)
     learner = TableLearner(stepping, scenario.fail_at, scenario.poison_at)
-    return run_trainer(given(world, process, LightMetrics("train")), scenario.trainer, learner, seed=scenario.seed)
+    return run_trainer(given(world, process, Metrics("train")), scenario.trainer, learner, seed=scenario.seed)
 
 
 def gateway(world: "World", process: Process) -> Running:
@@ -266,5 +266,5 @@ def worker(world: "World", process: Process) -> Running:
         folder = world.folder / f"worker-{index}-{process.name}"
     skew_ms = world.mixture.skew_ms
     wall_ms = lambda: world.cluster.now_ms() + skew_ms  # noqa: E731
-    metrics = world.metrics[process] = LightMetrics("process")
+    metrics = world.metrics[process] = Metrics("process")
     return run_streams(world.scenario, world.log_of(process), metrics, folder, wall_ms)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from infra.ledger.account import ORDER, Account, Ledger
 from infra.log.bus import Partition
 from infra.log.log import Log
+from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
 from schemas import Feedback, topics
 from schemas.errors import BrokerUnavailable, FencedOut, StoreError
@@ -23,7 +24,6 @@ from tests.simulator import roles
 from tests.simulator.customers import Customers, CustomerTraffic, Wire
 from tests.simulator.faults import Faults, Mixture, draw_mixture
 from tests.simulator.network import ClientBus, ClientStore, SimulatedCluster
-from tests.simulator.plugins import LightMetrics
 from tests.simulator.roles import GatewayLife, group_of_topic, orphans, run_operator
 from tests.simulator.scenario import APP, EVENTS, FAULTS_S, PARTITIONS, Scenario
 from tests.simulator.virtual_loop import PROCESS, Killed, Process, VirtualLoop
@@ -73,7 +73,7 @@ class World:
         self.tasks: list[asyncio.Task[None]] = []
         self.account: Account | None = None
         self.workers: dict[int, Process] = {}
-        self.metrics: dict[Process, LightMetrics] = {}
+        self.metrics: dict[Process, Metrics] = {}
         self.slots = [Slot("master", roles.master), Slot("train", roles.trainer)]
         self.slots += [Slot(f"explore-{n}", roles.explorer) for n in range(scenario.num_explorers)]
         self.slots += [Slot(f"process-{n}", roles.worker) for n in range(scenario.num_workers)]
@@ -328,8 +328,8 @@ class World:
         """Asks a process to stop."""
         return self.stops.setdefault(process, asyncio.Event())
 
-    def metrics_of(self, process: Process) -> LightMetrics:
-        return self.metrics.setdefault(process, LightMetrics(process.name))
+    def metrics_of(self, process: Process) -> Metrics:
+        return self.metrics.setdefault(process, Metrics(process.name))
 
     def draw_seed(self) -> int:
         """For what a process draws itself."""
