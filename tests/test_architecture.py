@@ -1,13 +1,19 @@
 """The house rules, read from the source itself: who imports whom, where heavy libraries come in, and how long things are."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from math import inf
+from typing import Any
 
 import pytest
 
+import schemas
+from schemas import topics
 from tests.own_sources import ROOT, all_imports, name_of, read, sources, text_of
 
 WINGS = ("streams", "actors", "trainer")
@@ -341,3 +347,33 @@ def test_code_is_imported_by_name_only_where_an_operator_wrote_the_name() -> Non
     # What these import is of this repository, and named in the same file.
     own = {"infra/sdk/headrace/__init__.py", "infra/cli/main.py"}
     assert importers == {"infra/settings/plugin.py", "streams/scores/code_child.py", *own}
+
+
+WORLD = {**vars(topics), **vars(schemas), "sys": sys, "inf": inf}  # what an example may name beside its own module
+
+
+def examples() -> Iterator[tuple[str, str]]:
+    """(module, expression) of each example that is written out in full."""
+    for path in sources(*PACKAGES):
+        for node in ast.walk(ast.parse(text_of(path))):
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef):
+                continue
+            found = re.search(r"Example: (.*?)(?:\n\n|\Z)", ast.get_docstring(node) or "", re.DOTALL)
+            text = " ".join(found[1].split()) if found else ""
+            if text.startswith(f"{node.name}(") and "…" not in text and "..." not in text:
+                yield ".".join(path.relative_to(ROOT).with_suffix("").parts), text.rstrip(".")
+
+
+def test_examples_of_docstrings_make_what_they_show() -> None:
+    wrong, made = [], 0
+    for module, text in examples():
+        names: dict[str, Any] = {**WORLD, **vars(importlib.import_module(module))}
+        try:
+            eval(text, names)
+            made += 1
+        except NameError:
+            pass  # it names something of the reader's, such as a function
+        except Exception as error:
+            wrong.append(f"{module}: {text}: {error!r}")
+    assert not wrong
+    assert made > 30
