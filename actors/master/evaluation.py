@@ -18,7 +18,6 @@ from actors.config import EvalSuite
 from schemas import Closure, EvalResult, Experience, Issued
 from schemas.fields import VERSION_PASSED
 
-POISSON_LOW = (0.0, 0.0253, 0.2422, 0.6187)  # events -> mean under which at least this number has probability 2.5 %
 _PREFIX = "eval-"
 
 
@@ -249,27 +248,8 @@ def verdict(experience: Experience, name: str) -> float:
 
 
 def interval(right: Sequence[int], num_samples: int) -> tuple[float, float]:
-    """95 % confidence of the share of right answers.
-
-    Wilson's score interval (1927) of as many independent answers as these are worth: answers to one task are alike, by the
-    design effect of the tasks' means (Kish, Survey Sampling, 1965), in which four tasks of wholly equal answers are
-    counted too, since few tasks show little of it. Next to 0 and 1 the ends are Poisson's where these are further out
-    (Brown, Cai and DasGupta, Statistical Science 16, 2001, equation 10).
-    """
-    num_tasks, count = len(right), sum(right)
-    mean = count / (num_tasks * num_samples)
-    spread = sum((count_right / num_samples - mean) ** 2 for count_right in right) / max(1, num_tasks - 1)
-    chance = mean * (1 - mean)
-    seen = num_samples * spread / chance if chance else float(num_samples)
-    effect = min(max((num_tasks * seen + 4 * num_samples) / (num_tasks + 4), 1.0), float(num_samples))
-    worth = num_tasks * num_samples / effect
-    low, high = wilson(mean * worth, worth)
-    few, rest = int(mean * worth + 1e-9), int((1 - mean) * worth + 1e-9)
-    if few < len(POISSON_LOW):
-        low = min(low, POISSON_LOW[few] / worth)
-    if rest < len(POISSON_LOW):
-        high = max(high, 1.0 - POISSON_LOW[rest] / worth)
-    return low, high
+    """95 % confidence of the share of right answers. Each task counts as one answer: answers to one task are alike."""
+    return wilson(sum(right) / num_samples, len(right))
 
 
 def wilson(happened: float, of: float, z: float = 1.96) -> tuple[float, float]:
