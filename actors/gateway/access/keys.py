@@ -2,7 +2,7 @@
 
     gateway/keys/<id>           who the key is for and what it may do; never changes
     gateway/keys/<id>.revoked   it is over
-    gateway/secret              what browser tokens are signed with, and names in the log keyed
+    gateway/secret              what names in the log are keyed with
 
 Guarantees: a secret is shown when it is made and stored nowhere; a wrong one takes as long as a right one; one listing
 of the store tells every revocation, so they take effect within a reload; while the store is away, what was known holds.
