@@ -181,7 +181,7 @@ async def _publish(log: Log, plan: Plan, metrics: Metrics, decisions: Decisions)
         _log.log(level, "channel %s channel=%s version=%d owner=%s reason=%s", *words)
     for kind, tasks in decisions.tasks.items():
         if tasks:
-            await log.publish_all(TASKS, tasks, [plan.place(task) for task in tasks])
+            await log.publish_all(TASKS, tasks, [plan.placing.place(plan.clock_ms) for _ in tasks])
             metrics.counter("issued", kind=kind).inc(len(tasks))
 
 

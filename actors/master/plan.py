@@ -88,7 +88,7 @@ class Plan:
         "_explorer_ms": int | None, "_canary_ms": int | None, "_task_ms": int, "_moved_ms": int, "_begun_any": bool,
         "_stopped_ms": int | None, "_reached": bool,
     }  # fmt: skip
-    PARTS: ClassVar[tuple[str, ...]] = ("book", "feed", "evals", "gate", "admission", "placing")
+    PARTS: ClassVar[tuple[str, ...]] = ("book", "feed", "evals", "gate", "admission")
 
     def __init__(self, config: MasterConfig, pacing: Pacing, *, policy: str, token: int = 0) -> None:
         self.config = config
@@ -174,15 +174,11 @@ class Plan:
             return False
         self._begun_any = self._begun_any or closure.lane == "live"
         self.gate.closure(closure, timestamp_ms)
-        if closure.revision == 0:
-            self.placing.ended(closure.group)
         return self.admission.closed(closure)
 
     def drawn(self, drawn: Drawn) -> int:
         """Take a Drawn; returns how many outstanding groups it ended."""
         self._moved_ms = self.clock_ms
-        for group in (*drawn.groups, *drawn.dropped):
-            self.placing.ended(group)
         return self.admission.drawn(drawn)
 
     def progress(self, progress: Progress, timestamp_ms: int) -> None:
@@ -196,14 +192,13 @@ class Plan:
         if self._explorer_ms is not None:
             self.active_s += max(0, min(timestamp_ms - self._explorer_ms, _MAX_GAP_MS)) / 1000
         self._explorer_ms = max(timestamp_ms, self._explorer_ms or 0)
-        self.placing.heard(progress.instance, progress.partitions.get(TASKS.name), timestamp_ms)
+        num_held = None if progress.holds is None else len(progress.holds)
+        self.placing.heard(progress.instance, progress.partitions.get(TASKS.name), timestamp_ms, num_held)
         for group, attempt in (progress.holds or {}).items():
             if parse_eval_group(group) is not None:
                 self.evals.held(group, self.active_s)
             else:
                 self.admission.held(group, attempt, self.active_s)
-                if (known := self.admission.outstanding.get(group)) is not None and not known.buffered:
-                    self.placing.has(progress.instance, group, self.config.num_episodes)
 
     def policy(self, event: PolicyEvent, offset: int, timestamp_ms: int | None = None) -> None:
         self.gate.event(event, timestamp_ms)
@@ -297,12 +292,6 @@ class Plan:
             for task in tasks:
                 assert task.issued is not None
                 self.issued(task.issued)
-
-    def place(self, task: Task) -> int | None:
-        """Partition for an issued task, which counts as sent there; None to leave it to its key."""
-        issued = task.issued
-        assert issued is not None
-        return self.placing.place(issued.group, issued.num_episodes, self.clock_ms, counts=not issued.suite)
 
     def _rollouts(self) -> tuple[Task, ...]:
         pool = self.book.pool(self.config.split)

@@ -4,31 +4,22 @@ from collections import Counter
 from itertools import combinations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from actors.config import EvalSuite, MasterConfig
+from actors.config import EvalSuite
 from actors.master.evaluation import VERSION_PASSED, EvalBook, eval_group, interval, pass_at, verdict
 from actors.master.placing import SILENT_MS, Placing
-from actors.master.plan import Plan
-from actors.rollout.scheduler import require_issued
 from infra.roles.process import MISSING_S
-from infra.settings.config import Pacing
 from schemas import (
     Closure,
-    Drawn,
     Experience,
     Issued,
     Message,
-    Progress,
     Score,
     Span,
-    Task,
     make_experience,
 )
 from schemas.ids import experience_id
-from schemas.topics import TASKS
 
 SUITES = (EvalSuite(suite="held-out", every=10, tasks=3),)
 
@@ -166,9 +157,6 @@ def test_answers_to_one_task_do_not_narrow_the_interval_as_independent_ones_woul
     assert interval([8, 0, 8, 0], 8) == pytest.approx(interval([1, 0, 1, 0], 1)), "worth one answer each"
 
 
-EXPLORERS, GROUPS = 64, 96
-
-
 def placing(*partitions: tuple[int, ...]) -> Placing:
     made = Placing()
     for at, held in enumerate(partitions):
@@ -176,51 +164,21 @@ def placing(*partitions: tuple[int, ...]) -> Placing:
     return made
 
 
-@given(st.lists(st.one_of(st.just(-1), st.integers(1, 9)), max_size=60), st.integers(1, 6))
-def test_loads_differ_by_no_more_than_one_group_and_none_is_forgotten(actions: list[int], explorers: int) -> None:
-    """While groups only come, the fullest has at most the largest group more than the emptiest."""
-    made = placing(*((at,) for at in range(explorers)))
-    running: dict[str, int] = {}
-    for number, episodes in enumerate(actions):
-        if episodes > 0:
-            at = made.place(f"g{number}", episodes, 0, counts=True)
-            assert at in range(explorers)
-            running[f"g{number}"] = episodes
-        elif running:
-            made.ended(gone := next(iter(running)))
-            del running[gone]
-        if -1 not in actions:
-            loads = [made.loads().get(f"e{number}", 0) for number in range(explorers)]
-            assert max(loads) - min(loads) <= max(actions)
-    assert sum(made.loads().values()) == sum(running.values())
-    assert all(made.loads().values())
-
-
-def test_evals_go_to_one_explorer_after_the_other_and_count_for_nobody() -> None:
+def test_a_task_goes_to_the_explorer_that_holds_the_fewest_groups() -> None:
     made = placing((0,), (1,), (2,))
-    assert Counter(made.place(f"eval-{at}", 1, 0, counts=False) for at in range(9)) == {0: 3, 1: 3, 2: 3}
-    assert made.loads() == {}
+    assert Counter(made.place(0) for _ in range(9)) == {0: 3, 1: 3, 2: 3}, "what was sent counts until they report"
+    made.heard("e1", (1,), 1, 0)
+    made.heard("e2", (2,), 1)
+    assert [made.place(1) for _ in range(4)] == [1, 1, 1, 0]
 
 
 def test_who_is_silent_or_has_ended_or_reads_nothing_gets_nothing() -> None:
     made = placing((0,), (1,), (2,), ())
     made.heard("e1", (1,), SILENT_MS)
     made.left("e2")
-    assert {made.place(f"g{at}", 1, SILENT_MS, counts=True) for at in range(4)} == {1}
+    assert {made.place(SILENT_MS) for _ in range(4)} == {1}
     made.left("e1")
-    assert made.place("g9", 1, SILENT_MS, counts=True) is None, "by its key"
-
-
-def test_a_group_counts_where_it_is_said_to_run_and_once() -> None:
-    made = placing((0,), (1,))
-    assert made.place("g0", 4, 0, counts=True) == 0
-    made.has("e1", "g0", 4)
-    made.has("e1", "g0", 4)
-    assert made.loads() == {"e1": 4}
-    made.has("e0", "of a master before", 2)
-    assert made.loads() == {"e1": 4, "e0": 2}
-    assert made.place("g0", 4, 0, counts=True) == 0, "issued again: it is where it is sent to"
-    assert made.loads() == {"e0": 6}
+    assert made.place(SILENT_MS) is None, "by its key"
 
 
 def test_more_explorers_than_partitions_is_an_alarm_that_says_what_to_do_and_is_over_when_it_is() -> None:
@@ -238,21 +196,3 @@ def test_more_explorers_than_partitions_is_an_alarm_that_says_what_to_do_and_is_
     assert alarm.startswith("1 of 3 explorers read no partition of tasks and do nothing, such as e2:")
     assert "kafka.partitions" in alarm
     assert not look(40, (0,), (1,), (2,)) and made.alarms(40_000) == []
-
-
-def test_a_plan_that_is_replayed_counts_what_runs_again() -> None:
-    plan = Plan(MasterConfig(num_episodes=4), Pacing(groups_per_step=2), policy="main")
-    plan.tick(1)
-    plan.task(Task(id="task", messages=(Message(role="user", content="?"),)))
-    decisions = plan.decide()
-    plan.apply(decisions)
-    first, second = (require_issued(rollout).group for rollout in decisions.rollouts[:2])
-    report = Progress(role="explore", instance="e", life="working", partitions={TASKS.name: (0,)})
-    plan.progress(replace(report, holds={first: 0, second: 0, "never issued.0": 0}), 1)
-    assert plan.placing.loads() == {"e": 8}
-    plan.closure(Closure(group=first, outcome="buffered", sequence=0))
-    plan.progress(replace(report, holds={first: 0, second: 0}), 2)
-    assert plan.placing.loads() == {"e": 4}, "what is buffered runs no more, whatever was said before that was read"
-    plan.drawn(Drawn(token=1, step=0, version=0, groups=(), dropped={second: "stale"}))
-    plan.progress(replace(report, life="ended"), 3)
-    assert plan.placing.loads() == {} and plan.place(decisions.rollouts[0]) is None

@@ -206,7 +206,7 @@ def test_accuracy_is_measured_at_the_pinned_versions_and_at_the_end(tmp_path: Pa
 
 
 WHEN = {  # moments of reading, which differ by what else had been read by then
-    "running_ms", "_moved_ms", "_task_ms", "_trial_ms", "_stable_ms", "placing", "_early",
+    "running_ms", "_moved_ms", "_task_ms", "_trial_ms", "_stable_ms", "_early",
 }  # fmt: skip
 SETS = {"_gone", "_required", "words"}
 
