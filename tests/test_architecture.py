@@ -76,7 +76,7 @@ MAX_FUNCTION_LINES = 60
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
     "schemas": 2_569,
-    "infra": 16_329,
+    "infra": 16_279,
     "infra/cli": 6_895,
     "infra/cli/console": 1_856,
     "infra/cli/demo": 1_206,

@@ -21,16 +21,6 @@ if TYPE_CHECKING:
     from infra.store.images import Pixels
 
 FAMILIES = ("llava", "internvl")
-_GRID = "pictures of any size, each of as many places as its pixels make (image_grid_thw)"
-_AXES = "positions on three axes (M-RoPE), in packed rows, in the engine and while it samples further tokens"
-_DEEP = "features of a picture added to several layers (DeepStack)"
-# What families that are asked for need and this module lacks.
-MISSING = {
-    "qwen2_vl": (_GRID, _AXES),
-    "qwen2_5_vl": (_GRID, _AXES),
-    "qwen3_vl": (_GRID, _AXES, _DEEP),
-    "qwen3_vl_moe": (_GRID, _AXES, _DEEP),
-}
 FRAMED = frozenset(("internvl",))  # families with an id before a picture and one after it
 Frame = tuple[tuple[int, ...], tuple[int, ...]]  # ids before a picture's places, and after
 NO_FRAME: Frame = ((), ())
@@ -167,10 +157,8 @@ def _seeing_config(folder: str | Path) -> Any:
     if getattr(config, "vision_config", None) is None:
         return None
     if config.model_type not in FAMILIES:
-        missing = "".join(f"; there is no code for {what}" for what in MISSING.get(config.model_type, ()))
         raise ConfigError(
             f"model: {folder} is of type {config.model_type!r} and takes pictures; expected one of {', '.join(FAMILIES)}"
-            f"{missing}"
         )
     return config
 

@@ -127,11 +127,6 @@ def manifest_key(policy: str, token: int, version: int) -> str:
     return f"{folder_of(policy, token)}/manifests/{version}.json"
 
 
-def hash_tensor(tensor: Tensor) -> str:
-    """xxh3-128 of the data."""
-    return xxhash.xxh3_128_hexdigest(tensor.data)
-
-
 class Look:
     """Hash of a tensor's data, and whether all values are finite, taken while its chunks are in the processor's cache."""
 
@@ -165,15 +160,6 @@ def look_at_all(tensors: Mapping[str, Tensor]) -> dict[str, Look]:
     return dict(zip(tensors, in_threads(look_at, tensors.values(), size=byte_count, same=id), strict=True))
 
 
-def tensor_entries(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
-    ordered = sorted(tensors.items())
-    hashes = in_threads(hash_tensor, [tensor for _, tensor in ordered], size=byte_count, same=id)
-    return tuple(
-        TensorEntry(name, tensor.dtype, tensor.shape, xxh3)
-        for (name, tensor), xxh3 in zip(ordered, hashes, strict=True)
-    )
-
-
 class HashedTensors(dict[str, Tensor]):
     """Tensors that are hashed once: a version, and then the parent of the next one. They no longer change."""
 
@@ -199,6 +185,11 @@ class HashedTensors(dict[str, Tensor]):
         kept = HashedTensors({name: tensor for name, tensor in self.items() if ITEM_BYTES[tensor.dtype] == 2})
         kept.__dict__["entries"] = self.entries
         return kept
+
+
+def tensor_entries(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
+    """Entries of a manifest, by name."""
+    return HashedTensors(tensors).entries
 
 
 def first_difference(got: tuple[TensorEntry, ...], expected: tuple[TensorEntry, ...], *, values: bool) -> str | None:

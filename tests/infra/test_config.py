@@ -124,18 +124,6 @@ def test_a_mistake_names_file_path_got_and_expected(table: dict[str, object], me
     assert mistake(table).startswith(message)
 
 
-def test_a_missing_required_key_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^x\.toml: app: missing, expected a name"):
-        decode({}, Root, "x.toml")
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("30d", 2_592_000.0), ("2h", 7200.0), ("1.5m", 90.0), ("500ms", 0.5), ("2w", 1_209_600.0)]
-)
-def test_durations(text: str, seconds: float) -> None:
-    assert duration_s(text) == seconds
-
-
 @pytest.mark.parametrize("text", ["", "30", "d", "-1s", "1 s", "1s2m"])
 def test_a_bad_duration_says_what_a_duration_is(text: str) -> None:
     with pytest.raises(ConfigError, match="expected a duration"):

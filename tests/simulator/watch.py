@@ -12,7 +12,7 @@ import msgspec
 
 from infra.log.bus import Partition, Record
 from infra.policies.fetch import PolicyFetcher
-from infra.policies.manifest import hash_tensor
+from infra.policies.manifest import look_at
 from infra.policies.tensors import Tensor, is_finite
 from infra.store.memory import MemoryStore
 from infra.store.seal import Keys
@@ -304,7 +304,7 @@ def kind_of(value: object) -> str:
 
 def content_of(tensors: Mapping[str, Tensor]) -> str:
     """One hash of all weights."""
-    return " ".join(f"{name}:{hash_tensor(tensor)}" for name, tensor in sorted(tensors.items()))
+    return " ".join(f"{name}:{look_at(tensor).xxh3}" for name, tensor in sorted(tensors.items()))
 
 
 def described(value: object) -> str:

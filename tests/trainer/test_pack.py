@@ -243,9 +243,7 @@ def test_a_model_that_no_reading_gives_its_own_logprobs_is_refused_by_name(tmp_p
         PackedModel(folder, dtype=dtype, device="cpu")
 
 
-@pytest.mark.parametrize(
-    ("family", "why"), [("qwen2.5-vl", "'qwen2_5_vl'.*M-RoPE"), ("qwen3-vl", "'qwen3_vl'.*M-RoPE.*DeepStack")]
-)
+@pytest.mark.parametrize(("family", "why"), [("qwen2.5-vl", "'qwen2_5_vl'"), ("qwen3-vl", "'qwen3_vl'")])
 def test_a_family_of_pictures_without_code_of_its_own_is_refused_with_the_reason(tmp_path, family, why):
     with pytest.raises(ConfigError, match=why):
         PackedModel(tiny_model(tmp_path, family), dtype="float32", device="cpu")

@@ -253,13 +253,6 @@ async def test_read_all_ends_at_the_end_of_the_call() -> None:
     assert sorted(message.value.due_ms for message in seen if isinstance(message.value, Tick)) == list(range(1200))
 
 
-async def test_topics_are_created_once_and_a_changed_count_is_refused() -> None:
-    log = await new_log()
-    assert await log.create_topics(partitions=4, keep_ms=1000) == []
-    with pytest.raises(ConfigError, match=r"app\.taskset\.raw: got 4 partitions .* expected 8"):
-        await log.create_topics(partitions=8, keep_ms=1000)
-
-
 async def test_no_role_starts_where_topics_that_are_joined_differ_in_their_partitions() -> None:
     bus = MemoryBus()
     await bus.create_topic("app.experiences", 8, {})

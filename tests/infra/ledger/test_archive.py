@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from infra.ledger.archive import MANIFEST, restore_log, unpack, writing
 from infra.ledger.backup import MARK, begin, copy_all, open_backup, placed, put_keys
 from infra.ledger.bundle import (
-    FORMAT,
     MAX_PART_BYTES,
     Bundle,
     PartitionRange,
@@ -180,12 +179,6 @@ def test_an_archive_larger_than_allowed_is_refused_before_it_is_written(tmp_path
     with pytest.raises(BadFrame, match="10000000 bytes, too many"):
         unpack(path, tmp_path / "out", max_bytes=1_000_000)
     assert sum(file.stat().st_size for file in (tmp_path / "out").rglob("*") if file.is_file()) == 0
-
-
-def test_an_archive_of_another_format_says_so(tmp_path: Path) -> None:
-    path = foreign(tmp_path / "run", manifest=Bundle(app="t", format=FORMAT + 1))
-    with pytest.raises(BadFrame, match=f"got format {FORMAT + 1}, expected {FORMAT}"):
-        unpack(path, tmp_path / "out")
 
 
 CUTS: list[Callable[[bytes, int], bytes]] = [
