@@ -81,7 +81,7 @@ BUDGETS = {
     "infra/cli/console": 1_856,
     "infra/cli/demo": 1_206,
     "streams": 8_503,
-    "actors": 16_145,
+    "actors": 16_135,
     "actors/master/gate": 813,
     "trainer": 10_800,
     "tests": 63_767,
