@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -17,25 +21,28 @@ from typer.testing import CliRunner
 from actors.engines.scripted import TENSOR
 from actors.gateway.access.keys import create_key
 from actors.gateway.http.canary import position_in_trial
+from infra.cli.demo.char_model import build_char_model
 from infra.cli.main import app
+from infra.cli.run.up import child_environment
+from infra.cli.settings import load_settings
 from infra.local.broker import choose_address
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.policies.publish import NewVersion, publish
-from infra.policies.tensors import from_numpy
+from infra.policies.tensors import Tensor, from_numpy, save_tensors
 from infra.store.directory import DirectoryStore
 from infra.store.seal import SECRET
 from schemas import PolicyEvent
 from schemas.fields import Channel
 from schemas.ids import keyed_session
 from schemas.topics import POLICIES
-from tests.e2e.test_gateway_kafka import ASK, running, table_in
 
 pytestmark = pytest.mark.full
 
 SHARE = 0.5
 APP_SECRET = b"known here, so that sessions can be drawn"
 TENANT = "acme"
+ASK: Any = [{"role": "user", "content": "37+45="}]
 TOML = """
 app = "{app}"
 [kafka]
@@ -72,6 +79,29 @@ session_s = 0
 require = ["user"]
 """
 Likes = Callable[[int], bool]
+
+
+@contextmanager
+def running(folder: Path, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """A role for the length of a block, in the environment `up` gives it, ended with SIGTERM."""
+    command = [sys.executable, "-m", "infra.cli.main", *arguments, "-c", str(folder / "headrace.toml")]
+    environment = os.environ | child_environment(load_settings(folder / "headrace.toml"))
+    with (folder / f"{arguments[0]}.log").open("ab") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def table_of(version: int) -> dict[str, Tensor]:
+    """Weights of a version: a bigram table over the demo's characters."""
+    return {TENSOR: from_numpy(np.random.default_rng(version).normal(size=(128, 128)).astype(np.float32))}
 
 
 class Visit(msgspec.Struct, frozen=True):
@@ -134,12 +164,11 @@ async def topics_of(bootstrap: str, app: str) -> None:
 
 async def published(site: TwoGateways, version: int) -> None:
     """As a trainer does: an anchor in the store, an event in the log."""
-    table = np.random.default_rng(version).normal(size=(128, 128)).astype(np.float32)
     event = await asyncio.to_thread(
         publish,
         site.store,
         NewVersion(policy="main", token=0, version=version, parent=version - 1, step=version),
-        {TENSOR: from_numpy(table)},
+        table_of(version),
         previous=None,
         probe=None,
     )
@@ -267,7 +296,8 @@ async def check_kill(site: TwoGateways, canary: "subprocess.Popen[bytes]") -> No
 def test_a_trial_through_kafka_is_decided_by_what_people_say_and_a_killed_canary_costs_no_answer(
     kafka: str, app_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table_in(tmp_path)
+    build_char_model(tmp_path / "model", seed=0)
+    (tmp_path / "model" / "model.safetensors").write_bytes(save_tensors(table_of(0)))
     ports = choose_address().port, choose_address().port
     settings = TOML.format(app=app_name, bootstrap=kafka, port=ports[0], canary=ports[1], share=SHARE)
     (tmp_path / "headrace.toml").write_text(settings)
