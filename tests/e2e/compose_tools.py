@@ -66,17 +66,17 @@ def mc(words: list[str]) -> None:
             raise SystemExit(f"mc: {command} is not known here")
 
 
-KINDS = {"topic": 2, "group": 3, "cluster": 4}
-OPERATIONS = {"all": 2, "read": 3, "write": 4, "create": 5, "delete": 6, "describe": 8}
+KINDS = {"topic": 2, "group": 3}
+OPERATIONS = {"all": 2, "read": 3, "write": 4, "delete": 6, "describe": 8}
 ANY, LITERAL, PREFIXED = 1, 3, 4
 DENY, ALLOW = 2, 3
 
 
 def kafka_acls(words: list[str]) -> None:
-    """Kafka's tool for its rules: --add, --remove and --list, of topics, groups and the cluster."""
+    """Kafka's tool for its rules: --add, --remove and --list, of topics and groups."""
     parser = argparse.ArgumentParser("kafka-acls.sh")
     parser.add_argument("--bootstrap-server", required=True)
-    for flag in ("--add", "--remove", "--list", "--force", "--cluster"):
+    for flag in ("--add", "--remove", "--list", "--force"):
         parser.add_argument(flag, action="store_true")
     for option in ("--topic", "--group", "--operation", "--allow-principal", "--deny-principal"):
         parser.add_argument(option, action="append", default=[])
@@ -87,7 +87,7 @@ def kafka_acls(words: list[str]) -> None:
         return
     pattern = PREFIXED if given.resource_pattern_type == "prefixed" else LITERAL
     users = [(user, DENY) for user in given.deny_principal] + [(user, ALLOW) for user in given.allow_principal]
-    named = {"topic": given.topic, "group": given.group, "cluster": ["kafka-cluster"] if given.cluster else []}
+    named = {"topic": given.topic, "group": given.group}
     rules = [
         (KINDS[kind], name, pattern, user, "*", OPERATIONS[operation.lower()], permission)
         for user, permission in users
