@@ -236,7 +236,7 @@ def users_child(settings: Settings, options: DemoOptions) -> Child:
         name="users",
         argv=(
             sys.executable, "-m", "infra.cli.demo.users", f"http://{settings.gateway.listen}/v1",
-            str(settings.folder / USERS_FILE), str(options.minutes or TRAFFIC.minutes), str(options.seed),
+            str(settings.folder / USERS_FILE), str(options.minutes or TRAFFIC.minutes), str(options.seed), str(options.edits),
         ),
         log=settings.folder / "logs" / "users.log",
         env={**child_environment(settings), "HEADRACE_KEYS": ",".join(key for _, key in made)},

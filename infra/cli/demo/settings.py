@@ -16,6 +16,7 @@ import msgspec
 import typer
 
 from infra.cli.demo.chat_model import CACHED_MODEL
+from infra.cli.demo.users import EDITS
 from infra.settings.config import apply_set
 from schemas.errors import ConfigError
 
@@ -85,6 +86,9 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     traffic: Annotated[
         bool, typer.Option("--traffic", help="Learn from simulated users' feedback on a gateway's answers.")
     ] = False
+    edits: Annotated[
+        float, typer.Option(metavar="SHARE", help="Share of --traffic users who edit an answer that they do not like.")
+    ] = EDITS
     services: Annotated[
         list[str], typer.Option("--service", metavar="COMMAND", help="Command to run with the roles, such as a judge.")
     ] = []

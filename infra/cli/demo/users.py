@@ -8,7 +8,7 @@ The users belong to two tenants. The only user of a third is a spammer, who asks
 A process that knows only the address of the gateway and three keys. No request is tried again, so that each failure is noted.
 It writes one line per answer to a JSONL file, in the order of time.
 
-python -m infra.cli.demo.users http://127.0.0.1:8000/v1 users.jsonl 4.0 0    minutes, seed; keys in HEADRACE_KEYS
+python -m infra.cli.demo.users http://127.0.0.1:8000/v1 users.jsonl 4.0 0 0.05    minutes, seed, edits; keys in HEADRACE_KEYS
 """
 
 import asyncio
@@ -34,6 +34,7 @@ NUM_USERS = 48
 TENANTS = ("acme", "initech", "spam")  # of a key each; the last is the spammer's
 Habit = Literal["silent", "rates", "rates late", "corrects", "withdraws", "spams"]
 HABITS: Mapping[Habit, float] = {"rates": 0.67, "silent": 0.10, "rates late": 0.15, "corrects": 0.05, "withdraws": 0.03}
+EDITS = HABITS["corrects"]
 MISTAKEN = 0.03  # share of ratings that say the opposite of what is true
 LATE_S = (2.0, 8.0)
 THINK_S = 8.0  # between an answer and the same user's next question, on average
@@ -57,9 +58,14 @@ class Seen(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def opinion(is_liked: bool, edited: str, random: Random) -> tuple[Habit, list[Mapping[str, object]]]:
-    """Draw the habit of the user of an answer, and the messages about it in order. edited: the answer as the user wants it."""
-    (habit,) = random.choices([*HABITS], [*HABITS.values()])
+def opinion(
+    is_liked: bool, edited: str, random: Random, edits: float = EDITS
+) -> tuple[Habit, list[Mapping[str, object]]]:
+    """Draw the habit of the user of an answer, and the messages about it in order. edited: the answer as the user wants it.
+    edits: share of users who send it; the other habits keep their proportions.
+    """
+    shares = {habit: share * (1 - edits) / (1 - EDITS) for habit, share in HABITS.items()} | {"corrects": edits}
+    (habit,) = random.choices([*shares], [*shares.values()])
     rating = float(is_liked != (random.random() < MISTAKEN))
     if habit == "silent":
         return habit, []
@@ -79,6 +85,7 @@ async def ask(
     note: Note,
     is_over: Callable[[], bool],
     *,
+    edits: float = EDITS,
     think_s: float = THINK_S,
     late_s: tuple[float, float] = LATE_S,
     spams: bool = False,
@@ -101,7 +108,7 @@ async def ask(
             text = answer.choices[0].message.content or ""
             is_whole = answer.choices[0].finish_reason == "stop"
             liked = is_whole and all(follows(text, kind, argument) for kind, argument in rules)
-            habit, words = opinion(liked, text.partition(".")[0] + ".", random)
+            habit, words = opinion(liked, text.partition(".")[0] + ".", random, edits)
             if spams:
                 habit, words = "spams", [{"value": 1.0}]
             version = int((answer.system_fingerprint or "v-1").removeprefix("v"))
@@ -149,7 +156,7 @@ async def until_promoted(url: str, *, every_s: float = 0.5) -> None:
             await asyncio.sleep(every_s)
 
 
-async def run_users(url: str, out: Path, minutes: float, seed: int) -> None:
+async def run_users(url: str, out: Path, minutes: float, seed: int, edits: float) -> None:
     """Wait for the gateway, ask for `minutes`, finish."""
     from openai import AsyncOpenAI
 
@@ -170,9 +177,9 @@ async def run_users(url: str, out: Path, minutes: float, seed: int) -> None:
 
         async with asyncio.TaskGroup() as users:
             for number in range(NUM_USERS):
-                users.create_task(ask(clients[number % 2], f"user-{seed}-{number}", note, is_over))
+                users.create_task(ask(clients[number % 2], f"user-{seed}-{number}", note, is_over, edits=edits))
             users.create_task(ask(clients[2], f"spammer-{seed}", note, is_over, think_s=SPAM_S, spams=True))
 
 
 if __name__ == "__main__":
-    asyncio.run(run_users(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])))
+    asyncio.run(run_users(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])))

@@ -13,16 +13,20 @@ from actors.master.evaluation import eval_group
 from infra.cli.demo.demo import failed, print_result, service_children, users_child, write_settings
 from infra.cli.demo.record import RunRecord
 from infra.cli.demo.report import (
+    WINDOW,
     accuracies,
     changes,
     draw_plot,
     examples_table,
+    measured,
     nats_from,
     read_answers,
+    read_seen,
     result_table,
     staleness,
     traffic_rows,
     traffic_values,
+    windows,
 )
 from infra.cli.demo.settings import DemoOptions
 from infra.cli.demo.users import TENANTS, USERS_FILE, Seen
@@ -92,6 +96,14 @@ async def test_a_log_that_is_read_on_is_read_once() -> None:
     assert ": 2 steps, 0 experiences trained, no version yet" in run.line()
 
 
+def test_a_line_of_progress_names_phase_steps_version_and_accuracy() -> None:
+    run = run_of(
+        (1, progress("train", steps=12.0, experiences_trained=3000.0)), (2, progress("master", state="issuing")),
+        (3, PolicyEvent(event="published", policy="main", version=8)), (4, evaluated(0, 0)), (4, evaluated(8, 3)),
+    )  # fmt: skip
+    assert run.line().endswith("s  issuing: 12 steps, 3,000 experiences trained, v8; held-out 30.0% at v8")
+
+
 def test_the_reported_accuracy_is_of_held_out_versions_0_1_and_the_last() -> None:
     results = [evaluated(0, 0), evaluated(1, 3), evaluated(40, 9), evaluated(41, 10, "dev")]
     assert accuracies(run_of(*enumerate(results)), "held-out") == {
@@ -106,6 +118,12 @@ def test_staleness_is_weighted_by_tokens() -> None:
         "staleness_mean": 0.14, "staleness_max": 2,
     }  # fmt: skip
     assert staleness(run_of())["staleness_max"] is None
+
+
+def test_idle_shares_and_failures_come_from_the_roles() -> None:
+    busy = {"idle_seconds": 1.0, "learner_seconds": 2.0, "publish_wait_seconds": 0.5, "snapshot_seconds": 0.5}
+    found = measured(run_of((0, progress("train", **busy)), (0, progress("explore", requests_failed=3.0))))
+    assert found["trainer_idle_share"] == 0.25 and found["requests_failed"] == 3
 
 
 def test_a_child_that_cannot_go_on_is_named() -> None:
@@ -216,6 +234,17 @@ def test_the_traffic_report_tells_the_stable_channel_by_its_moves_and_what_users
         == "0.0% (0.0% to 0.8%) → 100.0% (99.2% to 100.0%), of 1,200 answers"
     )
     assert traffic_values(run_of(), tmp_path / "none", "held-out")["users_liked_last"] is None
+
+
+def test_what_was_trained_is_as_old_as_it_was_on_average_over_the_run(tmp_path: Path) -> None:
+    reports = [Progress(role="train", instance="train/1", gauges={"live/staleness_mean": age}) for age in (10.0, 30.0)]
+    found = traffic_values(run_of(*enumerate(reports)), tmp_path / "none", "held-out")
+    assert found["live_staleness_mean"] == 20.0
+
+
+def test_users_notes_are_read_in_the_order_of_time(tmp_path: Path) -> None:
+    points = windows(read_seen(seen(tmp_path, 2 * WINDOW)), START_S)
+    assert [at_s for at_s, _ in points] == [WINDOW - 1.0, 2 * WINDOW - 1.0]
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -13,7 +13,7 @@ import pytest
 from actors.engines.scripted import TENSOR
 from actors.gateway.access.keys import create_key
 from actors.tasksets.instructions import TOPICS
-from infra.cli.demo.users import HABITS, MISTAKEN, Seen, ask, opinion, until_promoted
+from infra.cli.demo.users import EDITS, HABITS, MISTAKEN, Seen, ask, opinion, until_promoted
 from infra.policies.policy import Policy
 from infra.policies.tensors import from_numpy
 from infra.store.memory import MemoryStore
@@ -23,12 +23,13 @@ from tests.actors.gateway.gateway_rig import VOCABULARY, engine, says, serving
 ANSWER = f"About {' '.join(TOPICS.split()[::4])}."
 
 
-def test_users_keep_their_habits_and_seldom_err() -> None:
+@pytest.mark.parametrize("edits", [EDITS, 0.62])
+def test_users_keep_their_habits_and_seldom_err(edits: float) -> None:
     random = Random(5)
     for is_liked in (True, False):
-        said = [opinion(is_liked, "edited", random) for _ in range(20_000)]
+        said = [opinion(is_liked, "edited", random, edits) for _ in range(20_000)]
         shares = {habit: count / len(said) for habit, count in Counter(habit for habit, _ in said).items()}
-        expected = dict(HABITS)
+        expected = {habit: share * (1 - edits) / (1 - EDITS) for habit, share in HABITS.items()} | {"corrects": edits}
         if is_liked:  # nobody corrects what they like
             expected["rates"] += expected.pop("corrects")
         assert shares == pytest.approx(expected, abs=0.01)
