@@ -23,6 +23,7 @@ from infra.cli.connect import (
 )
 from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT, is_final, root_cause
 from infra.cli.options import SettingsFile, exit_with, flags
+from infra.cli.run.stay_down import VARIABLE, stay_down
 from infra.cli.settings import Settings
 from infra.local.ranks import RankGroup, launched_rank, run_ranks
 from infra.log.log import Log
@@ -115,8 +116,15 @@ def serve(
 
 
 def _end_with(role: str, chosen: SettingsFile, override: str = "") -> None:
+    """Run a role; where a restart cannot fix its end, and VARIABLE says so, wait to be stopped."""
     chosen = SettingsFile(chosen.config, [*chosen.sets, *([override] if override else [])])
-    exit_with(lambda: run_role(role, chosen), role_loop(role))
+    try:
+        exit_with(lambda: run_role(role, chosen), role_loop(role))
+    except typer.Exit as end:
+        stays = end.exit_code in (CONFIG_ERROR, FENCED_OUT) and os.environ.get(VARIABLE)
+        if stays and launched_rank(os.environ) is None:
+            stay_down(role, end.exit_code)
+        raise
 
 
 async def run_role(role: str, chosen: SettingsFile) -> int:
