@@ -75,17 +75,17 @@ MAX_FUNCTION_LINES = 60
 # Lines of Python, blank ones and docstrings included, and files. Lower a number when a folder shrinks; raise one only with the
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
-    "schemas": 2_569,
+    "schemas": 2_568,
     "infra": 16_279,
-    "infra/cli": 6_895,
+    "infra/cli": 6_930,
     "infra/cli/console": 1_856,
-    "infra/cli/demo": 1_206,
+    "infra/cli/demo": 1_217,
     "streams": 8_503,
-    "actors": 16_135,
+    "actors": 16_145,
     "actors/master/gate": 813,
-    "trainer": 10_800,
-    "tests": 63_767,
-    "tests/bench": 3_960,
+    "trainer": 10_792,
+    "tests": 58_978,
+    "tests/bench": 3_958,
 }
 MAX_PRODUCT_FILES, MAX_TEST_FILES = 367, 308
 MAX_PARAMETERS = 8

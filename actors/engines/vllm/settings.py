@@ -157,20 +157,30 @@ def adapting(adapter: Adapter, options: Mapping[str, object]) -> dict[str, objec
 
 
 def give_cache(config: Any, free_bytes: Callable[[], int] | None = None) -> None:
-    """Set the memory for keys and values on a CPU, unless it is given: enough for all requests in flight, at most CACHE_BYTES
-    unless a single request needs more, and at most half of the free memory. config: vLLM's config, which this changes; vLLM
-    refuses one whose longest request does not fit.
+    """Set the memory for keys and values on a CPU: enough for all requests in flight, at most CACHE_BYTES unless a single
+    request needs more, and at most half of the free memory. config: vLLM's config, which this changes. Raises ConfigError if a
+    request of `max_model_len` does not fit this memory or the limit of the settings.
     """
     cache, model, parallel = config.cache_config, config.model_config, config.parallel_config
-    if cache.kv_cache_memory_bytes is not None:
-        return
     token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
     token *= model.dtype.itemsize
     block = int(cache.block_size or 128)
-    request = (-(-int(model.max_model_len) // block) + 1) * block * token
+    length = int(model.max_model_len)
+    request = (-(-length // block) + 1) * block * token
     free = (free_bytes or _free_bytes)() // (2 * parallel.world_size)
-    wanted = config.scheduler_config.max_num_seqs * request
-    cache.kv_cache_memory_bytes = min(wanted, free, max(request, CACHE_BYTES))
+    given = cache.kv_cache_memory_bytes
+    if given is None and request <= free:
+        cache.kv_cache_memory_bytes = min(
+            config.scheduler_config.max_num_seqs * request, max(request, min(CACHE_BYTES, free))
+        )
+    elif request > (given or free):
+        fitting = max(0, ((given or free) // token // block - 1) * block)
+        setting = "free memory" if given is None else "engine.options.kv_cache_memory_bytes"
+        raise ConfigError(
+            f"engine.options.max_model_len: got {length}; keys and values of one request of that length take "
+            f"{request / 2**20:,.0f} MiB, and {setting} gives {(given or free) / 2**20:,.0f} MiB; set max_model_len to at most "
+            f"{fitting}" + ("" if given is None else f", or kv_cache_memory_bytes to at least {request}")
+        )
 
 
 def _free_bytes(folder: Path = Path("/sys/fs/cgroup")) -> int:

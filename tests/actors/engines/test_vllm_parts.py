@@ -254,13 +254,34 @@ GIB = 2**30
         (cpu_config(length=65_536), 32 * GIB, 513 * 128 * 46_080),  # one request needs more
         (cpu_config(length=256, layers=2), 32 * GIB, 256 * 3 * 128 * 3072),  # all requests need less
         (cpu_config(length=8192), GIB, GIB // 2),
-        (cpu_config(length=8192), GIB // 2, GIB // 4),  # one request needs more: vLLM says so
         (cpu_config(length=8192, given=400 * 2**20), GIB, 400 * 2**20),
     ],
 )
 def test_keys_and_values_on_a_cpu_have_room_for_the_longest_request(config: Any, free: int, expected: int) -> None:
     give_cache(config, free_bytes=lambda: free)
     assert config.cache_config.kv_cache_memory_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "free", "said"),
+    [
+        (
+            cpu_config(length=8192),
+            GIB // 2,
+            r"max_model_len: got 8192; .* take 366 MiB, and free memory gives 256 MiB; .* 5632",
+        ),
+        (
+            cpu_config(length=8192, given=256 * 2**20),
+            32 * GIB,
+            r"kv_cache_memory_bytes gives 256 MiB; .* at most 5632, or kv_cache_memory_bytes to at least 383385600",
+        ),
+    ],
+)
+def test_a_request_that_memory_does_not_hold_is_refused_with_the_settings_that_mend_it(
+    config: Any, free: int, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        give_cache(config, free_bytes=lambda: free)
 
 
 @pytest.mark.parametrize(
