@@ -72,6 +72,7 @@ def role_child(settings: Settings, chosen: SettingsFile, role: str) -> Child:
         mistakes=(CONFIG_ERROR,),
         max_backoff_s=MAX_BACKOFF_S,
         tier=2 if role == "master" else 1,
+        stop_s=60.0 if role == "train" else 15.0,  # an optimizer step ends before its process does
     )
 
 
