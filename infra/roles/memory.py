@@ -11,8 +11,7 @@ import os
 
 LARGE_BYTES = 4 * 1024 * 1024
 THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
-KEPT_BYTES, KEPT_BYTES_IN_ALL = 2**30, 2**31 - 1  # of one block, and free at the heap's end
-TRIM = -1  # M_TRIM_THRESHOLD of malloc.h
+MAX_HEAPS = 2
 HEAPS = -8  # M_ARENA_MAX of malloc.h
 NEW_OBJECTS = 50_000
 
@@ -24,24 +23,11 @@ def give_back_large_blocks() -> bool:
     return _told("MALLOC_MMAP_THRESHOLD_", THRESHOLD, LARGE_BYTES)
 
 
-def keep_freed_blocks() -> bool:
-    """Keep freed blocks of up to KEPT_BYTES for the next allocation of any thread from now on; whether the allocator can.
-
-    For a process that allocates the same large blocks at each step: the kernel would map and unmap their pages each time, for 9
-    to 15 % of a learner's CPU time. All threads share one heap: others keep no block above 64 MiB.
-    """
-    return (
-        _told("MALLOC_MMAP_THRESHOLD_", THRESHOLD, KEPT_BYTES)
-        and _told("MALLOC_TRIM_THRESHOLD_", TRIM, KEPT_BYTES_IN_ALL)
-        and share_heaps(1)
-    )
-
-
-def share_heaps(most: int = 2) -> bool:
-    """Have threads that begin to allocate share `most` heaps from now on; whether the allocator can. What
+def share_heaps() -> bool:
+    """Have threads that begin to allocate share MAX_HEAPS heaps from now on; whether the allocator can. What
     MALLOC_ARENA_MAX says in the environment stays.
     """
-    return _told("MALLOC_ARENA_MAX", HEAPS, most)
+    return _told("MALLOC_ARENA_MAX", HEAPS, MAX_HEAPS)
 
 
 def search_seldom() -> None:

@@ -41,27 +41,6 @@ def test_large_blocks_that_were_freed_are_given_back_though_later_ones_stay() ->
     assert held_mib(giving=True) < 16
 
 
-KEPT = """
-import mmap, resource, threading
-from infra.roles.memory import keep_freed_blocks
-assert keep_freed_blocks()
-def pages():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    thread = threading.Thread(target=lambda: [b"x" * 2**27 for _ in range(2)])
-    thread.start()
-    thread.join()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-pages()
-print(pages() * mmap.PAGESIZE // 2**20)
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts pages as Linux does")
-def test_blocks_that_the_thread_of_a_step_freed_are_not_mapped_again_by_the_next() -> None:
-    done = subprocess.run([sys.executable, "-c", KEPT], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 16  # MiB; of two blocks of 128
-
-
 def test_the_entry_used_longest_ago_is_forgotten() -> None:
     newest = Newest[str, int](2)
     newest.put("a", 1)

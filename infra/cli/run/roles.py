@@ -31,7 +31,7 @@ from infra.observe import failpoint
 from infra.observe.metrics import LISTEN_VARIABLE, Metrics
 from infra.observe.release import full_release
 from infra.roles.identity import require_fit
-from infra.roles.memory import give_back_large_blocks, keep_freed_blocks, search_seldom, share_heaps
+from infra.roles.memory import give_back_large_blocks, search_seldom, share_heaps
 from infra.roles.process import ends_within
 from infra.roles.role import Role, instance_name
 from infra.settings.config import Use, split_address
@@ -290,8 +290,6 @@ async def _process(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
 async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
     folder = model_folder(settings)  # before the imports: they take seconds, and this may be a mistake
     check_teacher(settings)
-    if launched_rank(os.environ) is None:
-        keep_freed_blocks()
     from infra.model.model import context_tokens
     from trainer.batch.assemble import build_batch
     from trainer.batch.image_inputs import open_sight
