@@ -40,8 +40,9 @@ DOORS = {
         "actors/program/",
         "infra/cli/console/",
         "infra/cli/examples/",
+        "infra/docs/recipes/",
     ),
-    "uvicorn": ("infra/local/http_server.py", "infra/cli/examples/"),
+    "uvicorn": ("infra/local/http_server.py", "infra/cli/examples/", "infra/docs/recipes/"),
     "jinja2": ("infra/cli/console/", "infra/model/model.py"),
     "markupsafe": ("infra/cli/console/",),
     "jgo": ("infra/local/",),
@@ -76,18 +77,18 @@ MAX_FUNCTION_LINES = 60
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
     "schemas": 2_568,
-    "infra": 16_279,
-    "infra/cli": 6_931,
+    "infra": 16_303,
+    "infra/cli": 6_929,
     "infra/cli/console": 1_856,
     "infra/cli/demo": 1_217,
     "streams": 8_503,
     "actors": 16_145,
     "actors/master/gate": 813,
     "trainer": 10_792,
-    "tests": 58_793,
+    "tests": 58_773,
     "tests/bench": 3_958,
 }
-MAX_PRODUCT_FILES, MAX_TEST_FILES = 367, 308
+MAX_PRODUCT_FILES, MAX_TEST_FILES = 352, 280
 MAX_PARAMETERS = 8
 TOP = {
     "schemas", "infra", "streams", "actors", "trainer", "tests", "pyproject.toml", "README.md", "Makefile", "LICENSE",
