@@ -2,8 +2,9 @@
 also runs again, without its teacher.
 """
 
+import asyncio
 import json
-import os
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from infra.cli.demo.char_model import Size, build_char_model
 from infra.cli.main import app
 from infra.cli.run.roles import check_teacher
 from infra.cli.settings import Settings
+from infra.docs.recipes.teacher import TeacherServer
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.model.model import load_tokenizer
@@ -52,16 +54,17 @@ def settings(loss: str) -> str:
 
 @asynccontextmanager
 async def taught(folder: Path, *base: Any) -> AsyncIterator[Settings]:
-    """Settings of distill, whose teacher is a gateway in front of a larger model. base: as of `written`."""
+    """Settings of distill, whose teacher is the recipe's, with a larger model. base: as of `written`."""
     model = build_char_model(folder / "teacher", seed=9, size=Size(hidden=64, layers=2))
-    async with serving(folder / "gateway", TorchEngine(model=str(model)), tokenizer=load_tokenizer(model)) as served:
-        os.environ["HEADRACE_TEST_TEACHER"] = await served.new_key(scopes=("serve",), train="no")
-        try:
-            key = f'{served.url}/v1"\napi_key_env = "HEADRACE_TEST_TEACHER"'
-            yield written(folder, PAGE.replace('http://teacher:8001/v1"', key), *base)
-            assert not await served.experiences()
-        finally:
-            del os.environ["HEADRACE_TEST_TEACHER"]
+    server = TeacherServer(0, str(model))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield written(folder, PAGE.replace("http://teacher:8001", f"http://127.0.0.1:{server.server_port}"), *base)
+    finally:
+        await asyncio.to_thread(server.shutdown)
+        thread.join()
+        server.server_close()
 
 
 @pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"distill"}))
@@ -156,7 +159,7 @@ async def test_a_distilled_run_replays_to_the_bit_without_its_teacher(tmp_path: 
         for experience in message.value.experiences
     ]
     assert len(buffered) >= 12 and all(teacher_logprobs(experience) is not None for experience in buffered)
-    assert {teacher_of(experience) for experience in buffered} == {"1+Qwen/Qwen3-8B@v0"}
+    assert {teacher_of(experience) for experience in buffered} == {"1+Qwen/Qwen3-8B"}
     start = await find_start(log, store, found.app, from_step=-1, to_step=None)
     again = open_learner(found.trainer, found.model_path)
     run = Learning(
