@@ -85,7 +85,7 @@ BUDGETS = {
     "actors": 16_145,
     "actors/master/gate": 813,
     "trainer": 10_792,
-    "tests": 58_776,
+    "tests": 58_774,
     "tests/bench": 3_958,
 }
 MAX_PRODUCT_FILES, MAX_TEST_FILES = 352, 280

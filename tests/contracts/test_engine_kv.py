@@ -253,7 +253,7 @@ async def test_an_engine_that_fails_at_its_first_answer_says_why(tmp_path: Path)
 
 def three_versions(folder: str, engine: Callable[[str], Engine], lora: LoraConfig | None = None) -> None:
     """Train, publish, fetch and load; the engine's logprobs are the learner's after each reload."""
-    learner = opened("trainer.learners.torch:TorchLearner", folder, lora=lora)
+    learner = opened(folder, lora=lora)
     store = MemoryStore()
 
     async def main() -> None:

@@ -23,8 +23,8 @@ def model(tmp_path_factory) -> str:
     return str(build_char_model(tmp_path_factory.mktemp("model") / "char", seed=3))
 
 
-def opened(model: str, lanes=LANES) -> Learner:
-    return TorchLearner(model, TrainerConfig(lanes=lanes, threads=1))
+def opened(model: str, lanes=LANES, **settings) -> Learner:
+    return TorchLearner(model, TrainerConfig(lanes=lanes, threads=1, **settings))
 
 
 def items(seed: int, *, groups: int = 4, size: int = 4, advantage: float | None = None) -> list[TrainItem]:

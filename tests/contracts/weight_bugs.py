@@ -116,7 +116,7 @@ class Room:
         self.engine = engine
         self.near = NEAR[dtype]
         self.store = ExchangingStore()
-        self.learner = opened("trainer.learners.torch:TorchLearner", folder, lora=lora, dtype=dtype)
+        self.learner = opened(folder, lora=lora, dtype=dtype)
         self.number = 0
         self.is_checked = True
         self.first = self.before = self.learner.tensors()

@@ -59,7 +59,7 @@ async def test_an_engine_that_holds_anything_else_after_a_load_is_refused_and_go
     tmp_path: Path, name: str, fault: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     folder = str(build_family(tmp_path / "model", "qwen3_moe"))
-    learner = opened("trainer.learners.torch:TorchLearner", folder, dtype="bfloat16")
+    learner = opened(folder, dtype="bfloat16")
 
     def version(number: int) -> Policy:
         probe = learner.probe(((1, *range(20, 40)), (1, *range(60, 30, -3))))

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def learner_of(folder: str, lora: LoraConfig | None = LORA, dtype: str = "float32") -> TorchLearner:
-    learner = opened("trainer.learners.torch:TorchLearner", folder, lora=lora, dtype=dtype)
+    learner = opened(folder, lora=lora, dtype=dtype)
     assert isinstance(learner, TorchLearner)
     learner.step(batch(0), learning_rate=1e-2, seed=0)
     return learner

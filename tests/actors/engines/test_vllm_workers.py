@@ -119,7 +119,7 @@ def cannot_read_once(worker: Any, rank: int) -> None:
 def test_an_adapter_that_one_worker_cannot_read_is_refused_for_all_of_them(tmp_path: Path) -> None:
     folder = str(build_family(tmp_path / "model", "qwen3"))
     lora = LoraConfig(rank=3, alpha=7)
-    learner = opened("trainer.learners.torch:TorchLearner", folder, lora=lora)
+    learner = opened(folder, lora=lora)
     text = (1, *range(20, 40))
 
     def version(number: int) -> Policy:
@@ -223,7 +223,7 @@ def test_a_version_is_held_to_the_bit_or_refused_and_leaves_memory_when_it_is_re
     tmp_path: Path, family: str, tied: bool, dtype: str, faults: tuple[Callable[[Any], None], ...]
 ) -> None:
     folder = str(build_family(tmp_path / "model", family, tie_word_embeddings=tied))
-    learner = opened("trainer.learners.torch:TorchLearner", folder, dtype=dtype)
+    learner = opened(folder, dtype=dtype)
     number = 0
 
     def version() -> Policy:

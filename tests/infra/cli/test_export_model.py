@@ -93,7 +93,7 @@ def test_plain_transformers_loads_an_exported_version_and_gives_the_probes_logpr
     base = tmp_path / "base"
     build_eye_model(base, family=family) if family in SEEING else build_family(base, family)
     (base / "generation_config.json").write_text('{"eos_token_id": [2, 5], "temperature": 0.7, "do_sample": true}')
-    learner = opened("trainer.learners.torch:TorchLearner", str(base), dtype=dtype)
+    learner = opened(str(base), dtype=dtype)
     learner.step(batch(0), learning_rate=1e-3, seed=0)
     probe = learner.probe(((1, *range(20, 40)), (1, 7, 9)))
     store = MemoryStore()
@@ -122,9 +122,7 @@ def test_an_adapter_is_merged_into_its_base_or_written_as_peft_writes_it(
 
     build_family(tmp_path / "base", family)
     build_family(tmp_path / "other", family, seed=1)
-    learner = opened(
-        "trainer.learners.torch:TorchLearner", str(tmp_path / "base"), dtype=dtype, lora=LoraConfig(rank=4)
-    )
+    learner = opened(str(tmp_path / "base"), dtype=dtype, lora=LoraConfig(rank=4))
     learner.step(batch(0), learning_rate=1e-2, seed=0)
     probe = learner.probe(((1, *range(20, 40)), (1, 7, 9)))
     store = MemoryStore()

@@ -205,7 +205,7 @@ def test_predicted_bytes_of_weights_gradients_and_optimizer_are_those_a_learner_
     tmp_path: Path, family: str, dtype: str
 ) -> None:
     folder = build_family(tmp_path / family, family)
-    learner = opened("trainer.learners.torch:TorchLearner", str(folder), dtype=dtype)
+    learner = opened(str(folder), dtype=dtype)
     learner.step(batch(0), learning_rate=1e-3, seed=0)
     weights = dict(learner.model.module.named_parameters())
     masters = [learner._masters[name] for name in weights if learner._masters[name] is not weights[name]]
@@ -228,7 +228,7 @@ def test_predicted_bytes_of_weights_gradients_and_optimizer_are_those_a_learner_
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_with_an_adapter_the_base_has_weights_alone_and_the_adapter_all_the_rest(tmp_path: Path, dtype: str) -> None:
     folder = build_family(tmp_path / "qwen3", "qwen3")
-    learner = opened("trainer.learners.torch:TorchLearner", str(folder), dtype=dtype, lora=LoraConfig(rank=4))
+    learner = opened(str(folder), dtype=dtype, lora=LoraConfig(rank=4))
     learner.step(batch(0), learning_rate=1e-3, seed=0)
     app = plan_config(tmp_path, str(folder), "[trainer.lora]\nrank = 4")
     settings = load_settings(app, [f'trainer.dtype="{dtype}"'])
