@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from actors.engines.engine import Chunk, Completion, EngineStopped, OnChunk, Sampling, Shaping
+from actors.engines.engine import Completion, EngineStopped, OnChunk, Sampling, Shaping
 from actors.engines.trace import RequestImages, Trace
 from actors.engines.vllm.adapters import Adapters, Attempts, LoadedAdapter
 from infra.model.vision import Prepared, Vision
@@ -114,7 +114,7 @@ class Requests:
             if sampling.json_schema:
                 _log.warning("answer_begun_again reason=schema tokens=%d", len(trace.tokens))
                 trace = Trace(sampling)
-        if on_chunk is not None and tell is None:
+        if on_chunk is not None:
             for chunk in trace.take_chunks():
                 on_chunk(chunk)
         return trace.completion()
@@ -156,7 +156,8 @@ class Requests:
                 for token, logprob in zip(tokens[cut], logprobs[cut], strict=True):
                     trace.add(token, logprob, version, kv)
                 if tell is not None:
-                    tell(Chunk(tuple(tokens[cut]), tuple(logprobs[cut]), version, -1 if kv == version else kv))
+                    for chunk in trace.take_chunks():
+                        tell(chunk)
             num_taken += len(tokens)
             if answer.finished:
                 check_end(output, opened.adapter)
