@@ -216,8 +216,8 @@ class FilterConfig(Section, frozen=True):
 
 class TeacherConfig(Section, frozen=True):
     """[verify.teacher]: OpenAI-compatible endpoint of a stronger model, which returns its log-probability of each sampled token
-    for the loss distill. The endpoint must support `prompt_logprobs` (vLLM), and its model must have the
-    policy's tokenizer. An experience that the teacher cannot judge is dropped with a reason.
+    for the loss distill. The endpoint must support `prompt_logprobs` (vLLM), and its model must have the policy's tokenizer. An
+    experience that the teacher cannot judge is dropped with a reason.
 
     Example: TeacherConfig(url="http://teacher:8000/v1", model="Qwen/Qwen3-8B")
     """

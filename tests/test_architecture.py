@@ -82,9 +82,9 @@ BUDGETS = {
     "infra/cli/console": 1_856,
     "infra/cli/demo": 1_217,
     "streams": 8_503,
-    "actors": 16_145,
+    "actors": 16_146,
     "actors/master/gate": 813,
-    "trainer": 10_792,
+    "trainer": 10_791,
     "tests": 58_774,
     "tests/bench": 3_958,
 }

@@ -110,9 +110,9 @@ async def reading(settings: Settings, *, create: bool = False) -> AsyncIterator[
     from infra.log.kafka import answers
 
     quieten_client()
-    runs = bool(settings.kafka.bootstrap_servers)
-    if not runs and (read_address(kafka_folder(settings)) is not None or not (create or is_held(settings))):
-        wait_s = HELD_S if is_held(settings) else STOPPED_S
+    runs, held = bool(settings.kafka.bootstrap_servers), is_held(settings)
+    if not runs and (read_address(kafka_folder(settings)) is not None or not (create or held)):
+        wait_s = HELD_S if held else STOPPED_S
         runs = await answers(broker_address(settings), timeout_s=wait_s, access=kafka_access(settings))
     if runs:
         async with connected(settings, deadline_s=10.0, create=create) as log:

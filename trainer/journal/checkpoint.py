@@ -99,8 +99,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     position: as in Checkpoint. state, size, sha256: key, bytes and hash of the object with uses and references. token: of the
     trainer's lease. learner_sha256, made_with: as in the journal's Saved. time_ms: log-append time of that record, 0 without
-    one. oldest_offset: of `buffer`, see Checkpoint. index, index_sha256: key
-    and hash of the index.
+    one. oldest_offset: of `buffer`, see Checkpoint. index, index_sha256: key and hash of the index.
     """
 
     position: Position

@@ -67,8 +67,7 @@ class DeepSpeedLearner:
     tensor, and each rank keeps its shard of both. `trainer.ranks_timeout` limits the wait of a rank for another.
 
     The sum of gradients over microbatches and ranks is in float32; but at stage 2 DeepSpeed rounds each microbatch's sum to
-    trainer.dtype.
-    Stage 1 with bfloat16 is refused.
+    trainer.dtype. Stage 1 with bfloat16 is refused.
     """
 
     def __init__(

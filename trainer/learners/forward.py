@@ -50,8 +50,9 @@ class PackedModel:
         activation_checkpointing: bool = False,
         module: Any = None,
     ) -> None:
-        loaded: Any = module or load_model(folder, dtype=dtype)
-        self.module: Any = loaded if module else loaded.to(device)
+        self.module: Any = module
+        if module is None:
+            self.module = load_model(folder, dtype=dtype).to(device)
         if activation_checkpointing:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
             self.module.train()  # transformers recomputes in training mode only; the model has no dropout to turn on
