@@ -1,8 +1,8 @@
 """Writes the reference pages of infra/docs from the code: `python -m infra.cli.docs`.
 
-A page is text that people wrote, up to the line MARK, and after it what the code says: the string below a setting, the help of
-a command, the docstring of a name of `headrace`. The headings of the page of options name its parts. A test fails where a page
-is not what this writes.
+A page is text that people wrote, up to the line MARK, and generated text after it: the string below each setting, the help of
+each command, the first paragraph of a docstring. The headings of the page of options name its parts. A test fails where a page
+is stale.
 """
 
 import ast
@@ -301,50 +301,10 @@ def names() -> Iterator[str]:
     import headrace
 
     for kind, found in headrace.HOMES.items():
-        yield f"\n## {kind.capitalize()}\n"
-        if kind == headrace.PARTS:
-            yield "\nThe pieces of `infra/cli/examples/walkthrough.py`; they may change between releases.\n"
-            yield "\n| name | module |\n|---|---|\n"
-            yield from (f"| `{name}` | `{found[name]}` |\n" for name in sorted(found, key=str.lower))
-            continue
+        yield f"\n## {kind.capitalize()}\n\n| name | module | meaning |\n|---|---|---|\n"
         for name in sorted(found, key=str.lower):
-            thing = getattr(headrace, name)
-            is_alias = getattr(thing, "__name__", "") != name
-            shown = f"{name} = {short(thing)}" if is_alias else "\n".join((f"{name}{called(thing)}", *methods(thing)))
-            text = "" if is_alias else f"\n{inspect.getdoc(thing)}\n"
-            yield f"\n### `{name}`\n\n```text\n{shown}\n```\n{text}"
-
-
-def methods(thing: Any) -> Iterator[str]:
-    """The public methods of a class that is neither a record nor an error: what they are called with, and their first line."""
-    if not inspect.isclass(thing) or issubclass(thing, msgspec.Struct | Exception):
-        return
-    is_protocol = getattr(thing, "_is_protocol", False)
-    for name, item in vars(thing).items():
-        is_shown = not name.startswith("_") or (name == "__call__" and is_protocol)
-        if is_shown and (inspect.isfunction(item) or isinstance(item, property)):
-            yield f"    {name}{'' if isinstance(item, property) else called(item)}"
-            yield f"        {(inspect.getdoc(item) or '').splitlines()[0]}"
-
-
-def called(thing: Any) -> str:
-    """Signature of a function or a class; empty for a protocol or an error."""
-    if not inspect.isclass(thing):
-        return short(inspect.signature(thing)).replace("(self, ", "(").replace("(self)", "()")
-    if issubclass(thing, Exception) or getattr(thing, "_is_protocol", False):
-        return ""
-    found = inspect.signature(thing)
-    bare = [value.replace(annotation=value.empty) for value in found.parameters.values() if value.name != "self"]
-    return short(found.replace(parameters=bare, return_annotation=found.empty))
-
-
-def short(thing: Any) -> str:
-    """A type without the modules of its names."""
-    if get_origin(thing) is Annotated:
-        return short(get_args(thing)[0])
-    text = thing.__name__ if isinstance(thing, type) and not get_args(thing) else str(thing)
-    text = re.sub(r"\*?<class '([\w.]+)'>", r"\1", text)
-    return re.sub(r"(?<!\w)(?:[A-Za-z_]\w*\.)+(?=\w)", "", text.replace("NoneType", "None")).replace("~", "")
+            about = (inspect.getdoc(getattr(headrace, name)) or "").partition("\n\n")[0]
+            yield f"| `{name}` | `{found[name]}` | {cell(about)} |\n"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Type checkers read `__init__.pyi`.
 
 from importlib import import_module
 
-PARTS = "parts of a run"  # of infra/cli/examples/walkthrough.py; they may change between releases
 # What is written → the module each name lives in. The reference of docs shows the names by these kinds.
 HOMES: dict[str, dict[str, str]] = {
     "records": {
@@ -38,7 +37,7 @@ HOMES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("Store", "check_key", "check_prefix"), "infra.store.store"),
         **dict.fromkeys(("NotInStore", "StoreError"), "schemas.errors"),
     },
-    PARTS: {
+    "parts of a run": {  # of infra/cli/examples/walkthrough.py; they may change between releases
         **dict.fromkeys(("Log", "LogMessage"), "infra.log.log"),
         **dict.fromkeys(("Context", "make_step", "new_memories", "run_chain"), "infra.chain.chain"),
         **dict.fromkeys(("NewVersion", "publish"), "infra.policies.publish"),

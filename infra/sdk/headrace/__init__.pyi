@@ -82,7 +82,6 @@ from trainer.losses.loss import Needs as Needs
 from trainer.losses.loss import needs as needs
 from trainer.processors import with_weight as with_weight
 
-PARTS: str
 HOMES: dict[str, dict[str, str]]
 
 def main() -> None: ...
