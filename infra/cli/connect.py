@@ -16,6 +16,7 @@ from infra.settings.config import duration_s
 from infra.store.open import DividedStore, MeasuredStore, open_store
 from infra.store.store import Store
 from schemas.errors import BrokerUnavailable, ConfigError
+from schemas.topics import FEEDBACK, topic_config
 
 UP_LOCK = "state/up.lock"  # in the run's folder, held by `headrace up`
 HELD_S, STOPPED_S = 30.0, 2.0  # for an embedded broker that a process runs, slow on a busy machine; for any other
@@ -145,11 +146,21 @@ def is_held(settings: Settings) -> bool:
 
 async def create_topics(log: Log, settings: Settings) -> list[str]:
     """Create the topics of the app that are missing; their names. Raises ConfigError, see `Log.create_topics`."""
-    return await log.create_topics(
-        partitions=settings.kafka.partitions,
-        keep_ms=int(duration_s(settings.keep.replay) * 1000),
-        replication=settings.kafka.replication,
-    )
+    keep_ms, copies = int(duration_s(settings.keep.replay) * 1000), settings.kafka.replication
+    return await log.create_topics(partitions=settings.kafka.partitions, keep_ms=keep_ms, replication=copies)
+
+
+async def create_source_topics(log: Log, settings: Settings) -> list[str]:
+    """Create the missing topics of feedback sources, with one partition; their names."""
+    keep_ms, created = int(duration_s(settings.keep.replay) * 1000), []
+    for name in dict.fromkeys(source.from_.topic for source in settings.feedback if source.from_.topic):
+        try:
+            await log.bus.partitions(name)
+        except ValueError:
+            config = topic_config(FEEDBACK, keep_ms, settings.kafka.replication)
+            await log.bus.create_topic(name, 1, config, settings.kafka.replication)
+            created.append(name)
+    return created
 
 
 def log_to_stderr(*, as_json: bool = False) -> None:

@@ -54,7 +54,6 @@ COMMANDS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "load tasks": ("data.load:tasks", "Load tasks of a file or of a taskset."),
         "load experts": ("data.load:experts", "Load demonstrations, tokenized as the model does."),
         "load pairs": ("data.load:pairs", "Load preference pairs, for a lane with dpo."),
-        "topic create": ("data.topic:create", "Create a topic for a feedback source, if it does not exist."),
     },
     "Serve": {
         "export-model": ("govern.export_model:export_model", "Write a version as a model folder."),
@@ -148,7 +147,6 @@ for group, about in {
     "keys": "API keys of the gateway: create, list, revoke.",
     "load": "Put tasks or demonstrations into the log, from JSONL files. Rows whose id is there already are left out, so a "
     "load can be repeated.",
-    "topic": "Topics that feedback sources read.",
 }.items():
     app.add_typer(typer.Typer(cls=LazyGroup, no_args_is_help=True, help=about), name=group, rich_help_panel="Data")
 

@@ -45,7 +45,7 @@ async def until_there(source: EventSource, log: Log, metrics: Metrics) -> None:
                 missing.set(1)
                 logger.warning(
                     "feedback_topic_missing source=%s topic=%s: it is not in the broker, or may not be seen, and is waited "
-                    "for; headrace topic create %s -c FILE makes it", source.name, source.topic, source.topic,
+                    "for; headrace check --create makes it", source.name, source.topic,
                 )  # fmt: skip
             await asyncio.sleep(pause_s)
         else:

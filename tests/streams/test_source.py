@@ -182,7 +182,7 @@ async def test_a_topic_that_is_not_there_is_waited_for_while_other_sources_go_on
     await asyncio.gather(running, return_exceptions=True)
     told = [record.getMessage() for record in caplog.records if record.name == "streams.sources.topic"]
     assert [line.split()[0] for line in told] == ["feedback_topic_missing", "feedback_topic_there"]
-    assert "headrace topic create zendesk.closed" in told[0]
+    assert "headrace check --create makes it" in told[0]
 
 
 async def test_a_file_is_followed_across_restarts_and_half_lines_wait(tmp_path: Path) -> None:

@@ -9,12 +9,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from actors.config import CanaryConfig
-from actors.master.gate.trial import power
 from infra.chain.chain import Step
 from infra.chain.processor import declared_mark
 from infra.cli.check.connect import try_connections
-from infra.cli.connect import connected, create_topics, main_store
+from infra.cli.connect import create_source_topics, create_topics, reading
 from infra.cli.options import SettingsFile, command
 from infra.cli.plan.model import configured_adapter
 from infra.cli.run.roles import check_teacher, implied_options, read_webhooks
@@ -23,7 +21,7 @@ from infra.cli.terminal import Screen, two_columns
 from infra.log.access import kafka_access
 from infra.settings.config import Use, duration_s
 from infra.settings.plugin import add_plugin_folders, check_names, find, option_defaults
-from schemas.errors import ConfigError, StoreError
+from schemas.errors import ConfigError
 from streams.config import FeedbackConfig
 from streams.sources.event import EventSource
 from streams.sources.langfuse import read_keys
@@ -37,7 +35,9 @@ NOT_SAID = (
 @command
 async def check(
     chosen: SettingsFile,
-    create: Annotated[bool, typer.Option("--create", help="Create missing topics in the broker.")] = False,
+    create: Annotated[
+        bool, typer.Option("--create", help="Create missing topics of the app and of feedback sources.")
+    ] = False,
     connect: Annotated[
         bool, typer.Option("--connect", help="Test broker, topics, groups and store instead, and list missing rights.")
     ] = False,
@@ -73,9 +73,9 @@ async def check_settings(settings: Settings, *, create: bool) -> int:
     if batch := build_batch(settings.processor):
         chains["batch"] = batch
     sources = build_sources(settings.feedback, settings.folder)
-    notes = check_plugins(settings) + check_reward(settings) + check_gateway(settings)
-    if importlib.util.find_spec("torch") is not None:
-        notes += check_state(settings)
+    notes = check_plugins(settings) + check_reward(settings)
+    if settings.gateway is not None and settings.gateway.train_on == "nothing":
+        notes.append('gateway.train_on is "nothing": answers are served, and neither recorded nor learned from')
     parsers = ""
     if create:
         notes.append(
@@ -92,29 +92,15 @@ async def check_settings(settings: Settings, *, create: bool) -> int:
     if sources:
         versions = {source.name: declared_mark(source.function).version for source in sources}
         console.print(feedback_table(settings.feedback, versions))
-    if settings.master.gate.canary is not None:
-        console.print(trial_table(settings, settings.master.gate.canary))
     for note in notes:
         console.print(f"note: {note}", style="yellow")
     if create:
-        async with connected(settings, deadline_s=15.0, create=True) as log:
-            created = await create_topics(log, settings)
+        async with reading(settings, create=True) as log:
+            created = [*await create_topics(log, settings), *await create_source_topics(log, settings)]
         console.print(f"topics created: {', '.join(created) or 'none, all were there'}")
     for line in NOT_SAID:
         console.print(line)
     return 0
-
-
-def trial_table(settings: Settings, config: CanaryConfig) -> Table:
-    """Share of trials that end in time, by traffic: simulated with the share and the margins of the settings."""
-    share = 0.1 if settings.gateway is None or settings.gateway.canary is None else settings.gateway.canary.share
-    columns = (20.0, 100.0, 1000.0)
-    title = f"a trial of {config.max_duration}, share {share:g}: equal versions that pass, twice the odds that is found"
-    table = Table("complaints", *(f"{per_hour:,.0f} raters an hour" for per_hour in columns), title=title)
-    for base in (0.005, 0.02, 0.1, 0.3):
-        found = [power(config, base=base, per_hour=per_hour, share=share) for per_hour in columns]
-        table.add_row(f"{base:.1%}", *(f"{passes:.0%}, {finds:.0%}" for passes, finds in found))
-    return table
 
 
 def check_plugins(settings: Settings) -> list[str]:
@@ -124,8 +110,9 @@ def check_plugins(settings: Settings) -> list[str]:
     Workflows(settings.explore.workflow, settings.explore.options, settings.explore.workflows)
     if importlib.util.find_spec("torch") is None:
         return ["engine, learner and losses are not checked: they need torch, which is not installed here"]
+    from trainer.learners.critic import check_critic
     from trainer.loop.trackers import check_trackers
-    from trainer.losses.loss import open_objective
+    from trainer.losses.loss import open_objectives
 
     notes = check_engine(settings, settings.engine, "engine.use")
     if settings.gateway is not None and settings.gateway.engine is not None:
@@ -133,9 +120,12 @@ def check_plugins(settings: Settings) -> list[str]:
     find(settings.trainer.learner.use, "trainer.learner.use")
     check_teacher(settings)
     check_trackers(settings.trainer.trackers)
-    for lane, config in settings.trainer.lanes.items():
-        if open_objective(config, f"trainer.lanes.{lane}").mean == "pairs" and lane == "human":
-            check_late(settings, config.loss)
+    objectives = open_objectives(settings.trainer.lanes)
+    if "human" in objectives and objectives["human"].mean == "pairs":
+        check_late(settings, settings.trainer.lanes["human"].loss)
+    check_critic(settings.trainer, objectives)
+    if settings.trainer.lora is not None and Path(settings.model_path, "config.json").is_file():
+        configured_adapter(settings)
     return notes
 
 
@@ -149,30 +139,6 @@ def check_late(settings: Settings, loss: str) -> None:
         )
 
 
-def check_state(settings: Settings) -> list[str]:
-    """What cannot be looked at of the newest checkpoint. Raises ConfigError for lanes that do not go with the critic, for
-    [trainer.lora] on a model that cannot be adapted, and for a warm-up of a run that began without one.
-    """
-    from trainer.journal import checkpoint
-    from trainer.learners.critic import check_critic
-    from trainer.losses.loss import open_objectives
-
-    if settings.trainer.lora is not None and Path(settings.model_path, "config.json").is_file():
-        configured_adapter(settings)
-    check_critic(settings.trainer, open_objectives(settings.trainer.lanes))
-    url = settings.store.url
-    is_there = bool(settings.store.use) or "://" in url or (settings.folder / Path(url).expanduser()).is_dir()
-    if settings.trainer.warmup is None or not is_there:  # to open a folder would make it
-        return []
-    try:
-        manifests = checkpoint.manifests(main_store(settings), settings.run or settings.app)
-    except StoreError as error:
-        return [f"the newest checkpoint was not looked at: {error}"]
-    if manifests:
-        checkpoint.check_warm_up(manifests[-1].position)
-    return []
-
-
 def check_reward(settings: Settings) -> list[str]:
     """Names in [reward] that no score or feedback source of the file gives; a workflow may still give them."""
     given = {score.name for score in settings.score} | {source.name for source in settings.feedback}
@@ -184,16 +150,6 @@ def check_reward(settings: Settings) -> list[str]:
         for name in names
         if name not in given
     ]
-
-
-def check_gateway(settings: Settings) -> list[str]:
-    """Notes on the gateway's settings."""
-    webhooks = [source.from_.webhook for source in settings.feedback if source.from_.webhook]
-    if settings.gateway is None:
-        return [f"feedback: {path} is not served: there is no [gateway]" for path in webhooks]
-    if settings.gateway.train_on == "nothing":
-        return ['gateway.train_on is "nothing": answers are served, and neither recorded nor learned from']
-    return []
 
 
 def summary(settings: Settings, parsers: str = "") -> Table:

@@ -95,9 +95,7 @@ async def _rights_tried(settings: Settings, bootstrap: str, access: Access, role
             asked = await rights.topic_rights(source_topic, ("read",), 1)
             fault = asked.fault or denied(asked.denied)
             if not asked.partitions and not fault:
-                fault = (
-                    f"is not there, and [[feedback]] names it: headrace topic create {source_topic} -c FILE makes it"
-                )
+                fault = "is not there, and [[feedback]] names it: headrace check --create makes it"
             found.append(Tried(f"topic {source_topic}", f"{asked.partitions} partitions: read", fault))
         for group in consumer_groups(settings):
             if group.startswith(RIGHTS[role].groups):

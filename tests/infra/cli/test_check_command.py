@@ -1,4 +1,4 @@
-"""`headrace check`: settings, plugins, chains, broker, store and the newest checkpoint."""
+"""`headrace check`: settings, plugins, chains, broker and store."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,13 +9,10 @@ from typer.testing import CliRunner, Result
 from infra.cli.check.connect import object_fault
 from infra.cli.main import app
 from infra.local.broker import HOST, choose_address
-from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
 from schemas.errors import StoreError
 from tests.infra.chat_models import STYLES, build_chat_model
 from tests.infra.tiny_families import build_family
-from trainer.journal import checkpoint
-from trainer.journal.checkpoint import Checkpoint, Position
 
 PLUGIN = """
 from headrace import Drop, Experience, Feedback, feedback, processor
@@ -268,17 +265,3 @@ def test_a_target_that_the_model_does_not_have_is_refused_before_anything_starts
     build_family(tmp_path / "model", "qwen3_moe")
     code, said = check_state(tmp_path, '\n[trainer.lora]\ntargets = ["q_proj", "up_proj"]')
     assert code == 2 and 'trainer.lora.targets: got "up_proj", which names no module' in said, said
-
-
-@pytest.mark.parametrize(("first_train_step", "code"), [(0, 2), (150, 0)])
-def test_a_warm_up_added_to_a_run_that_began_without_one_is_refused(
-    tmp_path: Path, first_train_step: int, code: int
-) -> None:
-    build_chat_model(tmp_path / "model", STYLES["chatml"])
-    position = Position(step=200, warmed_up=True, first_train_step=first_train_step)
-    state = Checkpoint(position=position, learner={}, uses={}, references=())
-    checkpoint.save(DirectoryStore(tmp_path / "store"), "bot", state, made_with={})
-    warm_up = 'expert = { loss = "sft", optional = true }\n[trainer.warmup]\nlane = "expert"'
-    found, said = check_state(tmp_path, warm_up)
-    assert found == code, said
-    assert ("this run began without a warm-up" in said) == (code == 2)
