@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
-from infra.cli.look.expected import Heard, missing
+from infra.cli.look.reader import Spoken, missing
 from infra.cli.look.status import alarms, failing, unread
 from infra.observe.alarms import ALARMS, OF_MASTER, RUNBOOK, STILL, Alarm, parse_alarm, raised, rules
 from infra.observe.measures import MEASURES
 from infra.observe.metrics import Metrics
 from infra.roles.process import MISSING_S
+from schemas import Progress
 from tests.actors.rig import crowd, rated
 from tests.actors.test_evals_and_placing import placing
 from tests.actors.test_gate import HOUR_MS, MANY, alarms_after
@@ -48,8 +49,8 @@ def of_status() -> dict[str, list[str]]:
     canary = {"canary_missing_s": 40.0, "trial_version": 5.0}
     found = {
         "role-missing": [
-            *lines(), *missing({"train": 1}, [], 100.0, 15.0),
-            *missing({"train": 2}, [Heard("train", "train/vm/1", "running", 0.0, 99.0)], 100.0, 15.0),
+            *lines(), *missing({"train": 1}, [], 100.0),
+            *missing({"train": 2}, [Spoken(0.0, [(Progress(role="train", instance="train/vm/1"), 99.0)])], 100.0),
         ],
         "role-silent": lines(role(silent=True, age_s=40.0)),
         "lag": lines(role(), lags={"verified": 11}),

@@ -6,7 +6,7 @@ A figure that no role reports is "missing"; zero is shown only where a role said
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from infra.cli.look.expected import OVER
+from infra.cli.look.reader import OVER
 from infra.cli.look.status import State
 from infra.observe.alarms import anchor, parse_alarm
 from infra.policies.fold import Stable

@@ -18,8 +18,7 @@ import msgspec
 
 from infra.cli.govern.channel import ChannelDecision, decisions
 from infra.cli.govern.words import RECENT, PolicyWords, recent_words, words_about
-from infra.cli.look.expected import expected_roles
-from infra.cli.look.reader import LastHour
+from infra.cli.look.reader import LastHour, expected_roles
 from infra.cli.look.status import Policies, State, read_status
 from infra.cli.look.trace import open_index
 from infra.cli.settings import Settings

@@ -1,16 +1,23 @@
-"""The newest records of a topic, and the processes of the last hour."""
+"""The newest records of a topic, the processes of the last hour, and the expected roles of which too few run.
+
+Expected are the roles of the settings, as many as [expect] says, or one of each. An app whose master is done expects nothing.
+"""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Literal, NamedTuple
 
+from infra.cli.settings import Expect
 from infra.log.bus import Record
 from infra.log.log import LATELY_MS, Log, LogMessage, lately
 from schemas import Progress, topics
 from schemas.topics import REPORTS, Topic
 
 WINDOW_MS = 60_000  # rates, and counters that alarm, are over so long
+GONE_S = 15.0  # a role that has not reported for so long is silent
+STARTING_S = 60.0  # of the app's first report: a role that neither reported nor failed may still load a model
+OVER = ("stopped", "done", "failed")  # states of a role's last report
 
 # The consumer groups of an app, with the topics that each reads: a group's lag is what waits for it.
 Group = Literal["tasks", "explore", "verify", "collect"]
@@ -45,6 +52,14 @@ class Spoken(NamedTuple):
 
     first_s: float
     reports: list[tuple[Progress, float]]
+
+    @property
+    def last(self) -> Progress:
+        return self.reports[-1][0]
+
+    @property
+    def last_s(self) -> float:
+        return self.reports[-1][1]
 
 
 class LastHour:
@@ -87,3 +102,36 @@ class LastHour:
         records.append(record)
         while records[0].timestamp_ms < record.timestamp_ms - WINDOW_MS:
             records.popleft()
+
+
+def expected_roles(expect: Expect, *, serves: bool) -> dict[str, int]:
+    """Role to the number the settings ask for; a role that is not there is not expected."""
+    wanted = {"master": 1, "train": 1, "explore": expect.explore or 1, "process": expect.process or 1}
+    return wanted | ({"serve": expect.serve or 1} if serves else {})
+
+
+def missing(wanted: Mapping[str, int], processes: Sequence[Spoken], now_s: float) -> list[str]:
+    """One line for each role of which too few run. processes: every process of the last hour."""
+    running = [process for process in processes if now_s - process.last_s < GONE_S and process.last.state not in OVER]
+    if not running and any(process.last.role == "master" and process.last.state == "done" for process in processes):
+        return []
+    began_s = min((process.first_s for process in running), default=0.0)
+    found = []
+    for role, number in wanted.items():
+        here = [process for process in running if process.last.role == role]
+        gone = [process for process in processes if process.last.role == role and process not in here]
+        is_loading = now_s - began_s < STARTING_S and all(process.last_s < began_s for process in gone)
+        if len(here) < number and not is_loading:
+            count = f"no {role} runs" if not here else f"{len(here)} of {number} {role} run"
+            found.append(f"{count}: {_last_words(gone, now_s)}")
+    return found
+
+
+def _last_words(gone: Sequence[Spoken], now_s: float) -> str:
+    if not gone:
+        return "no report was received; see its log"
+    process = max(gone, key=lambda process: process.last_s)
+    age_s, last = max(0.0, now_s - process.last_s), process.last
+    if last.state == "failed":
+        return f"{last.instance} ended {age_s:.0f} s ago: {last.reason}"
+    return f"{last.instance} {last.state if last.state in OVER else 'last reported'} {age_s:.0f} s ago"

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -13,9 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from infra.cli.connect import reading
-from infra.cli.look.expected import OVER, Heard, expected_roles, missing
 from infra.cli.look.kept import kept_lines, list_kept
-from infra.cli.look.reader import READS, LastHour, Spoken, newest
+from infra.cli.look.reader import GONE_S, OVER, READS, LastHour, expected_roles, missing, newest
 from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.terminal import Screen, clock, print_json, span
 from infra.log.log import Log, LogMessage
@@ -29,8 +29,6 @@ RECENT = 2000  # records looked at in each topic: minutes of a busy system
 NEWEST = 64  # records of experiences looked at for the newest answer
 FAILED_SHARE = 0.05  # of what a stage handled in that time: a step that fails more often is an alarm
 OUTSTANDING = "outstanding_groups"  # gauge of the master
-GONE_S = 15.0  # a role that has not reported for so long is silent
-SLACK_S = 5.0  # a clock that is off by less changes nothing
 
 _TOPIC_MISSING = re.compile(r"feedback_topic_missing\{source=(?P<source>[^,]*),topic=(?P<topic>.*)\}")
 _GROUP_ENDED = re.compile(r"closures_read\{outcome=(?P<outcome>[^,]*),reason=(?P<reason>.*)\}")
@@ -41,7 +39,6 @@ RATES = (
     "closures_read", "policy_versions", "reloads",
 )  # fmt: skip
 MAX_RATES = 4
-WIDE = 120  # columns; below, the cells of a role are narrow
 
 State = dict[str, Any]
 Reports = list[tuple[Progress, float]]
@@ -99,10 +96,10 @@ async def read_status(
     it has the newest of `policies` itself, and shows no answers, rollbacks and suites.
     """
     spoken = await (hour or LastHour(log)).spoken()
-    newest_s = max((process.reports[-1][1] for process in spoken.values()), default=0.0)
-    behind_s, now_s = max(0.0, newest_s - now_s), max(newest_s, now_s)
+    newest_s = max((process.last_s for process in spoken.values()), default=0.0)
+    now_s = max(newest_s, now_s)
     roles = newest_of_each([role_state(process.reports, now_s) for process in spoken.values()])
-    last = {name: process.reports[-1][0] for name, process in spoken.items()}
+    last = {name: process.last for name, process in spoken.items()}
     reports = list(last.values())
 
     async def look(topic: topics.Topic, last: int, kind: str = "") -> list[LogMessage]:
@@ -111,8 +108,7 @@ async def read_status(
     recent = policies or [(item.timestamp_ms, item.value) for item in await look(topics.POLICIES, RECENT)]
     state: State = {
         "roles": roles,
-        "clock": clock_line(behind_s, roles, now_s - newest_s),
-        "missing": missing(wanted, [heard(process) for process in spoken.values()], now_s, GONE_S),
+        "missing": missing(wanted, [*spoken.values()], now_s),
         "policies": policy_state(recent, [last[name] for name in speaking(roles)], now_s),
         "learning": learning_state(recent),
         "answers": answers_state(await look(topics.EXPERIENCES, NEWEST)),
@@ -136,42 +132,23 @@ async def read_status(
     }
     for role in roles:
         if role["role"] == "train" and role["state"] == "learning" and not role["silent"]:
-            role["state"] = trainer_words(role, groups, all_dropped(group_ends(reports)))
+            role["state"] = trainer_words(role, groups, all_dropped(reports))
     return {**state, "alarms": alarms(state, max_lag)}
 
 
-def heard(spoken: Spoken) -> Heard:
-    report, last_s = spoken.reports[-1]
-    return Heard(report.role, report.instance, report.state, spoken.first_s, last_s, report.reason)
-
-
-def clock_line(behind_s: float, roles: Sequence[State], age_s: float) -> str:
-    """Warning about uncertain ages, "" for none."""
-    if behind_s > SLACK_S:
-        return f"this machine's clock is {span(behind_s)} behind the log's: ages are since the newest report"
-    if roles and all(role["silent"] for role in roles):
-        return f"the newest report is {span(age_s)} old: no role runs, or this machine's clock is ahead of the log's"
-    return ""
-
-
-def group_ends(reports: Iterable[Progress]) -> dict[tuple[str, str], float]:
-    """Groups that ended by outcome and reason, as masters count them."""
-    found: dict[tuple[str, str], float] = {}
+def all_dropped(reports: Iterable[Progress]) -> str:
+    """The line of an app whose groups so far were all dropped, by the counters of masters; "" of another."""
+    dropped = Counter[str]()
     for report in reports:
         for name, value in report.counters.items():
-            if match := _GROUP_ENDED.fullmatch(name):
-                key = match["outcome"], match["reason"]
-                found[key] = found.get(key, 0.0) + value
-    return found
-
-
-def all_dropped(ended: Mapping[tuple[str, str], float]) -> str:
-    """The line of an app whose groups so far were all dropped, "" of another."""
-    dropped = {reason: number for (outcome, reason), number in ended.items() if outcome == "dropped"}
-    if not dropped or any(number for (outcome, _), number in ended.items() if outcome == "buffered"):
+            match = _GROUP_ENDED.fullmatch(name)
+            if match and match["outcome"] == "buffered" and value:
+                return ""
+            if match and match["outcome"] == "dropped":
+                dropped[match["reason"]] += int(value)
+    if not dropped:
         return ""
-    most = max(dropped, key=lambda reason: dropped[reason])
-    return f"all {sum(dropped.values()):,.0f} groups so far were dropped: {most}"
+    return f"all {dropped.total():,} groups so far were dropped: {dropped.most_common(1)[0][0]}"
 
 
 def trainer_words(role: State, groups: int, why: str) -> str:
@@ -237,8 +214,7 @@ def unread(gauges: Mapping[str, float]) -> list[str]:
     """Sources whose topic is not there: a line each."""
     waiting = [match for name, value in gauges.items() if value > 0 and (match := _TOPIC_MISSING.fullmatch(name))]
     return [
-        f'feedback "{found["source"]}" waits for topic {found["topic"]} to be made: headrace topic create '
-        f"{found['topic']} -c FILE"
+        f'feedback "{found["source"]}" waits for topic {found["topic"]} to be made: headrace check --create -c FILE'
         for found in waiting
     ]
 
@@ -371,7 +347,7 @@ def alarms(state: State, max_lag: int) -> list[str]:
             found.append(f"{name}: {waiting:,} records wait, expected at most {max_lag:,}")
     if state["policies"]["newest_refused"]:
         found.append(f"policy v{state['policies']['published']} was refused: {state['policies']['refused'][-1]}")
-    return found + no_version(state) + no_warm_up(state)
+    return found + no_version(state)
 
 
 def no_version(state: State) -> list[str]:
@@ -383,16 +359,6 @@ def no_version(state: State) -> list[str]:
     if age_s <= NO_VERSION_S or not waiting or state["learning"]["state"] != "on":
         return []
     return [f"no version for {age_s / 60:.0f} min, and {waiting:,.0f} groups wait for the trainer"]
-
-
-def no_warm_up(state: State) -> list[str]:
-    states = {role["role"]: role["state"] for role in state["roles"] if not role["silent"]}
-    if states.get("master") != "warming up" or not states.get("train", "").startswith("waiting for groups"):
-        return []
-    return [
-        "master waits for the version after the warm-up, and train for groups: this run began without a warm-up; take "
-        "[trainer.warmup] and master.first_version out, or use another app or folder"
-    ]
 
 
 def canary_alarm(role: State) -> list[str]:
@@ -414,8 +380,6 @@ def show(console: Console, state: State) -> None:
     for release, instances in _releases(state["roles"]).items():
         where = "all roles" if len(instances) == len(state["roles"]) else ", ".join(instances)
         console.print(f"release    {release} at {where}", markup=False)
-    if state["clock"]:
-        console.print(f"clock      {state['clock']}", style="yellow")
     _show_versions(console, state)
     lags = ", ".join(f"{name} {value:,}" for name, value in state["lags"].items() if value is not None)
     console.print(f"lag        {lags or 'no consumer has committed yet'}")
@@ -437,13 +401,7 @@ def show(console: Console, state: State) -> None:
 
 
 def _show_roles(console: Console, roles: Sequence[State]) -> None:
-    is_narrow = console.width < WIDE
-    table = Table(box=None, pad_edge=False)
-    table.add_column("role", overflow="fold", max_width=28 if is_narrow else None)
-    table.add_column("state", max_width=20 if is_narrow else None)
-    table.add_column("version")
-    table.add_column("heard")
-    table.add_column("per second", no_wrap=True, max_width=19 if is_narrow else None)
+    table = Table("role", "state", "version", "heard", "per second", box=None, pad_edge=False)
     for role in roles:
         rates = ", ".join(f"{name} {rate:g}" for name, rate in shown_rates(role))
         version = "" if role["version"] < 0 else f"v{role['version']}"

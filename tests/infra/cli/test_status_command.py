@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from infra.cli.look.expected import Heard, expected_roles, missing
 from infra.cli.look.kept import FOREVER, Kept, list_kept, topic_bound
+from infra.cli.look.reader import Spoken, expected_roles, missing
 from infra.cli.look.status import accuracy_text, alarms, read_status, show
 from infra.cli.settings import Expect, load_settings
 from infra.ledger.index import FILE, LogIndex
@@ -81,8 +81,6 @@ def test_rates_are_those_of_the_last_minute_and_a_counter_reported_once_has_none
 REFUSES = Progress(role="explore", instance="explore/7", state="serving", refused={2: "NaN in lm_head"})
 TRAINER = Progress(role="train", instance="train/1", state="learning", gauges={"groups_waiting": 3.0})
 ODD = Progress(role="master", instance="master/1", state="issuing", alarms=("complaints come late",))
-WARM = "master waits for the version after the warm-up, and train for groups: this run began without a warm-up; take "
-WARM += "[trainer.warmup] and master.first_version out, or use another app or folder"
 
 
 def master(state: str = "issuing", **ends: float) -> Progress:
@@ -101,10 +99,8 @@ def master(state: str = "issuing", **ends: float) -> Progress:
         (((0, published(1)), (0, published(2)), (2, REFUSES)), 3,
          ["policy v2 was refused: v2 by explore/7: NaN in lm_head"]),
         (((0, published(2)), (1, REFUSES), (2, published(3))), 3, []),
-        (((0, TRAINER), (0, master("warming up"))), 1, [WARM]),
-        (((0, progress("train", state="supervised warm-up")), (0, master("warming up"))), 1, []),
     ],
-    ids=["nobody", "silent", "restarted", "a role's own", "newest refused", "refused and replaced", "no warm-up", "warm-up"],
+    ids=["nobody", "silent", "restarted", "a role's own", "newest refused", "refused and replaced"],
 )  # fmt: skip
 def test_what_an_operator_should_look_at_is_an_alarm_and_what_ended_in_order_is_none(
     events: tuple[Event, ...], now_s: float, expected: list[str]
@@ -304,15 +300,17 @@ def test_what_is_kept_is_shown_with_its_size_and_its_bound_and_without_rows_wher
 
 
 NOW_S = 1_763_715_600.0
-GONE_S = 15.0
 VM = socket.gethostname()
 
 
-def heard(name: str, *, ago_s: float = 1.0, began_s: float = 7200.0, state: str = "running", reason: str = "") -> Heard:
+def heard(
+    name: str, *, ago_s: float = 1.0, began_s: float = 7200.0, state: str = "running", reason: str = ""
+) -> Spoken:
     """A process, by its role, machine (this one by default) and number, as in "explore pod-2 11"."""
     role, *host, pid = name.split()
     instance = f"{role}/{(host or [VM])[0]}/{pid}"
-    return Heard(role, instance, state, NOW_S - max(began_s, ago_s), NOW_S - ago_s, reason)
+    report = Progress(role=role, instance=instance, state=state, reason=reason)
+    return Spoken(NOW_S - max(began_s, ago_s), [(report, NOW_S - ago_s)])
 
 
 OTHERS = (heard("master 1"), heard("process 3"), heard("train 4"))
@@ -340,13 +338,13 @@ KILLED = heard("serve 5/0badcafe", ago_s=60.0)
          f"no train runs: train/{VM}/9 ended 1 s ago: no fit"),
     ],
 )  # fmt: skip
-def test_a_role_of_which_too_few_run_is_missing(roles: tuple[Heard, ...], expect: Expect, line: str) -> None:
-    assert missing(expected_roles(expect, serves=False), roles, NOW_S, GONE_S) == ([line] if line else [])
+def test_a_role_of_which_too_few_run_is_missing(roles: tuple[Spoken, ...], expect: Expect, line: str) -> None:
+    assert missing(expected_roles(expect, serves=False), roles, NOW_S) == ([line] if line else [])
 
 
 def test_a_gateway_is_expected_where_the_file_has_one() -> None:
-    def said(*gateways: Heard) -> list[str]:
-        return missing(expected_roles(Expect(), serves=True), (*ONE, *gateways), NOW_S, GONE_S)
+    def said(*gateways: Spoken) -> list[str]:
+        return missing(expected_roles(Expect(), serves=True), (*ONE, *gateways), NOW_S)
 
     assert said() == ["no serve runs: no report was received; see its log"]
     assert said(KILLED, heard("serve 6/9f00a1b2", began_s=40.0)) == []
@@ -357,5 +355,5 @@ def test_a_gateway_is_expected_where_the_file_has_one() -> None:
 def test_a_run_that_came_to_its_end_misses_nobody() -> None:
     over = [heard(f"{role} 1", ago_s=900.0, state="stopped") for role in ("process", "explore")]
     wanted = expected_roles(Expect(), serves=False)
-    assert missing(wanted, [heard("master 1", ago_s=900.0, state="done"), *over], NOW_S, GONE_S) == []
-    assert len(missing(wanted, over, NOW_S, GONE_S)) == 4, "what was stopped by hand is not running"
+    assert missing(wanted, [heard("master 1", ago_s=900.0, state="done"), *over], NOW_S) == []
+    assert len(missing(wanted, over, NOW_S)) == 4, "what was stopped by hand is not running"
