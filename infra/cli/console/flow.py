@@ -8,7 +8,7 @@ from typing import Any
 
 from infra.cli.look.reader import OVER
 from infra.cli.look.status import State
-from infra.observe.alarms import anchor, parse_alarm
+from infra.observe.alarms import parse_alarm
 from infra.policies.fold import Stable
 
 MISSING = "missing"
@@ -160,16 +160,10 @@ def since(seconds: float) -> str:
     return "less than a minute"
 
 
-def alarms(state: State) -> list[dict[str, str]]:
-    """Every alarm of `status`, in its order: `name` (title of its section of the help, "" for none), `about` and `page` of the
-    help.
-    """
-    found = []
-    for line in state["alarms"]:
-        known = parse_alarm(line)
-        page = f"runbook#{anchor(known.title)}" if known else "runbook"
-        found.append({"name": known.title if known else "", "about": line, "page": page})
-    return found
+def alarms(state: State) -> list[tuple[str, str]]:
+    """Every alarm of `status`, in its order, behind the title of its section of the runbook, "" for none."""
+    found = [(parse_alarm(line), line) for line in state["alarms"]]
+    return [(known.title if known else "", line) for known, line in found]
 
 
 def short(value: float) -> str:

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -16,23 +15,14 @@ from infra.cli.console.answers import Spell, beside, list_scores, shown
 from infra.cli.console.flow import MAX_ALARMS, alarms, figures, sentence
 from infra.cli.console.reading import PAGE_S, NotReadYet, Reading, has_answer
 from infra.cli.console.search import Query, choices, parse_query, search
+from infra.cli.govern.channel import decision_word
 from infra.cli.look.status import shown_rates
 from infra.ledger.index_fold import MAX_TEXT
 from infra.ledger.trace import AnswerTrace
-from infra.observe.alarms import anchor
 from schemas import Directive, topics
 from schemas.errors import NotInLog
 from schemas.ids import ANSWER_PREFIX, group_of, session_of
 
-HELP = (
-    "see-what-happened",
-    "decide-what-customers-get",
-    "run-a-cluster",
-    "send-feedback",
-    "try-other-rules",
-    "runbook",
-)
-HOWTO = Path(__file__).resolve().parents[2] / "docs" / "howto"
 BEING_READ = "The log is being read. This page shows the run afterwards."
 NOT_HEARD = "The log could not be read yet. This page retries."
 FLOW_S = 0.5  # wait for the log; afterwards the first page reports the reading, and retries
@@ -153,7 +143,7 @@ async def all_versions(console: Console, request: Request) -> Values:
     rows = versions.version_rows(history, await reading.rows(versions.evals), query.before, every=every)
     return {
         "rows": rows, "history": history, "stable": history.stable, "timeline": versions.timeline(history), "every": every,
-        "decisions": history.decisions[-30:][::-1], "word": versions.word, "is_whole": history.is_whole,
+        "decisions": history.decisions[-30:][::-1], "word": decision_word, "is_whole": history.is_whole,
         "learning": (await reading.status(PAGE_S))["learning"],
         "more": rows[-1]["version"] if len(rows) == versions.SHOWN else None,
     }  # fmt: skip
@@ -174,7 +164,7 @@ async def version(console: Console, request: Request) -> Values:
     learned = await reading.rows(search, Query(learned=number))
     gate = reading.settings.master.gate
     return {
-        "number": number, "events": events, "made": made, "word": versions.word, "decision_numbers": versions.decision_numbers,
+        "number": number, "events": events, "made": made, "word": decision_word, "decision_numbers": versions.decision_numbers,
         "decided": [each for each in history.decisions if each.version == number], "evals": found, "stable": history.stable,
         "learned": learned.rows[:SHOWN], "has_gate": bool(gate.suites), "command": " ".join(console.command[:2]),
     }  # fmt: skip
@@ -201,16 +191,6 @@ async def privacy(console: Console, request: Request) -> Values:
     return await console.reading.rows(data.privacy)
 
 
-async def help_page(console: Console, request: Request) -> Values:
-    """A page of the documentation as plain text, section by section."""
-    name = str(request.path_params["name"])
-    if name not in HELP:
-        raise NotInLog(f"there is no page {name}")
-    parts = (HOWTO / f"{name}.md").read_text(encoding="utf-8").split("\n## ")
-    sections = [(anchor(text.partition("\n")[0]), f"## {text}") for text in parts[1:]]
-    return {"name": name, "text": parts[0], "sections": sections}
-
-
 def _version(text: str) -> int:
     """The number of a version in an address or a form. Raises NotInLog."""
     digits = text.removeprefix("v")
@@ -231,5 +211,4 @@ PAGES: Mapping[str, tuple[str, Callable[[Console, Request], Awaitable[Values | R
     "/data": ("data.html", all_data),
     "/data/letters/{partition}/{offset}": ("letter.html", letter),
     "/privacy": ("privacy.html", privacy),
-    "/help/{name}": ("help.html", help_page),
 }

@@ -8,9 +8,9 @@ It only reads; no role waits for it. While the log is unavailable the pages show
 
 import asyncio
 import sqlite3
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from infra.cli.look.reader import LastHour, expected_roles
 from infra.cli.look.status import Policies, State, read_status
 from infra.cli.look.trace import open_index
 from infra.cli.settings import Settings
-from infra.ledger.index import FILE, PAGED, bounds_now, inode, read_offsets, read_only, records_left
+from infra.ledger.index import FILE, PAGED, bounds_now, read_offsets, read_only, records_left
 from infra.ledger.index_fold import MARK, number
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
 from infra.log.log import Log
@@ -104,7 +104,6 @@ class Reading:
         self._tracing = asyncio.Lock()
         self._readings: dict[str, asyncio.Task[Any]] = {}  # what is being read, which all who ask for it wait for
         self._running: set[asyncio.Task[Any]] = set()
-        self._threads = threading.local()
 
     async def close(self) -> None:
         for task in self._running:
@@ -114,7 +113,12 @@ class Reading:
 
     async def rows(self, question: Callable[..., Found], *values: Any) -> Found:
         """Result of a query of the index, in a thread."""
-        return await asyncio.to_thread(lambda: question(self._reader(), *values))
+
+        def ask() -> Found:
+            with closing(read_only(self._path)) as database:
+                return question(database, *values)
+
+        return await asyncio.to_thread(ask)
 
     async def look(self, wait_s: float) -> IndexState:
         """Progress of the index, at most HELD_S old; the last known value if the log does not answer within `wait_s`."""
@@ -230,14 +234,6 @@ class Reading:
             del self._readings[name]
         self._held[name] = time.monotonic(), value
         return value
-
-    def _reader(self) -> sqlite3.Connection:
-        held: tuple[int, sqlite3.Connection] | None = getattr(self._threads, "held", None)
-        if held is None or held[0] != inode(self._path):  # or the file was removed, and made anew
-            if held is not None:
-                held[1].close()
-            self._threads.held = held = inode(self._path), read_only(self._path)
-        return held[1]
 
 
 def has_answer(database: sqlite3.Connection, experience: str) -> bool:

@@ -170,15 +170,16 @@ def search(database: sqlite3.Connection, query: Query, *, longest_s: float = LON
         where = " AND ".join([f"{place} BETWEEN :low AND :high", *found])
         where = where.replace(":low", str(low)).replace(":high", str(high))
         rows += database.execute(
-            f"SELECT * FROM answers{index} WHERE {where} ORDER BY n DESC LIMIT {PAGE - len(rows)}", values
+            f"SELECT * FROM answers{index} LEFT JOIN texts USING (n) WHERE {where} ORDER BY n DESC LIMIT {PAGE - len(rows)}",
+            values,
         ).fetchall()
         if len(rows) >= PAGE:
-            return Page(_with_texts(database, rows), further=rows[-1]["n"])
+            return Page(rows, further=rows[-1]["n"])
         if low == 0:
-            return Page(_with_texts(database, rows), further=None)
+            return Page(rows, further=None)
         high, window = low - 1, min(2 * window, widest)
         if time.monotonic() - began_s > longest_s:
-            return Page(_with_texts(database, rows), further=low, looked_at_ms=low >> TIME_BITS)
+            return Page(rows, further=low, looked_at_ms=low >> TIME_BITS)
 
 
 def version_steps(database: sqlite3.Connection, version: int) -> tuple[int, int]:
@@ -189,16 +190,6 @@ def version_steps(database: sqlite3.Connection, version: int) -> tuple[int, int]
         return 0, -1
     before = database.execute(f"{asked} version < ?", (version,)).fetchone()[0]
     return (0 if before is None else before + 1), row[0]
-
-
-def _with_texts(database: sqlite3.Connection, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    found = []
-    for row in rows:
-        text = database.execute("SELECT asked, answered FROM texts WHERE n = ?", (row["n"],)).fetchone()
-        found.append(
-            {**dict(row), "asked": text["asked"] if text else "", "answered": text["answered"] if text else ""}
-        )
-    return found
 
 
 def choices(database: sqlite3.Connection) -> dict[str, list[str]]:

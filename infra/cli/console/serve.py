@@ -7,7 +7,6 @@ import secrets
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -79,7 +78,7 @@ async def _open_pages(opened: AsyncExitStack, chosen: SettingsFile) -> tuple[ASG
     if given:
         (state / CONSOLE_READY).touch()
     access = ConsoleAccess(app_store(settings), link)
-    run = made(settings, log, state, access=access, command=chosen.arguments, address=address, keeps=not given)
+    run = made(settings, log, state, access=access, command=chosen.arguments, address=address)
     app, known = await opened.enter_async_context(run)
     with contextlib.suppress(NotReadYet):  # it goes on: the first page is read before it is asked for
         await known.status(wait_s=0)
@@ -95,29 +94,24 @@ async def made(
     access: ConsoleAccess,
     command: Sequence[str],
     address: str,
-    keeps: bool = True,
     every_s: float = EVERY_S,
 ) -> AsyncIterator[tuple[ASGIApp, Reading]]:
-    """The application and what it reads. address: host:port that it is asked for. keeps: keep the index up while no other
-    process does, every `every_s` seconds; `headrace up` has a process for it.
+    """The application and what it reads. address: host:port that it is asked for. every_s: seconds between two readings of the
+    log into the index, which it does while no other process does.
     """
     host, port = address.lower().rpartition(":")[::2]
-    with tempfile.TemporaryDirectory(prefix="headrace-console-") as spare:
-        folder = state if writable(state) else Path(spare)
-        known = Reading(settings, log, folder)
-        index = open_index(settings, folder, pages=True)
-        console = Console(known, command, partial(load_speller, settings))
-        hosts = ("localhost", "127.0.0.1", "[::1]", host, *settings.console.names)
-        app = make_app(console, access, hosts=hosts, port=port, own=settings.console.origin)
-        keeping = asyncio.create_task(follow(log, index, every_s=every_s)) if keeps or folder != state else None
-        try:
-            yield app, known
-        finally:
-            if keeping is not None:
-                keeping.cancel()
-                await asyncio.gather(keeping, return_exceptions=True)
-            await known.close()
-            index.close()
+    known, index = Reading(settings, log, state), open_index(settings, state, pages=True)
+    console = Console(known, command, partial(load_speller, settings))
+    hosts = ("localhost", "127.0.0.1", "[::1]", host, *settings.console.names)
+    app = make_app(console, access, hosts=hosts, port=port, own=settings.console.origin)
+    keeping = asyncio.create_task(follow(log, index, every_s=every_s))
+    try:
+        yield app, known
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await known.close()
+        index.close()
 
 
 def shown_host(sock: socket.socket) -> str:
@@ -126,15 +120,6 @@ def shown_host(sock: socket.socket) -> str:
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
     return f"[{host}]" if ":" in host else host
-
-
-def writable(folder: Path) -> bool:
-    """True if the folder takes the indexes."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(folder, os.W_OK)
 
 
 def load_speller(settings: Settings) -> Spell | None:

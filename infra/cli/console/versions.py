@@ -5,15 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infra.cli.console.reading import History
-from infra.cli.govern.channel import ChannelDecision
 
 SHOWN = 60
 MAX_DRAWN = 400  # versions and decisions of the timeline
 STABLE = "stable/"  # what the gate puts before a suite's name for the figure of the stable version
-WORDS = {
-    "promoted": "promoted", "held": "held back", "pinned": "pinned", "rolled_back": "rolled back",
-    "pause": "learning paused", "continue": "learning resumed", "drain": "drained",
-}  # fmt: skip
 
 Row = dict[str, Any]
 
@@ -46,14 +41,6 @@ def held_back(history: History) -> int:
     """The version that the newest decision held back, -1 where it was another decision."""
     newest = history.decisions[-1] if history.decisions else None
     return newest.version if newest is not None and newest.event == "held" else -1
-
-
-def word(decision: ChannelDecision) -> str:
-    if decision.channel == "canary" and decision.event == "promoted":
-        return "watch" if decision.by == "watch" else "on trial"
-    if decision.event == "pinned" and decision.version < 0:
-        return "unpinned"
-    return WORDS.get(decision.event, decision.event)
 
 
 def decision_numbers(numbers: Mapping[str, float]) -> list[tuple[str, float | None, float | None]]:

@@ -20,6 +20,10 @@ from schemas.errors import ConfigError
 from schemas.fields import Channel, DirectiveKind, Numbers, PolicyEventKind
 
 MOVES = ("promoted", "held", "pinned", "rolled_back")
+WORDS = {
+    "held": "held back", "rolled_back": "rolled back", "pause": "learning paused", "continue": "learning resumed",
+    "drain": "drained",
+}  # fmt: skip
 
 
 Version = Annotated[int, typer.Argument(min=0, help="Published policy version.")]
@@ -170,21 +174,21 @@ def decisions(
     return sorted([*moves, *orders_made], key=lambda decision: decision.time_ms)
 
 
+def decision_word(decision: ChannelDecision) -> str:
+    if decision.channel == "canary" and decision.event == "promoted":
+        return "watch" if decision.by == "watch" else "on trial"
+    if decision.event == "pinned" and decision.version < 0:
+        return "unpinned"
+    return WORDS.get(decision.event, decision.event)
+
+
 def decisions_table(made: Sequence[ChannelDecision]) -> Table:
     rows = Table("when", "what", "version", "by", "why")
     for decision in made:
-        what = "unpinned" if decision.event == "pinned" and decision.version < 0 else decision.event.replace("_", " ")
-        what = {"pause": "paused", "continue": "resumed"}.get(what, what)
-        what = ("watch" if decision.by == "watch" else "on trial") if decision.channel == "canary" else what
         style = {"held": "yellow", "pause": "yellow", "rolled_back": "red"}.get(decision.event)
-        rows.add_row(
-            clock(decision.time_ms),
-            what,
-            "" if decision.version < 0 else str(decision.version),
-            decision.by,
-            decision.reason,
-            style=style,
-        )
+        version = "" if decision.version < 0 else str(decision.version)
+        what = decision_word(decision)
+        rows.add_row(clock(decision.time_ms), what, version, decision.by, decision.reason, style=style)
     return rows
 
 

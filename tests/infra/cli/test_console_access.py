@@ -32,7 +32,7 @@ from tests.infra.cli.console_rig import (
 
 PAGES = (
     "/", "/learning", "/answers", f"/answers/{SESSION}.1-0.0-0-0", "/versions", "/versions/5", "/data",
-    "/privacy", "/help/see-what-happened",
+    "/privacy",
 )  # fmt: skip
 FORM = {"why": "for a test", "answer": f"{SESSION}.1-22.0-0-0"}
 KEYS = ("", "serve", "revoked", "expired", "hr-nobody-nothing", "look", "unseal")

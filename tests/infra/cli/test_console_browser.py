@@ -23,7 +23,7 @@ PAGES = {
     "right-to-left": f"/answers/{SESSION}.1-12.0-0-0", "emoji": f"/answers/{SESSION}.1-13.0-0-0",
     "forty-turns": f"/answers/{SESSION}.1-20.0-0-0", "ten-megabytes": f"/answers/{SESSION}.1-21.0-0-0",
     "sealed": f"/answers/{SESSION}.1-22.0-0-0", "versions": "/versions", "version": "/versions/5",
-    "data": "/data", "privacy": "/privacy", "help": "/help/run-a-cluster",
+    "data": "/data", "privacy": "/privacy",
 }  # fmt: skip
 
 pytestmark = pytest.mark.slow

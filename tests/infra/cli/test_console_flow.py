@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from infra.cli.console.flow import (
@@ -121,16 +122,19 @@ def test_what_is_not_reported_is_missing_and_what_stands_still_is_zero() -> None
     assert gone["gateway"] == {"lines": ["missing"], "version": "", "state": "quiet", "count": 0}
 
 
-async def test_the_flow_page_says_every_alarm_of_status_and_of_many_how_many_more_there_are(tmp_path: Path) -> None:
+async def test_the_flow_page_says_every_alarm_with_its_section_of_the_runbook_and_how_many_more_there_are(
+    tmp_path: Path,
+) -> None:
     log = Log(MemoryBus(), "t", store=MemoryStore())
     await log.create_topics(partitions=1, keep_ms=-1)
-    said = tuple(f"a plugin says {at}" for at in "abcdefghijklmnopqrstuvwxyz" + "abcdefghijklmnopqrstuvwxyz".upper())
-    report = Progress(role="train", instance="train/1", state="learning", alarms=said)
+    said = ("complaints come late", *(f"a plugin says {at}" for at in "abcdefghijklmnopqrstuvwxyz" * 2))
+    report = Progress(role="train", instance="train/1", state="learning", alarms=said, counters={"steps_skipped": 1.0})
+    await log.publish(topics.REPORTS, msgspec.structs.replace(report, counters={}))
     await log.publish(topics.REPORTS, report)
     async with looking(tmp_path, log) as (client, _):
         text = page_text(await client.get("/"))
-        assert "train/1: a plugin says a what to do" in text
-        assert f"{len(said)} alarms" in text and f"and {len(said) - MAX_ALARMS} more" in text
+        assert "train/1: a plugin says a" in text and ": train/1: steps_skipped +1 in the last minute" in text
+        assert f"{len(said) + 1} alarms" in text and f"and {len(said) + 1 - MAX_ALARMS} more" in text
 
 
 LANES = ("live", "usual")

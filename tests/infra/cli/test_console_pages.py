@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from infra.cli.console.app import HEADERS, MAX_FIELDS
-from infra.cli.console.flow import alarms
-from infra.cli.console.pages import BEING_READ, HELP, HOWTO
+from infra.cli.console.pages import BEING_READ
 from infra.cli.console.reading import IndexState, NotReadYet
 from infra.cli.settings import Settings
 from infra.ledger.index import FILE, PAGED
@@ -194,25 +193,6 @@ def test_a_run_of_which_nothing_is_there_says_so_on_every_page(tmp_path: Path) -
     pages = look(tmp_path, *told, log=log, more=lambda empty: empty.create_topics(partitions=1, keep_ms=-1))
     for page, (path, words) in zip(pages, told.items(), strict=True):
         assert page.status_code == 200 and words in page_text(page), path
-
-
-@pytest.mark.parametrize(
-    ("alarm", "section"),
-    [
-        ("train/1: alarms{alarm=live/chi2} +2 in the last minute", "runbook#a-value-of-a-step-is-unhealthy"),
-        ("serve/1 has been silent for 90 s", "runbook#a-role-is-silent"),
-        ("what a plugin of yours says", "runbook"),
-    ],
-)
-def test_an_alarm_leads_to_the_section_of_the_runbook_that_says_what_to_do(
-    tmp_path: Path, alarm: str, section: str
-) -> None:
-    (shown,) = alarms({"roles": [], "alarms": [alarm]})
-    assert (shown["about"], shown["page"]) == (alarm, section)
-    page, _, name = section.partition("#")
-    (answer,) = look(tmp_path, f"/help/{page}")
-    assert (f'id="{name}"' in answer.text) is bool(name)
-    assert page in HELP and all((HOWTO / f"{each}.md").is_file() for each in HELP)
 
 
 def test_an_answer_of_a_task_whose_id_has_a_slash_has_its_page(tmp_path: Path) -> None:
