@@ -9,11 +9,13 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
 
@@ -57,6 +59,22 @@ def two_columns(title: str, rows: Iterable[tuple[str, ...]], *, numbers: bool = 
     for name, value, *style in rows:
         table.add_row(name, value, style=style[0] if style else None)
     return table
+
+
+@contextmanager
+def bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar that the given function moves on by a number; more than `total` makes it grow."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(title, total=total)
+        done = 0
+
+        def moved(count: int) -> None:
+            nonlocal done
+            done += count
+            progress.update(task, completed=done, total=max(total, done))
+
+        yield moved
 
 
 def print_json(value: object) -> None:

@@ -444,10 +444,10 @@ def read_toml(path: Path, sets: Iterable[str] = ()) -> Table:
     return table
 
 
-def apply_set(table: Table, setting: str) -> None:
+def apply_set(table: Table, setting: str, flag: str = "--set") -> None:
     """Put the value of `a.b=c` into `table`: TOML syntax, else a bare string; a number steps into a list."""
     key, equals, value_text = setting.partition("=")
-    where = f"--set {setting}"
+    where = f"{flag} {setting}"
     if not equals:
         raise ConfigError(f"{where}: got no '=', expected a.b=value")
     try:

@@ -1,10 +1,8 @@
 """`headrace load tasks|experts|pairs`: rows of a file, or of a taskset, into the log, with a progress bar."""
 
 import asyncio
-import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +17,7 @@ from infra.cli.exit_codes import DONE, FAILED
 from infra.cli.options import SettingsFile, command
 from infra.cli.run.roles import model_folder
 from infra.cli.terminal import Screen, printable
+from infra.settings.config import apply_set
 from infra.settings.plugin import add_plugin_folders, load
 from schemas import Task
 from schemas.errors import ConfigError
@@ -72,7 +71,10 @@ class TaskSource(msgspec.Struct, frozen=True):
                 found.cells(), Task, fields=fields, split=self.split, on_broken=broken
             )
         if self.use:
-            taskset = load(self.use, taskset_options(self.options), "--use")
+            options: dict[str, Any] = {}
+            for option in self.options:
+                apply_set(options, option, "--option")
+            taskset = load(self.use, options, "--use")
             return None, lambda broken: taskset()
         file = self.file
         assert file is not None
@@ -171,14 +173,16 @@ async def _load_answers(kind: str, chosen: SettingsFile, file: Path, fields: lis
         tokenizer = await asyncio.to_thread(load_tokenizer, model_folder(settings), settings.policy.template)
         max_tokens, store = context_tokens(settings.model_path) or MAX_TOKENS, app_store(settings)
         with progress_bar(f"{kind} from {file}", total) as bar:
+            rows: Iterable[Any]
             if kind == "experts":
                 shown = read_rows(file, Demonstration, fields=renamed, split=split, on_broken=bar.broken)
-                into = partial(load_examples, log, with_images(shown, file, store, bar.broken))
+                rows = with_images(shown, file, store, bar.broken)
             else:
                 pairs = read_rows(file, Preference, fields=renamed, on_broken=bar.broken)
                 rows = different(with_images(pairs, file, store, bar.broken), bar.broken)
-                into = partial(load_examples, log, rows)
-            done = await into(tokenizer, max_tokens=max_tokens, on_broken=bar.broken, on_progress=bar.moved)
+            done = await load_examples(
+                log, rows, tokenizer, max_tokens=max_tokens, on_broken=bar.broken, on_progress=bar.moved
+            )
     return tell(kind, done, bar)
 
 
@@ -196,20 +200,6 @@ def field_map(pairs: list[str]) -> dict[str, str]:
         if ours.partition(".")[0] not in FIELDS:
             raise ConfigError(f"--map {pair}: no field {ours!r}; expected one of {', '.join(FIELDS)} or meta.<name>")
         found[ours] = theirs
-    return found
-
-
-def taskset_options(options: list[str]) -> dict[str, Any]:
-    """`name=value` pairs: TOML values, bare strings allowed. Raises ConfigError."""
-    found: dict[str, Any] = {}
-    for option in options:
-        name, equals, text = option.partition("=")
-        if not equals or not name:
-            raise ConfigError(f"--option {option}: expected name=value")
-        try:
-            found[name] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            found[name] = text
     return found
 
 

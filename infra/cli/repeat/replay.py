@@ -4,16 +4,15 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from infra.cli.options import JsonOption, command
 from infra.cli.repeat.source import FromOption, ReplaySource, RunArgument, TrustOption, opened
-from infra.cli.terminal import Screen, print_json
+from infra.cli.terminal import Screen, bar, print_json
 from infra.ledger.archive import MAX_BYTES
 from infra.log.log import runs
 from infra.observe.metrics import Metrics
@@ -106,7 +105,7 @@ async def replay(
         finally:
             learning.executor.shutdown()
     if as_json:
-        print_json(as_table(verdict))
+        print_json(msgspec.to_builtins(verdict) | {"verified": verdict.verified, "exit_code": verdict.exit_code})
     else:
         summarize(console, verdict, verify=verify)
     return verdict.exit_code if verify else 0
@@ -140,21 +139,19 @@ async def done_again(
     compared: list[Compared] = []
     done: list[int] = []
     lost: dict[int, str] = {}
-    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("steps", total=survey.num_steps)
+    with bar(console, "step", survey.num_steps) as moved:
 
         def on_step(step: int) -> None:
             done.append(step)
-            progress.advance(bar)
+            moved(1)
 
         try:
             async for result in replay_steps(run, source.run, source.log, source.store, start, on_step=on_step):
                 compared.append(result)
                 differs = differences(result.made_with, here) | differs
-                progress.console.print(line(result, verify=verify), markup=False)
+                console.print(line(result, verify=verify), markup=False)
         except Sealed as error:
-            progress.console.print(f"ended before {error}", style="yellow", markup=False)
+            console.print(f"ended before {error}", style="yellow", markup=False)
             lost = await lost_steps(source.log, source.run, start)
     return ReplayResult(
         run=source.run,
@@ -251,18 +248,3 @@ def listed(steps: Sequence[int]) -> str:
     """
     found = [(first, stop - 1) for first, stop in runs(steps, max_hole=1)]
     return ", ".join(f"{first} to {last}" if first < last else str(first) for first, last in found)
-
-
-def as_table(verdict: ReplayResult) -> dict[str, Any]:
-    """The verdict as plain data, with the figures a reader would compute from it."""
-    found: dict[str, Any] = msgspec.to_builtins(verdict)
-    for plain, checkpoint in zip(found["checkpoints"], verdict.checkpoints, strict=True):
-        plain["equal"] = checkpoint.equal
-        del plain["made_with"]
-    speed = max(verdict.replay_s, 1e-9)
-    return found | {
-        "steps_per_s": round(verdict.steps / speed, 2),
-        "times_faster": round(verdict.run_s / speed, 2),
-        "verified": verdict.verified,
-        "exit_code": verdict.exit_code,
-    }

@@ -1,21 +1,18 @@
 """`headrace reprocess`: the order, a progress bar, and what came out as tables."""
 
 import getpass
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from infra.cli.connect import connected, reading
 from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.settings import Settings, load_settings
-from infra.cli.terminal import Screen, print_json, two_columns
+from infra.cli.terminal import Screen, bar, print_json, two_columns
 from infra.settings.config import Table as Tables
 from infra.settings.config import decode, read_toml
 from infra.settings.plugin import add_plugin_folders
@@ -98,13 +95,9 @@ def laid_over(chosen: SettingsFile, other: Path) -> Settings:
     """The settings of `other`, whole where it names an app, else its tables override those in `config`. Raises ConfigError."""
     if not other.is_file():
         raise ConfigError(f"--with {other}: no such file")
-    tables = read_toml(other, chosen.sets)
-    if "app" in tables:
+    if "app" in read_toml(other):
         return load_settings(other, chosen.sets)
-    whole = read_toml(chosen.config, chosen.sets)
-    for name, table in read_toml(other, ()).items():
-        both = isinstance(table, dict) and isinstance(whole.get(name), dict)
-        whole[name] = merged(whole[name], table) if both else table
+    whole = merged(read_toml(chosen.config, chosen.sets), read_toml(other))
     return msgspec.structs.replace(decode(whole, Settings, f"--with {other}"), folder=chosen.config.resolve().parent)
 
 
@@ -140,22 +133,6 @@ async def _letters(settings: Settings, order: "ReprocessOrder", console: Console
         ranges = await plan(log, order)
         with bar(console, "delivering again", sum(part_range.size for part_range in ranges)) as moved:
             return await redeliver(log, ranges, moved, by=getpass.getuser())
-
-
-@contextmanager
-def bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of records; what has to be read besides the range makes its total grow."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(title, total=total)
-        done = 0
-
-        def moved(count: int) -> None:
-            nonlocal done
-            done += count
-            progress.update(task, completed=done, total=max(total, done))
-
-        yield moved
 
 
 def show(console: Console, report: "ReprocessReport", order: "ReprocessOrder") -> None:

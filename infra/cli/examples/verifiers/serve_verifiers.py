@@ -7,17 +7,20 @@ Answers and info of the examples stay here: a task names its example by number.
 """
 
 import argparse
-import asyncio
 import contextlib
 import json
 import math
+import socket
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import uvicorn
 import verifiers as vf  # type: ignore[import-not-found]
 from openai import AsyncOpenAI
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 from verifiers.clients import OpenAIChatCompletionsClient  # type: ignore[import-not-found]
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
@@ -34,7 +37,7 @@ class VerifiersClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
 
 
 class Rollouts:
-    """Runs rollouts of one environment on a loop of its own. held_out: it has examples of its own to evaluate on."""
+    """One environment with its examples, of which `held-out` are those to evaluate on."""
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         self.name = name
@@ -44,8 +47,6 @@ class Rollouts:
             sys.exit(f"{name}: it rewards rollouts of a group together; expected one that rewards each by itself")
         self.rows = {"train": self._rows("dataset", self.environment.get_dataset)}
         self.rows["held-out"] = self._rows("eval_dataset", self.environment.get_eval_dataset)
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def _rows(self, kind: str, get: Any) -> dict[int, dict[str, Any]]:
         has = getattr(self.environment, kind, None) or getattr(self.environment, f"{kind}_source", None)
@@ -60,11 +61,8 @@ class Rollouts:
             for number, row in rows.items()
         ]  # fmt: skip
 
-    def run(self, asked: dict[str, Any]) -> dict[str, Any]:
+    async def run(self, asked: dict[str, Any]) -> dict[str, Any]:
         """One rollout, in the form that headrace reads. Raises whatever the environment raises."""
-        return asyncio.run_coroutine_threadsafe(self._run(asked), self._loop).result()
-
-    async def _run(self, asked: dict[str, Any]) -> dict[str, Any]:
         meta = asked["task"]["meta"]
         row = dict(self.rows[meta["of"]][meta["example"]])
         async with AsyncOpenAI(base_url=asked["base_url"], api_key=asked["api_key"], timeout=TIMEOUT_S) as client:
@@ -72,6 +70,17 @@ class Rollouts:
                 row, VerifiersClient(client), asked["model"], {}, state_columns=["trajectory"]
             )
         return to_result(output)
+
+    async def answer(self, request: Request) -> JSONResponse:
+        """The rollout of a posted episode; status 500 with the error where it failed."""
+        length = int(request.headers.get("content-length", 0))
+        if not 0 < length <= MAX_BODY_BYTES:
+            return JSONResponse({"error": f"got {length} bytes, expected 1 to {MAX_BODY_BYTES}"}, 413)
+        try:
+            return JSONResponse(await self.run(await request.json()))
+        except Exception as error:  # whatever an environment raises is that episode's
+            print(f"episode failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
 
 
 def to_messages(row: dict[str, Any]) -> list[dict[str, str]]:
@@ -99,44 +108,6 @@ def to_result(output: dict[str, Any]) -> dict[str, Any]:
     return {"reward": float(output["reward"]), "rewards": rewards, "turns": turns, **end}
 
 
-def serve(rollouts: Rollouts, host: str, port: int) -> None:
-    """Answer until interrupted; prints where."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            length = int(self.headers.get("Content-Length") or 0)
-            if not 0 < length <= MAX_BODY_BYTES:
-                self._answer(413, {"error": f"got {length} bytes, expected 1 to {MAX_BODY_BYTES}"})
-                return
-            try:
-                self._answer(200, rollouts.run(json.loads(self.rfile.read(length))))
-            except Exception as error:  # whatever an environment raises is that episode's
-                print(f"episode failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-                self._answer(500, {"error": f"{type(error).__name__}: {error}"})
-
-        def _answer(self, status: int, body: dict[str, Any]) -> None:
-            content = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: object) -> None:
-            return
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-        request_queue_size = 1024  # as many rollouts may begin at once; beyond it a connection waits for seconds
-
-    server = Server((host, port), Handler)
-    print(f"serving {rollouts.name} at http://{host}:{server.server_port}/", flush=True)
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        print("stopped", flush=True)
-
-
 def main() -> None:
     """Options of the command line."""
     parser = argparse.ArgumentParser(description="An environment of verifiers, for headrace.")
@@ -153,7 +124,11 @@ def main() -> None:
             print(json.dumps(task))
         return
     host, _, port = given.listen.rpartition(":")
-    serve(rollouts, host, int(port))
+    with socket.create_server((host, int(port)), backlog=1024) as sock:
+        print(f"serving {rollouts.name} at http://{host}:{sock.getsockname()[1]}/", flush=True)
+        app = Starlette(routes=[Route("/", rollouts.answer, methods=["POST"])])
+        with contextlib.suppress(KeyboardInterrupt):
+            uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[sock])
 
 
 if __name__ == "__main__":
