@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import faust
-from faust.auth import OAuthCredentials, SASLCredentials, SSLCredentials
+from faust.auth import SASLCredentials, SSLCredentials
 from faust.exceptions import ConsumerNotStarted
 
-from infra.log.access import Access, TokenProvider
+from infra.log.access import Access
 from infra.log.bus import Record
 from infra.log.kafka import METADATA_AGE_MS
 from infra.log.log import Log
@@ -85,8 +85,6 @@ def credentials(access: Access) -> Any:
         return None
     if access.protocol == "SSL":
         return SSLCredentials(access.context)
-    if access.token is not None:
-        return OAuthCredentials(oauth_cb=TokenProvider(access.token), ssl_context=access.context)
     return SASLCredentials(
         username=access.username, password=access.password, ssl_context=access.context, mechanism=access.mechanism
     )

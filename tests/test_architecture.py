@@ -316,7 +316,6 @@ LOADS = {
     "actors/rollout/tool.py": "[explore] options: tools",
     "actors/rollout/workflow.py": "[explore] workflow, [explore.workflows]",
     "actors/rollout/workflows/interact.py": "[explore] options: environment, agent",
-    "infra/log/access.py": "[kafka] sasl_token",
     "infra/chain/insert.py": "[[processor]], [[score]], [reward] use",
     "infra/cli/check/check.py": "what the roles load",
     "infra/cli/connect.py": "[store] use",

@@ -31,7 +31,7 @@ from aiokafka.errors import (
     for_code,
 )
 
-from infra.log.access import PLAINTEXT, Access, TokenFailed, client_options, refusal
+from infra.log.access import PLAINTEXT, Access, client_options, refusal
 from infra.log.bus import (
     CommitRefused,
     Headers,
@@ -64,7 +64,7 @@ class _TryAgain(Exception):
 
 
 async def answers(bootstrap_servers: str, *, timeout_s: float, access: Access = PLAINTEXT) -> bool:
-    """True if a broker answers that takes records. Raises ConfigError where it is refused, BrokerUnavailable for no token."""
+    """True if a broker answers that takes records. Raises ConfigError if it refuses this client."""
     timeout_ms = int(timeout_s * 1000)
     client = AIOKafkaClient(
         bootstrap_servers=bootstrap_servers, request_timeout_ms=timeout_ms, **client_options(access)
@@ -76,7 +76,7 @@ async def answers(bootstrap_servers: str, *, timeout_s: float, access: Access = 
     except (KafkaError, OSError) as error:
         logger.debug("kafka.no_answer address=%s error=%r", bootstrap_servers, error)
         if refused := await refusal(bootstrap_servers, access, timeout_s):
-            raise (BrokerUnavailable(str(refused)) if isinstance(refused, TokenFailed) else refused) from error
+            raise refused from error
         return False
     finally:
         await client.close()
@@ -273,7 +273,12 @@ class KafkaBus:
             **client_options(self._access),
         }
         if self._admin is None:
-            self._admin = await self._admitted(AIOKafkaAdminClient(**common))
+            try:
+                self._admin = await begin(AIOKafkaAdminClient(**common))
+            except (KafkaError, OSError) as error:
+                if refused := await refusal(self.bootstrap_servers, self._access):
+                    raise refused from error
+                raise
         if self._producer is None:
             self._producer = await begin(
                 AIOKafkaProducer(
@@ -285,21 +290,6 @@ class KafkaBus:
                     max_request_size=MAX_RECORD_BYTES,
                 )
             )
-
-    async def _admitted(self, client: AIOKafkaAdminClient) -> AIOKafkaAdminClient:
-        """The first client, started. Raises ConfigError where the brokers are there and do not let it in."""
-        try:
-            admitted = await begin(client)
-        except (KafkaError, OSError) as error:
-            if refused := await refusal(self.bootstrap_servers, self._access):
-                raise refused from error
-            raise
-        if self._access.token is not None and (
-            refused := await refusal(self.bootstrap_servers, self._access)
-        ):  # found at the first request
-            await stop(admitted)
-            raise refused
-        return admitted
 
     def _consumer(self, group: str | None, fetch_bytes: int = MAX_RECORD_BYTES) -> AIOKafkaConsumer:
         return make_consumer(self.bootstrap_servers, self._client_id, self._access, group, fetch_bytes)

@@ -91,7 +91,7 @@ class Kafka(Section, frozen=True):
     """Seconds for which a role retries an unreachable broker before it exits."""
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
     """Protocol of connections to the brokers."""
-    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] = "PLAIN"
+    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "PLAIN"
     """SASL mechanism."""
     sasl_username: str = ""
     """SASL user name. A role's environment variable HEADRACE_KAFKA_USERNAME overrides it."""
@@ -99,8 +99,6 @@ class Kafka(Section, frozen=True):
     """Environment variable with the SASL password. The TOML itself never holds a password."""
     sasl_password_file: str = ""
     """File with the SASL password, in place of the variable. Default "": the variable."""
-    sasl_token: str = ""
-    """Function that returns a bearer token for OAUTHBEARER, as `module:name`. headrace calls it for each connection."""
     ssl_ca_file: str = ""
     """CA certificates that signed the brokers' certificates. Default "": the system's CA certificates."""
     ssl_cert_file: str = ""
@@ -122,12 +120,11 @@ class Kafka(Section, frozen=True):
             raise ValueError(
                 "got security_protocol without bootstrap_servers: the embedded broker sets its own password"
             )
-        if not self.is_sasl and (self.sasl_username or self.sasl_token):
-            raise ValueError(f'got sasl_* with security_protocol = "{self.security_protocol}", expected SASL_SSL')
-        if self.is_sasl and self.sasl_mechanism == "OAUTHBEARER" and not self.sasl_token:
-            raise ValueError('got sasl_mechanism = "OAUTHBEARER" without sasl_token, expected "module:name"')
-        if self.is_sasl and self.sasl_mechanism != "OAUTHBEARER" and not self.sasl_username:
-            raise ValueError(f'got sasl_mechanism = "{self.sasl_mechanism}" without sasl_username')
+        if self.is_sasl != bool(self.sasl_username):
+            raise ValueError(
+                f'got sasl_username = "{self.sasl_username}" with security_protocol = "{self.security_protocol}", '
+                "expected a name with SASL_PLAINTEXT and SASL_SSL, and none otherwise"
+            )
         if not self.security_protocol.endswith("SSL") and (self.ssl_ca_file or self.ssl_cert_file):
             raise ValueError(f'got ssl_* with security_protocol = "{self.security_protocol}", expected SSL or SASL_SSL')
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from base64 import urlsafe_b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,11 +46,8 @@ class Secured(NamedTuple):
 
 
 @contextmanager
-def secured_broker(folder: Path, *, asks_certificate: bool = False) -> Iterator[Secured]:
-    """PLAIN and OAUTHBEARER (unsigned tokens) know no more than the broker's own settings; SCRAM has one user.
-
-    asks_certificate: of clients, too, signed by the same authority.
-    """
+def secured_broker(folder: Path) -> Iterator[Secured]:
+    """PLAIN knows no more than the broker's own settings; SCRAM has one user."""
     authority, chain, key = certificates()
     (folder / "ca.pem").write_text(authority)
     port = choose_address().port
@@ -71,21 +67,10 @@ def secured_broker(folder: Path, *, asks_certificate: bool = False) -> Iterator[
         f"{listener}.ssl.keystore.type": "PEM",
         f"{listener}.ssl.keystore.key": one_line(key),
         f"{listener}.ssl.keystore.certificate.chain": one_line(chain),
-        f"{listener}.sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-256,OAUTHBEARER",
+        f"{listener}.sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-256",
         f"{listener}.plain.sasl.jaas.config": (f'{modules}.plain.PlainLoginModule required user_{USER}="{PASSWORD}";'),
         f"{listener}.scram-sha-256.sasl.jaas.config": f"{modules}.scram.ScramLoginModule required;",
-        # A connection with a token is closed after so long, and the next one asks for a new token.
-        f"{listener}.oauthbearer.connections.max.reauth.ms": "3000",
-        f"{listener}.oauthbearer.sasl.jaas.config": (
-            f'{modules}.oauthbearer.OAuthBearerLoginModule required unsecuredLoginStringClaim_sub="{USER}";'
-        ),
     }
-    if asks_certificate:
-        settings |= {
-            f"{listener}.ssl.client.auth": "required",
-            f"{listener}.ssl.truststore.type": "PEM",
-            f"{listener}.ssl.truststore.certificates": one_line(authority),
-        }
     scram = ("--add-scram", f"SCRAM-SHA-256=[name={USER},password={PASSWORD}]")
     broker = EmbeddedKafka(folder / "kafka", settings=settings, format_options=scram)
     with broker:
@@ -140,22 +125,6 @@ def deny(secured: Secured, *resource: str, operations: tuple[str, ...]) -> None:
 SCRAM = {"sasl_mechanism": "SCRAM-SHA-256"}
 
 
-def unsigned_token(expires: int = 4_000_000_000) -> str:
-    """What Kafka's own test module takes: a JSON web token that nobody signed. expires: seconds since 1970."""
-    parts = ({"alg": "none"}, {"sub": USER, "iat": 1_700_000_000, "exp": expires})
-    return ".".join(urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in parts) + "."
-
-
-def expired_token() -> str:
-    return unsigned_token(1_700_000_100)
-
-
-def by_token(plugin: str) -> dict[str, str]:
-    """A way in by the tokens that a function of this module gives."""
-    given = f"tests.e2e.test_secured_kafka:{plugin}"
-    return {"sasl_mechanism": "OAUTHBEARER", "sasl_token": given, "sasl_username": "", "sasl_password_file": ""}
-
-
 def settings_file(secured: Secured, folder: Path, app_name: str, **more: str) -> Path:
     (folder / "password").write_text(PASSWORD + "\n")
     table = {
@@ -203,11 +172,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
         yield broker
 
 
-@pytest.mark.parametrize(
-    "way",
-    [{"sasl_mechanism": "PLAIN"}, SCRAM, by_token("unsigned_token")],
-    ids=lambda way: way["sasl_mechanism"],
-)
+@pytest.mark.parametrize("way", [{"sasl_mechanism": "PLAIN"}, SCRAM], ids=lambda way: way["sasl_mechanism"])
 def test_records_go_in_and_out_by_every_mechanism(
     secured: Secured, way: dict[str, str], app_name: str, tmp_path: Path
 ) -> None:
@@ -226,11 +191,8 @@ def test_records_go_in_and_out_by_every_mechanism(
     assert asyncio.run(run()) == 1
 
 
-@pytest.mark.parametrize("way", [SCRAM, by_token("unsigned_token")], ids=lambda way: way["sasl_mechanism"])
-def test_a_faust_worker_and_the_commands_come_in_the_same_way(
-    secured: Secured, way: dict[str, str], app_name: str, tmp_path: Path
-) -> None:
-    config = settings_file(secured, tmp_path, app_name, **way)
+def test_a_faust_worker_and_the_commands_come_in_the_same_way(secured: Secured, app_name: str, tmp_path: Path) -> None:
+    config = settings_file(secured, tmp_path, app_name, **SCRAM)
     assert "topics created" in call(config, "check", "--create").stdout
     settings = load_settings(config)
 
@@ -246,7 +208,7 @@ def test_a_faust_worker_and_the_commands_come_in_the_same_way(
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert PASSWORD.encode() not in said and unsigned_token().encode() not in said
+    assert PASSWORD.encode() not in said
 
 
 @pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-256"])
@@ -261,27 +223,9 @@ def test_a_wrong_password_is_one_line_at_once_without_the_password(
     assert "not-the-password" not in done.output
 
 
-def test_a_token_that_has_expired_is_one_line_that_names_what_gave_it(
-    secured: Secured, app_name: str, tmp_path: Path
-) -> None:
-    way = by_token("expired_token")
-    done = call(settings_file(secured, tmp_path, app_name, **way), "check", "--create")
-    assert done.exit_code == 2 and f"{secured.bootstrap} refused" in done.output
-    assert way["sasl_token"] in done.output and expired_token() not in done.output
-
-
 def test_a_broker_nobody_vouches_for_is_one_line(secured: Secured, app_name: str, tmp_path: Path) -> None:
     done = call(settings_file(secured, tmp_path, app_name, ssl_ca_file=""), "check", "--create")
     assert done.exit_code == 2 and "kafka.ssl_ca_file: the certificate" in done.output
-
-
-def test_a_client_without_the_certificate_that_a_broker_asks_for_is_one_line(app_name: str, tmp_path: Path) -> None:
-    (tmp_path / "broker").mkdir()
-    with secured_broker(tmp_path / "broker", asks_certificate=True) as asking:
-        done = call(settings_file(asking, tmp_path, app_name), "check", "--create")
-    assert done.exit_code == 2 and f"kafka.ssl_cert_file: {asking.bootstrap} asks for another" in done.output, (
-        done.output
-    )
 
 
 def tried(done: Result) -> dict[str, str]:

@@ -6,7 +6,6 @@ import sys
 import tracemalloc
 from asyncio.subprocess import PIPE
 from pathlib import Path
-from typing import Any
 
 import pytest
 from aiokafka.errors import (
@@ -16,7 +15,7 @@ from aiokafka.errors import (
 )
 
 from infra.local.broker import EmbeddedKafka
-from infra.log.access import TokenFailed, TokenProvider, kafka_access
+from infra.log.access import kafka_access
 from infra.log.bus import Bus, Partition, Reader
 from infra.log.kafka import KafkaBus, answers
 from infra.log.retry import doubling, may_pass, within
@@ -250,35 +249,6 @@ async def test_pauses_end_before_the_time_to_give_up_which_counts_from_the_call(
     soon, late = within(0.5, [0.01, 0.02, 3.0, 0.01]), within(0.05, doubling(0.01))
     await asyncio.sleep(0.06)
     assert (list(soon), list(late)) == ([0.01, 0.02], [])
-
-
-class Vault:
-    """A plugin that is an object."""
-
-    def __init__(self, given: Any) -> None:
-        self._given = given
-
-    async def __call__(self) -> Any:
-        if isinstance(self._given, Exception):
-            raise self._given
-        return self._given
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (OSError("s3cret"), "raised OSError in test_kafka.py, line "),
-        (TimeoutError("s3cret"), "raised TimeoutError in test_kafka.py, line "),
-        (None, "returned NoneType, expected a token as text"),
-        (b"s3cret", "returned bytes, expected a token as text"),
-        ("", "returned str, expected a token as text"),
-    ],
-)
-def test_a_plugin_that_gives_no_token_is_named_and_nothing_it_said_is_shown(given: Any, said: str) -> None:
-    with pytest.raises(TokenFailed) as failed:
-        asyncio.run(TokenProvider(Vault(given)).token())
-    assert f"kafka.sasl_token: {__name__}:Vault {said}" in str(failed.value)
-    assert "s3cret" not in str(failed.value) and failed.value.retriable and not isinstance(failed.value, ConfigError)
 
 
 @pytest.mark.parametrize("content", [b"", b"no certificate", None])
