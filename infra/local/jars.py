@@ -13,8 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import msgspec
+from typing import NamedTuple
 
 from infra.files import file_sha256
 from schemas.errors import ConfigError
@@ -27,7 +26,7 @@ NUM_DOWNLOADS = 8
 logger = logging.getLogger(__name__)
 
 
-class Jar(msgspec.Struct, frozen=True):
+class Jar(NamedTuple):
     """One line of the lock file, as Maven names it."""
 
     group: str
@@ -42,46 +41,30 @@ class Jar(msgspec.Struct, frozen=True):
 
 def read_lock() -> tuple[Jar, ...]:
     """The pinned jars: lines of `group:artifact:version sha256`."""
-    jars = []
-    for line in LOCK.read_text().splitlines():
-        if line and not line.startswith("#"):
-            coordinate, sha256 = line.split()
-            group, artifact, version = coordinate.split(":")
-            jars.append(Jar(group, artifact, version, sha256))
-    return tuple(jars)
-
-
-def cache_folder() -> Path:
-    """Folder of fetched jars: `$XDG_CACHE_HOME/headrace/kafka-<version>`, by default under `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "headrace" / f"kafka-{VERSION}"
+    lines = [line for line in LOCK.read_text().splitlines() if line and not line.startswith("#")]
+    return tuple(Jar(*line.replace(" ", ":").split(":")) for line in lines)
 
 
 def class_path(folder: Path | None = None) -> str:
-    """Java class path of the broker, from `folder`, else `HEADRACE_KAFKA_JARS`, else the cache (fetched if absent).
+    """Java class path of the broker, from `folder`, else `HEADRACE_KAFKA_JARS`, else the user's cache, which it fills.
 
     Raises ConfigError, naming the ways out, without one.
     """
-    if folder is None and (given := os.environ.get(JARS_VARIABLE)):
-        folder = Path(given)
-    if folder is not None:
-        return os.pathsep.join(str(path) for path in _given(folder))
+    given = folder or os.environ.get(JARS_VARIABLE)
+    if given:
+        jars = sorted(Path(given).rglob("*.jar"))
+        if not any(path.name.startswith("kafka_2.") for path in jars):
+            raise ConfigError(
+                f"Kafka jars: got {given} with {len(jars)} jars and no kafka_2.*.jar, expected `libs/` of a Kafka "
+                f"{VERSION} distribution; fix {JARS_VARIABLE}, or set kafka.bootstrap_servers to a broker that is running"
+            )
+        return os.pathsep.join(map(str, jars))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / f"kafka-{VERSION}"
     lock = read_lock()
-    folder = cache_folder()
-    if damaged := _damaged(folder, lock):
-        logger.info("kafka.jars.fetch folder=%s missing=%d", folder, len(damaged))
-        _fetch(folder, lock)
-    return os.pathsep.join(str(folder / jar.file_name) for jar in lock)
-
-
-def _given(folder: Path) -> list[Path]:
-    jars = sorted(folder.rglob("*.jar"))
-    if not any(path.name.startswith("kafka_2.") for path in jars):
-        raise ConfigError(
-            f"Kafka jars: got {folder} with {len(jars)} jars and no kafka_2.*.jar, expected `libs/` of a Kafka "
-            f"{VERSION} distribution; fix {JARS_VARIABLE}, or set kafka.bootstrap_servers to a broker that is running"
-        )
-    return jars
+    if damaged := _damaged(cache, lock):
+        logger.info("kafka.jars.fetch folder=%s missing=%d", cache, len(damaged))
+        _fetch(cache, lock)
+    return os.pathsep.join(str(cache / jar.file_name) for jar in lock)
 
 
 def _damaged(folder: Path, lock: Sequence[Jar]) -> list[str]:

@@ -3,9 +3,8 @@
     python -I -S parent_watch.py PIPE_FD PARENT_PID COMMAND ...
 
 It leads a session of its own. PIPE_FD is the read end of a pipe that only the parent holds open: its end, or another
-parent process, means the parent is gone, and the whole process group is killed. The command in turn dies with this
-process (PR_SET_PDEATHSIG, Linux). SIGTERM and SIGINT are passed on; the exit status is the command's own.
-Standard library only, and few modules of it: it starts in 20 ms and stays small.
+parent process, means that the parent is gone, and the whole process group is killed. SIGTERM and SIGINT are passed on; the
+exit status is the command's own. Standard library only, and few modules of it: it starts in 20 ms and stays small.
 """
 
 import os
@@ -13,64 +12,33 @@ import select
 import signal
 import sys
 
-POLL_MS = 300
-PR_SET_PDEATHSIG = 1
+POLL_S = 0.3
+PASSED_ON = (signal.SIGTERM, signal.SIGINT)
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that forked it ends; where that is impossible, do nothing."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it ended before the call
-            os._exit(1)
-
-
-def spawn(command: list[str], watch_fd: int) -> int:
-    """Fork and exec `command` in this process group; 127 if it cannot be run."""
-    watcher = os.getpid()
-    child = os.fork()
-    if child:
-        return child
+def watch(command: list[str], watch_fd: int, parent: int) -> int:
+    """Run the command; returns its exit code, negative for a signal, 127 if it cannot be run."""
+    os.set_inheritable(watch_fd, False)
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until they can be passed on
     try:
-        os.close(watch_fd)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-        die_with_parent(watcher)
-        os.execvp(command[0], command)
+        child = os.posix_spawnp(command[0], command, os.environ, setsigmask=())
     except OSError as error:
         os.write(2, f"{command[0]}: {error}\n".encode())
-    finally:
-        os._exit(127)
-
-
-def watch(child: int, watch_fd: int, parent: int) -> int:
-    """Wait for the command; returns its exit code, negative for a signal. Kills the group if the parent goes first."""
-    wake_read, wake_write = os.pipe()
-    os.set_blocking(wake_write, False)
-    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    for number in (signal.SIGTERM, signal.SIGINT):
+        return 127
+    for number in PASSED_ON:
         signal.signal(number, lambda number, _: os.kill(child, number))
-    poll = select.poll()
-    poll.register(wake_read, select.POLLIN)
-    poll.register(watch_fd, select.POLLIN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    ended = os.pidfd_open(child)
     while True:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        ready = {fd for fd, _ in poll.poll(POLL_MS)}
-        if wake_read in ready:
-            os.read(wake_read, 512)
+        ready, _, _ = select.select([ended, watch_fd], [], [], POLL_S)
         if watch_fd in ready or os.getppid() != parent:
             os.killpg(0, signal.SIGKILL)
+        if ended in ready:
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def main(arguments: list[str]) -> None:
-    watch_fd, parent = int(arguments[0]), int(arguments[1])
-    os.set_inheritable(watch_fd, False)
-    code = watch(spawn(arguments[2:], watch_fd), watch_fd, parent)
+    code = watch(arguments[2:], int(arguments[0]), int(arguments[1]))
     if code < 0:  # end as the command did, so that its parent sees the same signal
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)

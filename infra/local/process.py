@@ -3,6 +3,7 @@
 Guarantee: no Python process that is started here imports a module from the current folder.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -74,3 +75,15 @@ def start_watched(
     finally:
         os.close(read_end)
     return Watched(process, write_end)
+
+
+def give_way(nice: int) -> None:
+    """Let this process, and what it starts, give way to the roles: nice 19 in their idle time, 10 for what people wait for.
+
+    Linux shares processors among sessions first (sched(7), "The autogroup feature"), so the session gets the value too if this
+    process or its watcher leads it.
+    """
+    with contextlib.suppress(OSError):
+        os.nice(nice)
+        if os.getsid(0) in (os.getpid(), os.getppid()) and not os.isatty(0):  # no shell of a person is in it
+            Path("/proc/self/autogroup").write_text(str(nice), encoding="ascii")

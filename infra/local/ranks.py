@@ -1,16 +1,14 @@
-"""The ranks of one trainer on one machine: started together, stopped together, and together again when one dies.
+"""The ranks of one trainer on one machine: started together and stopped together.
 
-    group      waits for  the first of its processes to end
     rank 0 done           it has asked the others to end; a rank that stays is killed
     another one done      rank 0 asked it to, and is about to end; it has as long as a stop may take
-    anyone dead           the group cannot go on (its next collective would wait for ever): all are killed, and start again
+    anyone dead           the group cannot go on (its next collective would wait for ever): all are killed
 
-Guarantee: a new group begins only when nothing is left of the old one. Rank 0 alone touches the log; what it had journaled
-and checkpointed is where the new group continues.
+Guarantee: when the group has ended, nothing is left of it. Rank 0 alone touches the log; what it had journaled and
+checkpointed is where the next group continues. A supervisor restarts the role (`headrace up`, a container's policy).
 
-torchrun's own restart does not replace this on one machine: it starts settings that are wrong again, leaves its ranks behind
-when it is killed, waits for ever for one that stays when rank 0 is done, and counts restarts over a whole run, not in a row.
-Over several machines torchrun starts the ranks.
+torchrun does not replace this on one machine: it leaves its ranks behind when it is killed, and waits for ever for a rank that
+stays when rank 0 is done. Over several machines torchrun starts the ranks.
 """
 
 import asyncio
@@ -25,7 +23,6 @@ from pathlib import Path
 import msgspec
 
 from infra.local.process import Watched, start_watched
-from infra.local.supervisor import FIRST_BACKOFF_S, HEALTHY_S, MAX_BACKOFF_S
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +32,12 @@ POLL_S = 0.2
 
 
 class RankGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Command of a group of ranks. log: folder, one file per rank. final_codes: 0, and those no restart can mend.
-
-    max_failures: deaths in a row, each within HEALTHY_S of its start. stop_s: from SIGTERM to SIGKILL.
-    """
+    """Command of a group of ranks. log: folder, one file per rank. stop_s: seconds from SIGTERM to SIGKILL."""
 
     argv: tuple[str, ...]
     num_ranks: int
     log: Path
     env: dict[str, str] = {}
-    final_codes: tuple[int, ...] = (0,)
-    max_failures: int = 20
     stop_s: float = 30.0
 
 
@@ -55,53 +47,27 @@ def launched_rank(environment: Mapping[str, str]) -> int | None:
 
 
 async def run_ranks(group: RankGroup, stop: asyncio.Event) -> int:
-    """Keep the ranks running until rank 0 has done its work, or `stop`; returns the exit code of the group."""
-    failures = 0
-    while True:
-        started_s = time.monotonic()
-        code, who = await _run_group(group, stop)
-        if stop.is_set() or (code in group.final_codes and (code or who == 0)):
-            return 0 if stop.is_set() else code
-        failures = 1 if time.monotonic() - started_s > HEALTHY_S else failures + 1
-        if failures > group.max_failures:
-            logger.error("ranks given up after %d failures in a row code=%d", failures - 1, code)
-            return code or 1
-        backoff_s = min(FIRST_BACKOFF_S * 2 ** (failures - 1), MAX_BACKOFF_S)
-        logger.warning(
-            "rank %d ended code=%d; all %d ranks start again in %.1f s", who, code, group.num_ranks, backoff_s
-        )
-        try:
-            async with asyncio.timeout(backoff_s):
-                await stop.wait()
-            return 0
-        except TimeoutError:
-            continue
-
-
-async def _run_group(group: RankGroup, stop: asyncio.Event) -> tuple[int, int]:
-    """One life of the group: exit code of the process that ended it, and its rank."""
+    """Run the ranks until rank 0 has done its work, a rank dies, or `stop`; returns the exit code of the group."""
     ranks = _start(group)
+    ending = False
+    deadline_s = float("inf")
     try:
-        ending = False
-        deadline_s = leaving_s = float("inf")
         while True:
-            ended = [(rank, watched.process.poll()) for rank, watched in enumerate(ranks)]
-            if ended[0][1] == 0:  # it has asked the others to end
+            codes = [watched.process.poll() for watched in ranks]
+            if codes[0] == 0:  # it has asked the others to end
                 await asyncio.to_thread(_wait_for_all, ranks, group.stop_s)
-                return 0, 0
-            for rank, code in ended:
-                if code:
-                    return code, rank
-            if left := [rank for rank, code in ended if code == 0]:  # asked to end by rank 0, which is about to
-                leaving_s = min(leaving_s, time.monotonic() + group.stop_s)
-                if time.monotonic() > leaving_s:
-                    return 0, left[0]
+                return 0
+            if dead := [(rank, code) for rank, code in enumerate(codes) if code]:
+                logger.warning("ranks ended codes=%s; the others are killed", dead)
+                return 0 if stop.is_set() else max(1, dead[0][1])
             if stop.is_set() and not ending:
-                ending, deadline_s = True, time.monotonic() + group.stop_s
+                ending = True
                 ranks[0].process.send_signal(signal.SIGTERM)
+            if stop.is_set() or 0 in codes:  # 0: asked to end by rank 0, which is about to
+                deadline_s = min(deadline_s, time.monotonic() + group.stop_s)
             if time.monotonic() > deadline_s:
-                logger.warning("ranks did not end within %.0f s of SIGTERM", group.stop_s)
-                return -signal.SIGKILL, 0
+                logger.warning("ranks did not end within %.0f s", group.stop_s)
+                return 0 if stop.is_set() else 1
             await asyncio.sleep(POLL_S)
     finally:
         for watched in ranks:

@@ -1,7 +1,7 @@
 """Runs the processes of one machine: starts them, restarts those that die, stops them in order.
 
     keeper (one per child)  waits for  its process to end, then restarts it after a backoff
-    sampler                 waits for  the clock, then measures each process tree
+    sampler                 waits for  the clock, then measures each session
     stop()                  wakes all: SIGTERM by tier, a deadline, SIGKILL of the process group
 
 Guarantee: no process outlives the supervisor, whatever ends it; a death is an event and a count, never silence.
@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -70,9 +71,9 @@ class ChildEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChildState(msgspec.Struct, kw_only=True):
-    """State of a child now. pid: leader of its process group, None while it does not run. failures: failed starts in a row.
+    """State of a child now. pid: leader of its session, None while it does not run. failures: failed starts in a row.
 
-    rss_bytes, peak_rss_bytes: resident bytes of its process tree, now and at most.
+    peak_rss_bytes: most resident bytes of its session so far.
     """
 
     name: str
@@ -81,7 +82,6 @@ class ChildState(msgspec.Struct, kw_only=True):
     exit_code: int | None = None
     failures: int = 0
     given_up: bool = False
-    rss_bytes: int = 0
     peak_rss_bytes: int = 0
 
 
@@ -101,7 +101,6 @@ class Supervisor:
         self._tasks = asyncio.TaskGroup()
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._waiters = ThreadPoolExecutor(max(1, len(children)), "wait-child")
-        self._sampler: asyncio.Task[None] | None = None
 
     @property
     def states(self) -> dict[str, ChildState]:
@@ -122,8 +121,7 @@ class Supervisor:
         finally:
             for watched in self._running.values():
                 watched.kill_group()
-            if self._sampler is not None:
-                self._sampler.cancel()
+            self._sampler.cancel()
         await self._tasks.__aexit__(kind, error, at)
         self._waiters.shutdown()
 
@@ -189,7 +187,7 @@ class Supervisor:
             watched.release()
             del self._running[child.name]
             self._tell(child, "exited")
-            state.pid, state.rss_bytes = None, 0
+            state.pid = None
 
     async def _stop(self, child: Child) -> None:
         keeper, watched = self._keepers[child.name], self._running.get(child.name)
@@ -215,12 +213,9 @@ class Supervisor:
 
     async def _sample(self) -> None:
         while True:
-            pids = {name: watched.pid for name, watched in self._running.items()}
-            for name, rss_bytes in (await asyncio.to_thread(tree_rss_bytes, pids)).items():
-                state = self._states[name]
-                if state.pid == pids[name]:
-                    state.rss_bytes = rss_bytes
-                    state.peak_rss_bytes = max(state.peak_rss_bytes, rss_bytes)
+            resident = await asyncio.to_thread(session_rss_bytes)
+            for state in self._states.values():
+                state.peak_rss_bytes = max(state.peak_rss_bytes, resident[state.pid or 0])
             await asyncio.sleep(SAMPLE_S)
 
     def _tell(self, child: Child, kind: EventKind) -> None:
@@ -240,26 +235,13 @@ class Supervisor:
             )
 
 
-def tree_rss_bytes(roots: dict[str, int]) -> dict[str, int]:
-    """Resident bytes of each root process and all that descend from it; empty where there is no /proc."""
-    parents: dict[int, int] = {}
-    resident: dict[int, int] = {}
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    for entry in Path("/proc").glob("[0-9]*") if roots else ():
+def session_rss_bytes() -> Counter[int]:
+    """Resident bytes of the processes of each session (proc(5))."""
+    resident: Counter[int] = Counter()
+    for entry in Path("/proc").glob("[0-9]*"):
         try:
             fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue  # it ended meanwhile
-        pid = int(entry.name)
-        parents[pid], resident[pid] = int(fields[1]), int(fields[21]) * page_bytes
-    children: dict[int, list[int]] = {}
-    for pid, parent in parents.items():
-        children.setdefault(parent, []).append(pid)
-    totals = {}
-    for name, root in roots.items():
-        pending, totals[name] = [root], 0
-        while pending:
-            pid = pending.pop()
-            totals[name] += resident.get(pid, 0)
-            pending += children.get(pid, [])
-    return totals
+        resident[int(fields[3])] += int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+    return resident

@@ -8,15 +8,13 @@ turn, however many requests of a single key wait; a turn lasts as long as its wo
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import TypeVar
 
-from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from actors.gateway.errors import overloaded
-from infra.local.http_server import disconnect_guard
 
 LONG_AT_ONCE = 2  # long prompts that are tokenized
 T = TypeVar("T")
@@ -118,10 +116,5 @@ class ReleasingStream(StreamingResponse):
         self.at_end = AsyncExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        guard = disconnect_guard(scope)
         async with self.at_end, aclosing(self._pieces):
-            if guard is None:
-                await super().__call__(scope, receive, send)
-                return
-            with suppress(ClientDisconnect):
-                await guard.run(self.stream_response(send), ClientDisconnect)
+            await super().__call__(scope, receive, send)

@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from actors.gateway.apis.api import Api
 from actors.gateway.errors import ApiError, overloaded, server_error
-from infra.local.http_server import disconnect_guard
 from infra.roles.process import unless
 
 _log = logging.getLogger(__name__)
@@ -125,9 +124,6 @@ def presented(headers: Mapping[str, str]) -> str:
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Do the work unless the client goes away first; then the work is cancelled. Raises ClientDisconnect."""
-    guard = disconnect_guard(request.scope)
-    if guard is not None:
-        return await guard.run(work, ClientDisconnect)
     return await unless(_disconnected(request), work, ClientDisconnect)
 
 

@@ -27,7 +27,7 @@ from infra.cli.run.up import CONSOLE_LINK, CONSOLE_READY, Stopped
 from infra.cli.settings import Settings
 from infra.ledger.index import EVERY_S, follow
 from infra.local.http_server import HttpBounds, bound, make_server, serve_on
-from infra.local.idle_time import take_small_share
+from infra.local.process import give_way
 from infra.log.log import Log
 from infra.roles.process import unless
 from schemas.errors import HeadraceError
@@ -45,7 +45,7 @@ async def console(chosen: SettingsFile) -> int:
 
     Example: [cyan]headrace console -c runs/demo/headrace.toml --set console.listen=127.0.0.1:8401[/]
     """
-    take_small_share()
+    give_way(10)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

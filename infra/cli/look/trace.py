@@ -17,7 +17,7 @@ from infra.cli.settings import Settings
 from infra.cli.terminal import Screen, clock, print_json, two_columns
 from infra.ledger.index import FILE, LogIndex, follow
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
-from infra.local.idle_time import take_idle_time
+from infra.local.process import give_way
 from infra.settings.config import duration_s
 from schemas import Experience
 from schemas.errors import ConfigError
@@ -77,7 +77,7 @@ async def trace(
 
 async def _keep_up(settings: Settings) -> int:
     """In the machine's idle time, until SIGINT or SIGTERM."""
-    take_idle_time()
+    give_way(19)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -423,7 +423,6 @@ async def train_on_ranks(settings: Settings, chosen: SettingsFile, stop: asyncio
         argv=(sys.executable, "-m", "infra.cli.main", "train", *chosen.arguments),
         num_ranks=settings.trainer.ranks,
         log=settings.folder / "logs",
-        final_codes=(0, CONFIG_ERROR, FENCED_OUT),
     )
     return await run_ranks(group, stop)
 

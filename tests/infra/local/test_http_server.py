@@ -14,14 +14,13 @@ from infra.local.http_server import (
     MAX_HEAD_BYTES,
     MAX_PIPELINED,
     BoundedConnection,
-    DisconnectGuard,
     HttpBounds,
     HttpServer,
     bound,
-    disconnect_guard,
     make_server,
     serve_on,
 )
+from infra.roles.process import unless
 
 PIECE = 64 * 1024
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -49,26 +48,25 @@ class Running:
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.num_begun += 1
         try:
-            guard = disconnect_guard(scope)
-            assert guard is not None
+            num_bytes, more = 0, scope["path"] != "/refuse"
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return
+                num_bytes, more = num_bytes + len(message["body"]), message.get("more_body", False)
             with suppress(Left):
-                await guard.run(self._answer(scope["path"], receive, send), Left)
+                await unless(receive(), self._answer(scope["path"], num_bytes, send), Left)
         finally:
             self.num_ended += 1
 
-    async def _answer(self, path: str, receive: Receive, send: Send) -> None:
-        num_bytes, more = 0, path != "/refuse"
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            num_bytes, more = num_bytes + len(message["body"]), message.get("more_body", False)
+    async def _answer(self, path: str, num_bytes: int, send: Send) -> None:
         if path == "/slow":
             await self.go.wait()
         if path == "/endless":
             await send({"type": "http.response.start", "status": 200, "headers": []})
             while True:
                 await send({"type": "http.response.body", "body": b"x" * PIECE, "more_body": True})
+                await asyncio.sleep(0)
         body = json.dumps({"bytes": num_bytes}).encode()
         size = (b"content-length", str(len(body)).encode())
         await send({"type": "http.response.start", "status": 200, "headers": [size]})
@@ -243,64 +241,3 @@ async def test_silent_connections_keep_nobody_out() -> None:
         assert len(served.server.server_state.connections) <= 20
         for _, writer in silent:
             writer.close()
-
-
-class Work:
-    """Work of a client. swallows: it ends well though it was cancelled. fails: it ends otherwise."""
-
-    def __init__(self, *, swallows: bool = False, fails: bool = False) -> None:
-        self.began, self.goes_on, self.let_go = asyncio.Event(), asyncio.Event(), False
-        self._swallows, self._fails = swallows, fails
-
-    async def run(self) -> str:
-        self.began.set()
-        try:
-            await self.goes_on.wait()
-        except asyncio.CancelledError:
-            await asyncio.sleep(0)  # letting go takes a moment
-            self.let_go = True
-            if self._fails:
-                raise RuntimeError("it broke while it let go") from None
-            if not self._swallows:
-                raise
-        return "done"
-
-
-@pytest.mark.parametrize(
-    "kind", [{}, {"swallows": True}, {"fails": True}], ids=["ends", "ends well", "fails meanwhile"]
-)
-async def test_work_whose_client_disconnects_is_cancelled_and_has_let_go_before_anything_else_is_done(
-    kind: dict[str, bool],
-) -> None:
-    guard, first, work = DisconnectGuard(lambda: None), Work(), Work(**kind)
-    first.goes_on.set()
-    assert await guard.run(first.run(), Left) == "done"
-
-    async def serve() -> str:
-        with pytest.raises(Left):
-            await guard.run(work.run(), Left)
-        assert work.let_go
-        await asyncio.sleep(0)  # what follows is not cancelled
-        return "served"
-
-    serving = asyncio.create_task(serve())
-    await work.began.wait()
-    guard.on_disconnect()
-    assert await serving == "served" and not serving.cancelling()
-    late = Work()
-    with pytest.raises(Left):
-        await guard.run(late.run(), Left)
-    assert late.let_go, "work of a client that has gone begins, so that it counts what it leaves"
-
-
-@pytest.mark.parametrize("goes", [False, True])
-async def test_a_task_that_others_cancel_ends_so_whether_its_client_disconnects_or_not(goes: bool) -> None:
-    guard, work = DisconnectGuard(lambda: None), Work()
-    serving = asyncio.create_task(guard.run(work.run(), Left))
-    await work.began.wait()
-    if goes:
-        guard.on_disconnect()
-    serving.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await serving
-    assert work.let_go
