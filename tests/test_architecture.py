@@ -77,7 +77,7 @@ MAX_FUNCTION_LINES = 60
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
     "schemas": 2_568,
-    "infra": 16_303,
+    "infra": 15_865,
     "infra/cli": 6_687,
     "infra/cli/console": 1_787,
     "infra/cli/demo": 1_217,

@@ -1,32 +1,28 @@
 """Calls of code that may raise or hang: every call ends as a value or as a Failure, within its timeout.
 
     inline   here and now, for functions that promised to be quick
-    thread   one daemon thread per call of `in_thread` works through the arguments; an argument that hangs is given up, the rest
-             continues in a new thread
+    thread   each argument in a daemon thread of its own, one after the other; a call that hangs is given up
     async    all arguments at once, each under its own timeout
 
-A thread cannot be killed: one that hangs lives until its function returns or the process ends. After MAX_HUNG calls in a
-row that hang, calls fail at once, but for one try every PAUSE_S: as soon as one returns, all are called again. With
-MAX_THREADS that still hang a step is called no more until its role is started anew. One long C call that holds the
-interpreter lock stops this process whatever the thread: such work belongs in a child process, as in `streams.scores.child`.
+A thread cannot be killed: one that hangs lives until its function returns or the process ends. While MAX_HUNG calls of a step
+hang, it is not called. One long C call that holds the interpreter lock stops this process whatever the thread: such work
+belongs in a child process, as in `streams.scores.child`.
 """
 
 import asyncio
 import logging
 import os
 import threading
-import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 logger = logging.getLogger(__name__)
 
-MAX_HUNG = 8
-MAX_THREADS = 64
-PAUSE_S = 30.0
+MAX_HUNG = 16
 MAX_LOGGED = 64
 # What these say is about code; what others say may quote a user's text, which belongs into no log.
 _OF_CODE = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, TypeError)
@@ -47,28 +43,18 @@ class Trouble:
     def __init__(self, name: str = "") -> None:
         self.name = name
         self.hung: list[threading.Thread] = []
-        self._in_a_row = 0
-        self._try_at_s = 0.0
         self._logged: set[str] = set()
 
     def refuses(self) -> str:
         """Why the function is not called now, "" where it is."""
         self.hung = [thread for thread in self.hung if thread.is_alive()]
-        if len(self.hung) >= MAX_THREADS:
-            return f"not called: {len(self.hung)} earlier calls still hang; restart this role"
-        if self._in_a_row >= MAX_HUNG and self.hung and time.monotonic() < self._try_at_s:
-            return f"not called: the last {self._in_a_row} calls hung; tried again every {PAUSE_S:g} s"
-        return ""
-
-    def returned(self) -> None:
-        self._in_a_row = 0
+        if len(self.hung) < MAX_HUNG:
+            return ""
+        return f"not called: {len(self.hung)} earlier calls still hang; restart this role"
 
     def hangs(self, thread: threading.Thread) -> None:
         self.hung.append(thread)
-        self._in_a_row += 1
-        self._try_at_s = time.monotonic() + PAUSE_S
-        if self._in_a_row in (1, MAX_HUNG):
-            logger.warning("step_hangs step=%s in_a_row=%d threads=%d", self.name, self._in_a_row, len(self.hung))
+        logger.warning("step_hangs step=%s threads=%d", self.name, len(self.hung))
 
     def tell(self, error: BaseException) -> None:
         """Log an error with file, line and stack: the first of its type and place, MAX_LOGGED in all."""
@@ -113,14 +99,8 @@ async def in_thread(
     timeout_s: float,
     trouble: Trouble,
 ) -> list[object]:
-    """Call in a thread, one argument after the other; `trouble` holds the threads that were given up."""
-    results: list[object] = []
-    while len(results) < len(arguments):
-        if why := trouble.refuses():
-            results.extend([Failure("timed out", why)] * (len(arguments) - len(results)))
-            break
-        results.extend(await _one_thread(function, arguments[len(results) :], extras, timeout_s, trouble))
-    return results
+    """Call in threads, one argument after the other; `trouble` holds the threads that were given up."""
+    return [await _one_thread(function, argument, extras, timeout_s, trouble) for argument in arguments]
 
 
 async def as_tasks(
@@ -162,48 +142,27 @@ def _failure(error: BaseException, trouble: Trouble) -> Failure:
 
 
 async def _one_thread(
-    function: Callable[..., object],
-    arguments: Sequence[object],
-    extras: Extras,
-    timeout_s: float,
-    trouble: Trouble,
-) -> list[object]:
-    """Results of one thread: all of them, or those before the call that hung and a Failure for that one."""
+    function: Callable[..., object], argument: object, extras: Extras, timeout_s: float, trouble: Trouble
+) -> object:
+    if why := trouble.refuses():
+        return Failure("timed out", why)
     loop = asyncio.get_running_loop()
-    finished = asyncio.Event()
-    given_up = threading.Event()
-    results: list[object] = []
-    started = [time.monotonic()]
+    answer: asyncio.Future[object] = loop.create_future()
+
+    def settle(result: object) -> None:
+        if not answer.done():
+            answer.set_result(result)
 
     def work() -> None:
-        for argument in arguments:
-            if given_up.is_set():
-                return
-            started[0] = time.monotonic()
-            results.extend(inline(function, [argument], extras, trouble))
-            if not given_up.is_set():
-                trouble.returned()
-        if not given_up.is_set():
-            loop.call_soon_threadsafe(finished.set)
+        (result,) = inline(function, [argument], extras, trouble)
+        with suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(settle, result)
 
     thread = threading.Thread(target=work, name=f"headrace-{getattr(function, '__name__', 'call')}", daemon=True)
     thread.start()
     try:
-        while True:
-            remaining_s = started[0] + timeout_s - time.monotonic()
-            if remaining_s <= 0:
-                num_done = len(results)
-                if time.monotonic() - started[0] < timeout_s:  # it moved on between the two looks
-                    continue
-                given_up.set()
-                trouble.hangs(thread)
-                return [*results[:num_done], Failure("timed out", f"no answer within {timeout_s:g} s")]
-            try:
-                async with asyncio.timeout(remaining_s):
-                    await finished.wait()
-                return results
-            except TimeoutError:
-                continue
-    except asyncio.CancelledError:
-        given_up.set()
-        raise
+        async with asyncio.timeout(timeout_s):
+            return await answer
+    except TimeoutError:
+        trouble.hangs(thread)
+        return Failure("timed out", f"no answer within {timeout_s:g} s")

@@ -30,45 +30,40 @@ from infra.chain.verdict import Question, Recorded, has_score, input_hash, optio
 from schemas import BadFrame, Experience, Score, Task
 from schemas.errors import ConfigError
 
+NONSENSE = "processor returned nonsense"
+
 
 class ChainTurn:
     """One record's place behind that of the record before it. Not safe across event loops."""
 
     def __init__(self, before: "ChainTurn | None" = None) -> None:
-        self._before = before
-        self._after: ChainTurn | None = None
-        self._ended = False
-        self._over = asyncio.Event()
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._before = before._over if before is not None else self._over
         self.limit: asyncio.Timeout | None = None  # of handling the record: waiting for others does not count
-        if before is not None:
-            before._after = self
-
-    @property
-    def is_over(self) -> bool:
-        return self._over.is_set()
 
     async def wait(self) -> None:
         """Until every record before this one has passed all that remembers, or left the chain."""
-        if self._before is None or self._before.is_over:
+        if self._before is self._over or self._before.done():
             return
-        before, now = self._before, asyncio.get_running_loop().time
+        now = asyncio.get_running_loop().time
         expires = self.limit.when() if self.limit is not None else None
-        if self.limit is None or expires is None:
-            await before._over.wait()
-            return
-        left_s = expires - now()
-        self.limit.reschedule(None)
-        await before._over.wait()
-        self.limit.reschedule(now() + left_s)
+        left_s = expires - now() if expires is not None else 0.0
+        if self.limit is not None:
+            self.limit.reschedule(None)
+        await asyncio.wait((self._before,))
+        if self.limit is not None and expires is not None:
+            self.limit.reschedule(now() + left_s)
 
     def end(self) -> None:
         """This record meets nothing any more that remembers; a second call changes nothing."""
-        self._ended = True
-        turn: ChainTurn | None = self
-        while turn is not None and turn._ended and (turn._before is None or turn._before.is_over):
-            turn._over.set()
-            turn._before = None  # what is over is not kept
-            turn = turn._after
+        if self._before is self._over or self._before.done():
+            self._end_now()
+        else:
+            self._before.add_done_callback(self._end_now)
+
+    def _end_now(self, _: object = None) -> None:
+        if not self._over.done():
+            self._over.set_result(None)
 
 
 StepKind = Unit | Literal["score"]
@@ -189,8 +184,8 @@ async def run_chain(steps: Sequence[Step], experiences: Sequence[Experience], co
             break
         await _take_turn(context, step, index == last_memory + 1)
         extras = step_extras(step, context)
-        if step.kind == "group":
-            group = tuple(member for member in flow.members if member.group == flow.group)
+        if step.kind in ("group", "batch"):
+            group = tuple(member for member in flow.members if step.kind == "batch" or member.group == flow.group)
             if group:
                 (result,) = await call_step(step, [group], extras)
                 _settle_group(flow, step, index, group, result)
@@ -222,7 +217,7 @@ class _Flow:
         kept: list[Experience] = []
         for member, fault in zip(self.members, header_faults(self.members), strict=True):
             if fault:
-                self.drop(member, len(stamps) - 1, "processor returned nonsense", fault)
+                self.drop(member, len(stamps) - 1, NONSENSE, fault)
             else:
                 kept.append(member)
 
@@ -366,7 +361,7 @@ def _settle_list(
         next_state = f"id: {member.id} is {len(own)} times in the list"
     fault = made if isinstance(made, str) else next_state
     if isinstance(made, str) or isinstance(next_state, str):
-        flow.drop(member, index, "processor returned nonsense", f"{step.stamp}: {fault}")
+        flow.drop(member, index, NONSENSE, f"{step.stamp}: {fault}")
         return []
     flow.made_at.update((experience.id, index) for experience in made)
     if not own:
@@ -376,14 +371,14 @@ def _settle_list(
 
 
 def _settle_group(flow: _Flow, step: Step, index: int, group: tuple[Experience, ...], result: object) -> None:
-    others = [member for member in flow.members if member.group != flow.group]
-    reason = "processor returned nonsense"
+    others = [member for member in flow.members if step.kind == "group" and member.group != flow.group]
+    reason = NONSENSE
     made: list[Experience] | str
     if isinstance(result, Failure):
         reason, made = f"processor {result.kind}", result.detail
     elif not isinstance(result, tuple | list):
         made = f"got {type(result).__name__}, expected a tuple with each member or a Drop in its place"
-    elif len(result) < len(group):
+    elif len(result) < len(group) or (step.kind == "batch" and len(result) > len(group)):
         made = f"got {len(result)} of {len(group)} members, expected each member or a Drop in its place"
     else:
         made = _made(flow, result[len(group) :], group) if len(result) > len(group) else []
@@ -426,47 +421,6 @@ def _noun(step: Step) -> str:
     return "score" if step.kind == "score" else "processor"
 
 
-NONSENSE = "processor returned nonsense"
-
-
-async def run_whole(steps: Sequence[Step], experiences: Sequence[Experience]) -> ChainResult:
-    """Pass a batch through the steps, in their order. Never raises for what a step does."""
-    kept: tuple[Experience, ...] = tuple(experiences)
-    dropped: list[Dropped] = []
-    for step in steps:
-        if not kept:
-            break
-        outcome = await (_whole(step, kept) if step.kind == "batch" else run_chain((step,), kept, Context()))
-        kept = outcome.kept
-        dropped += outcome.dropped
-    return ChainResult(kept=kept, dropped=tuple(dropped))
-
-
-async def _whole(step: Step, members: tuple[Experience, ...]) -> ChainResult:
-    (result,) = await call_step(step, [members], {})
-    if isinstance(result, Failure):
-        return _all_dropped(step, members, f"processor {result.kind}", result.detail)
-    if not isinstance(result, tuple | list) or len(result) != len(members):
-        got = len(result) if isinstance(result, tuple | list) else type(result).__name__
-        return _all_dropped(step, members, NONSENSE, f"got {got}, expected {len(members)}: each member or a Drop")
-    kept: list[Experience] = []
-    dropped: list[Dropped] = []
-    for member, replacement in zip(members, result, strict=True):
-        if isinstance(replacement, Drop):
-            dropped.append(Dropped(member, str(replacement.reason), str(replacement.detail), step.stamp))
-            continue
-        after = member if replacement is member else accepted(member, replacement)
-        if isinstance(after, str):
-            dropped.append(Dropped(member, NONSENSE, after, step.stamp))
-        else:
-            kept.append(after)
-    return ChainResult(kept=tuple(kept), dropped=tuple(dropped))
-
-
-def _all_dropped(step: Step, members: Sequence[Experience], reason: str, detail: str) -> ChainResult:
-    return ChainResult(kept=(), dropped=tuple(Dropped(member, reason, detail, step.stamp) for member in members))
-
-
 class DroppedTask(NamedTuple):
     """A task that goes no further. reason: a constant phrase. processor: the step's stamp."""
 
@@ -500,15 +454,14 @@ async def run_task_chain(steps: Sequence[Step], task: Task, context: Context) ->
 def _settled(step: Step, member: Task, result: object, known: set[str]) -> list[Task] | DroppedTask:
     if isinstance(result, Failure):
         return DroppedTask(member, f"processor {result.kind}", f"{step.stamp}: {result.detail}", step.stamp)
-    if isinstance(result, Drop):
-        if fault := drop_fault(result):
-            return DroppedTask(member, NONSENSE, f"{step.stamp}: {fault}", step.stamp)
-        return DroppedTask(member, result.reason, str(result.detail)[:MAX_DETAIL_CHARS], step.stamp)
     results = list(result) if isinstance(result, list | tuple) else [result]
-    fault = next((fault for result in results if (fault := task_fault(result))), "")
     tasks = [result for result in results if isinstance(result, Task)]
-    if not fault:
-        fault = _family_fault(member, tasks, known)
+    if isinstance(result, Drop):
+        fault = drop_fault(result)
+        if not fault:
+            return DroppedTask(member, result.reason, str(result.detail)[:MAX_DETAIL_CHARS], step.stamp)
+    else:
+        fault = next(filter(None, map(task_fault, results)), "") or _family_fault(member, tasks, known)
     return DroppedTask(member, NONSENSE, f"{step.stamp}: {fault}", step.stamp) if fault else tasks
 
 
@@ -518,11 +471,9 @@ def _family_fault(member: Task, tasks: Sequence[Task], known: set[str]) -> str:
     if own != 1:
         return f"id: got {member.id} {own} times, expected the task itself once, or Drop(reason)"
     for task in tasks:
-        if task.id == member.id:
-            continue
-        if task.parent != member.id:
+        if task.id != member.id and task.parent != member.id:
             return f"parent: got {task.parent!r} on {task.id}, expected {member.id!r}, which it was made from"
-        if task.id in known:
+        if task.id != member.id and task.id in known:
             return f"id: {task.id} is there already"
         known.add(task.id)
     return ""

@@ -9,8 +9,7 @@ import msgspec
 from actors.config import ExploreConfig, MasterConfig, ReloadConfig
 from actors.gateway.config import GatewayConfig
 from infra.chain.insert import ProcessorConfig
-from infra.observe.release import release
-from infra.settings.config import Floor, NonNegative, Section, UnknownKey, Use, decode, duration_s, read_toml
+from infra.settings.config import Floor, NonNegative, Section, Use, decode, duration_s, read_toml
 from infra.settings.outside import without_secrets
 from schemas.errors import ConfigError
 from streams.config import (
@@ -127,10 +126,7 @@ def load_settings(path: Path, sets: Iterable[str] = ()) -> Settings:
     """Read, override and check the file; raises ConfigError."""
     if not path.exists():
         raise ConfigError(f"{path}: no such file; expected a {DEFAULT_FILE} here, or --config FILE")
-    try:
-        settings = decode(read_toml(path, sets), Settings, str(path))
-    except UnknownKey as error:
-        raise ConfigError(f"{error} (this is release {release()}; a later release may know it)") from error
+    settings = decode(read_toml(path, sets), Settings, str(path))
     return msgspec.structs.replace(typed(settings), folder=path.resolve().parent)
 
 

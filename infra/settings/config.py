@@ -306,10 +306,6 @@ class Floor(Section, frozen=True):
         return model
 
 
-class UnknownKey(ConfigError):
-    """Error for a key that this release does not know."""
-
-
 def duration_s(text: str) -> float:
     """Seconds of a duration; raises ConfigError.
 
@@ -351,7 +347,7 @@ def _check_keys(value: Mapping[str, object], struct: type[msgspec.Struct], path:
         if key not in fields:
             near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
             hint = f'did you mean "{near[0]}"?' if near else f"expected one of {', '.join(fields)}"
-            raise UnknownKey(f"{where}: {join(path, key)}: unknown key, {hint}")
+            raise ConfigError(f"{where}: {join(path, key)}: unknown key, {hint}")
         _check(item, fields[key].type, join(path, key), where)
     for key, field in fields.items():
         if field.required and key not in value:
@@ -451,36 +447,23 @@ def apply_set(table: Table, setting: str, flag: str = "--set") -> None:
         value: Any = tomllib.loads(f"value = {value_text}")["value"]
     except tomllib.TOMLDecodeError:
         value = value_text.strip()
-    keys = _split_key(key.strip(), where)
+    try:
+        names, below = [], tomllib.loads(f"{key} = 0")
+        while isinstance(below, dict):
+            ((name, below),) = below.items()
+            names.append(name)
+    except ValueError as error:
+        raise ConfigError(f"{where}: got the key {key!r}, expected names joined by dots") from error
     node: Any = table
-    for depth, name in enumerate(keys):
-        last = depth == len(keys) - 1
+    for depth, name in enumerate(names):
+        above, place = ".".join(names[:depth]), name
         if isinstance(node, list):
             if not name.isdigit() or int(name) >= len(node):
-                table_path = ".".join(keys[:depth])
-                raise ConfigError(f"{where}: got {name!r}, expected an index below {len(node)} of {table_path}")
-            if last:
-                node[int(name)] = value
-            else:
-                node = node[int(name)]
-        elif isinstance(node, dict):
-            if last:
-                node[name] = value
-            else:
-                node = node.setdefault(name, {})
+                raise ConfigError(f"{where}: got {name!r}, expected an index below {len(node)} of {above}")
+            place = int(name)
+        elif not isinstance(node, dict):
+            raise ConfigError(f"{where}: {above} is a value, expected a table")
+        if depth == len(names) - 1:
+            node[place] = value
         else:
-            raise ConfigError(f"{where}: {'.'.join(keys[:depth])} is a value, expected a table")
-
-
-def _split_key(key: str, where: str) -> list[str]:
-    try:
-        node: Any = tomllib.loads(f"{key} = 0")
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where}: got the key {key!r}, expected names joined by dots") from error
-    names = []
-    while isinstance(node, dict):
-        (name, node), *more = node.items()
-        if more:
-            raise ConfigError(f"{where}: got the key {key!r}, expected names joined by dots")
-        names.append(name)
-    return names
+            node = node.setdefault(name, {}) if isinstance(node, dict) else node[place]

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from infra.chain.chain import Step, run_whole
+from infra.chain.chain import Context, Step, run_chain
 from infra.chain.insert import ProcessorConfig, with_processors
 from infra.settings.config import Pacing
 from schemas import Batch, BatchItem, Block, Experience
@@ -218,7 +218,7 @@ async def apply_chain(
     if not steps:
         return batch, list(items)
     given = [without_weight(item.experience) for item in items]
-    outcome = await run_whole(steps, given)
+    outcome = await run_chain(steps, given, Context())
     for gone in outcome.dropped[:1]:
         logger.info("batch chain dropped step=%d first=%s reason=%s", batch.step, gone.experience.id, gone.reason)
     reasons = {_key(gone.experience): gone.reason for gone in outcome.dropped}
