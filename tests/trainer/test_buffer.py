@@ -1,7 +1,6 @@
 """The buffer: what is held, how often it may be trained, and that deliveries twice or late change nothing."""
 
 import asyncio
-from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
@@ -15,8 +14,9 @@ from infra.policies.fold import PoliciesFold
 from infra.store.memory import MemoryStore
 from schemas import Block, MasterState, PolicyEvent, Progress, decode, encode, topics
 from schemas.errors import BadFrame, FencedOut, OffsetOutOfRange
-from tests.trainer.trainer_samples import block, message, mixed
-from trainer.buffer.buffer import Buffer, Known, Stored, make_candidate, read_blocks, use_key
+from tests.trainer.trainer_samples import block, message, mixed, pair
+from trainer.batch.batch import TrainItem
+from trainer.buffer.buffer import Buffer, make_candidate, read_blocks, use_key
 from trainer.buffer.intake import Intake, follow_buffer
 from trainer.buffer.pool import FIRST_ROWS, Candidate, LaneRows
 from trainer.journal.journal import take_lease
@@ -37,15 +37,6 @@ def add(buffer: Buffer, offset: int, each: Block) -> str:
 def only(buffer: Buffer, lane: str = "usual") -> Candidate:
     (candidate,) = buffer.candidates(lane)  # type: ignore[arg-type]
     return candidate
-
-
-def test_a_drawn_group_comes_back_whole_and_is_gone() -> None:
-    each = block("a.0", num_members=3)
-    buffer = filled(each, block("b.0"))
-    (drawn,) = buffer.take(buffer.candidates("usual")[:1])
-    assert [member.id for member in drawn.experiences] == [member.id for member in each.experiences]
-    assert drawn.experiences[2].tokens.tolist() == each.experiences[2].tokens.tolist()
-    assert buffer.references() == [1] and buffer.num_experiences("usual") == 2
 
 
 def test_a_group_with_a_sequence_longer_than_the_context_is_refused_whole() -> None:
@@ -114,15 +105,6 @@ def only_uses(buffer: Buffer, group: str) -> int:
     return next(candidate.uses for candidate in buffer.candidates("expert") if candidate.group == group)
 
 
-def test_what_has_no_use_left_was_heard_here_and_after_a_restart() -> None:
-    buffer = filled(block("a.0", num_members=3), block("b.0", num_members=2))
-    buffer.take([buffer.candidates("usual")[0]])
-    assert (buffer.num_experiences("usual"), buffer.num_heard("usual")) == (2, 5)
-    restarted = Buffer({"usual": 1}, buffer.uses)
-    add(restarted, 0, block("a.0", num_members=3))
-    assert (restarted.num_experiences("usual"), restarted.num_heard("usual")) == (0, 3)
-
-
 def test_a_revision_replaces_the_older_one_that_was_not_drawn_and_never_the_other_way() -> None:
     buffer = filled(block("a.0"), block("a.0", revision=2))
     assert (only(buffer).offset, only(buffer).revision) == (1, 2)
@@ -153,13 +135,6 @@ def test_a_group_that_the_master_waits_for_is_refused_with_a_reason_where_it_is_
     assert buffer.references() == [] and buffer.validation() == []
 
 
-def test_a_use_of_something_no_longer_held_still_counts() -> None:
-    buffer = filled()
-    buffer.count_use(make_candidate(9, block("a.0"), 0))
-    assert dict(buffer.uses) == {use_key("a.0", 0, "usual"): Known(1, 9)}
-    assert add(buffer, 9, block("a.0")) == "already trained"
-
-
 def test_a_use_that_the_journal_tells_of_counts_for_whichever_revision_is_held() -> None:
     for held, told in ((0, 1), (1, 0)):
         buffer = filled(block("a.0", revision=held), block("e.0", lane="expert", revision=held))
@@ -167,15 +142,39 @@ def test_a_use_that_the_journal_tells_of_counts_for_whichever_revision_is_held()
         buffer.count_use(make_candidate(9, block("e.0", lane="expert", revision=told), 0))
         assert not buffer.candidates("usual") and only(buffer, "expert").uses == 1
         assert add(buffer, 9, block("a.0", revision=2)) == "already trained"
+    gone = filled()
+    gone.count_use(make_candidate(9, block("a.0"), 0))
+    assert add(gone, 9, block("a.0")) == "already trained", "also if nothing of it is held"
     buffer = filled(block("a.0"))
     buffer.count_use(make_candidate(9, block("a.0", revision=1, retrained=1), 0))
     assert only(buffer).uses == 0, "what was sent to be trained again is counted by itself"
 
 
-def test_a_candidate_is_as_old_as_its_oldest_token_and_has_a_ratio_only_if_all_have() -> None:
-    young, old = block(version=9).experiences[0], block(version=2, ratio=False).experiences[1]
-    each = make_candidate(4, Block((young, old)), 0)
-    assert (each.min_version, each.has_ratio, each.num_experiences, each.offset) == (2, False, 2, 4)
+def paired(items: list[TrainItem]) -> Block:
+    return Block(tuple(item.experience for item in items))
+
+
+def about_another_prompt(item: TrainItem) -> TrainItem:
+    return TrainItem(item.experience.with_bulk(tokens=[1, 20, 22, 30]), item.item)
+
+
+@pytest.mark.parametrize(
+    ("items", "fault"),
+    [
+        (pair([30, 2], [31, 2]), ""),
+        (pair([30, 2], [30, 2]), "pair with equal sides"),
+        (pair([30, 2], [31, 2])[:1], "half a pair"),
+        ([*pair([30], [31]), pair([32], [33])[1]], "half a pair"),
+        ([pair([30], [31])[0], about_another_prompt(pair([30], [31])[1])], "pair with different prompts"),
+    ],
+)
+def test_a_pair_is_two_answers_to_one_prompt_that_differ_and_is_kept_whole(items: list[TrainItem], fault: str) -> None:
+    held = Intake(Buffer({"human": 1}), buffer_next=0, progress_next=0)
+    each = paired(items)
+    assert held.take_block(message(each, 0), each) == fault
+    if not fault:
+        (candidate,) = held.buffer.candidates("human")
+        assert candidate.is_pair and candidate.num_experiences == 2
 
 
 DELIVERIES = st.lists(
@@ -218,20 +217,10 @@ async def filled_blocks(num_blocks: int) -> Log:
     return log
 
 
-def read(num_blocks: int, offsets: Iterable[int]) -> dict[int, Stored]:
-    async def main() -> dict[int, Stored]:
-        return await read_blocks(await filled_blocks(num_blocks), offsets)
-
-    return asyncio.run(main())
-
-
 @pytest.mark.parametrize("offsets", [[3], [1, 900]])
-def test_an_offset_past_the_end_is_an_error_that_names_it(offsets: list[int]) -> None:
+async def test_an_offset_past_the_end_or_that_retention_took_is_an_error_and_never_a_gap(offsets: list[int]) -> None:
     with pytest.raises(OffsetOutOfRange, match=f"offset {offsets[-1]} is not kept, and the journal names it"):
-        read(3, offsets)
-
-
-async def test_an_offset_that_retention_took_is_an_error_and_never_a_gap() -> None:
+        await read_blocks(await filled_blocks(3), offsets)
     log = await filled_blocks(6)
     await log.bus.delete_records(Partition(log.name(topics.BUFFER), 0), 4)
     assert sorted(await read_blocks(log, [4, 5])) == [4, 5]
@@ -279,18 +268,6 @@ def arrive(each: Intake, *sequences: int) -> None:
         assert each.take_block(message(arrived, sequence), arrived) == ""
 
 
-def test_what_lies_below_a_draw_is_no_longer_waited_for_unless_it_is_still_absent() -> None:
-    each = intake()
-    arrive(each, 0, 1, 3, 4)
-    each.settle([0, 1])
-    assert each.floor == 2 and each.absent() == [2]
-    each.settle([3, 4])
-    assert each.floor == 2, "2 may still come, and is then the oldest"
-    arrive(each, 2)
-    each.settle([2])
-    assert each.floor == 3
-
-
 @given(st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=30))
 def test_the_floor_only_rises_and_never_passes_an_absent_number(events: list[tuple[int, bool]]) -> None:
     each, arrived = intake(), set()
@@ -307,8 +284,6 @@ def test_the_floor_only_rises_and_never_passes_an_absent_number(events: list[tup
 
 def test_only_the_masters_word_says_that_no_more_will_come() -> None:
     each = intake()
-    each.take_report(Progress(role="explore", instance="e", state="draining", gauges={"outstanding_groups": 9.0}))
-    assert not each.draining and each.outstanding_groups == 0
     each.take_report(Progress(role="master", instance="m", master=MasterState(state="draining", outstanding=9)))
     assert each.draining and each.outstanding_groups == 9
     each.take_report(Progress(role="master", instance="m", state="issuing", gauges={"outstanding_groups": 1.0}))

@@ -1,174 +1,299 @@
-"""Each loss against its formula written again in numpy, and against the signs its gradient must have."""
+"""Losses, and the terms that a lane adds to any of them, against their papers' formulas written again in numpy.
+
+The gradients are written by hand from the formula, never by automatic differentiation.
+"""
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from trainer_samples import make_item
 
-from infra.cli.demo.char_model import build_char_model
-from schemas import Block, Span
 from schemas.errors import ConfigError
-from schemas.experience import CHOSEN, REJECTED, pair_fault, pair_side
-from tests.trainer.trainer_samples import block, message
-from trainer.batch.batch import TrainItem, pack
-from trainer.batch.split import split
-from trainer.buffer.buffer import Buffer
-from trainer.buffer.intake import Intake
-from trainer.buffer.pool import unfit
-from trainer.config import LOSSES, LaneConfig, TrainerConfig
-from trainer.learners.torch import TorchLearner
+from trainer.config import LOSSES, LaneConfig
 from trainer.losses import losses
-from trainer.losses.loss import LossInputs, lane_loss, open_objective
-from trainer.losses.losses import decoupled, dppo, grpo, sft, tis
+from trainer.losses.loss import KL_CAP, LossInputs, lane_loss, lane_penalty, open_objective
+from trainer.losses.losses import (
+    cispo,
+    decoupled,
+    distill,
+    dpo,
+    dppo,
+    grpo,
+    gspo,
+    icepop,
+    m2po,
+    opmd,
+    ppo,
+    reinforce,
+    second_moment_bound,
+    sft,
+    tis,
+    topr,
+)
+from trainer.losses.offpolicy import reference_k3
 
-RANDOM = np.random.default_rng(0)
-N = 200
-CURRENT = np.log(RANDOM.uniform(0.01, 0.99, N))
-BEHAVIOUR = np.log(RANDOM.uniform(0.01, 0.99, N))
-PROXIMAL = np.log(RANDOM.uniform(0.01, 0.99, N))
-REFERENCE = np.log(RANDOM.uniform(0.01, 0.99, N))
-ADVANTAGE = RANDOM.normal(size=N)
+RANDOM = np.random.default_rng(7)
+LENGTHS = [1, 4, 9, 2, 30, 3, 7, 12, 40, 20, 25, 15]
+SEQUENCE = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
+N = len(SEQUENCE)
+CURRENT, REFERENCE, TEACHER = np.log(RANDOM.uniform(0.05, 0.95, (3, N)))
+BEHAVIOUR, PROXIMAL = CURRENT + RANDOM.normal(0, 0.3, (2, N))
+ADVANTAGE_S = RANDOM.normal(size=len(LENGTHS))
+ADVANTAGE = ADVANTAGE_S[SEQUENCE]
 STALENESS = RANDOM.integers(0, 4, N)
+ENTROPY = RANDOM.uniform(0, 4, N)
+LOG_W = CURRENT - BEHAVIOUR
+W = np.exp(LOG_W)
+NOWHERE = np.full(N, np.nan)
 
 
-def tensor(values):
+def tensor(values) -> torch.Tensor:
     return torch.tensor(np.asarray(values, float))
 
 
-def inputs(current=CURRENT, behaviour=BEHAVIOUR, advantage=ADVANTAGE, *, ratio=True, **more):
-    current = tensor(current).requires_grad_()
+def inputs(
+    current=CURRENT, *, ratio=True, sequence=SEQUENCE, staleness=None, pair=None, bound=None, **more
+) -> LossInputs:
+    """The arrays above, unless `more` gives others; a proximal policy, a reference and a teacher only where it names them."""
+    num = len(current)
+    given = {"behaviour": BEHAVIOUR, "advantage": ADVANTAGE} | more
     return LossInputs(
-        logprob=current,
-        behaviour=tensor(behaviour),
-        advantage=tensor(advantage),
-        staleness=more.pop("staleness", torch.zeros(len(current), dtype=torch.int64)),
-        ratio=torch.full((len(current),), ratio),
-        **{name: tensor(values) for name, values in more.items()},
+        logprob=tensor(current).requires_grad_(),
+        staleness=torch.zeros(num, dtype=torch.int64) if staleness is None else torch.tensor(staleness),
+        ratio=torch.full((num,), ratio) if isinstance(ratio, bool) else torch.tensor(ratio),
+        sequence=torch.tensor(sequence),
+        pair=None if pair is None else torch.tensor(pair),
+        bound=bound,
+        **{name: tensor(values).requires_grad_(name == "entropy") for name, values in given.items()},
     )
 
 
-def value_and_gradient(loss, given, **options):
+def per_sequence(values):
+    """Sum over the tokens of each sequence, by a plain loop."""
+    return np.array([sum(values[s == SEQUENCE]) for s in range(len(LENGTHS))])
+
+
+def value_and_gradient(loss, given: LossInputs, **options):
     output = loss(given, **options)
     output.loss.sum().backward()
     clipped = None if output.clipped is None else output.clipped.numpy()
     return output.loss.detach().numpy(), given.logprob.grad.numpy(), clipped
 
 
+def check(loss, given: LossInputs, *, value, gradient, clipped=None, **options) -> None:
+    """Value by token, or by sequence where there are as many; clipped: None where the loss silences no token."""
+    found, slope, silenced = value_and_gradient(loss, given, **options)
+    assert (per_sequence(found) if len(value) == len(LENGTHS) else found) == pytest.approx(value)
+    assert slope == pytest.approx(gradient)
+    if clipped is None:
+        assert silenced is None
+    else:
+        assert (silenced == clipped).all() and 0 < clipped.sum() < len(clipped), "some are clipped and some are not"
+
+
 def test_dppo_is_its_formula():
-    # L = -min(w,5) A log π [not masked] + τ (log w)², with w constant: dL/dlogπ = -min(w,5) A [not masked] + 2τ log w
-    value, gradient, clipped = value_and_gradient(dppo, inputs())
-    log_w = CURRENT - BEHAVIOUR
+    # L = -min(w, cap) A log π [not masked] + τ (log w)², w constant: dL/dlogπ = -min(w, cap) A [not masked] + 2τ log w
     moved = np.exp(CURRENT) - np.exp(BEHAVIOUR)
     masked = np.where(ADVANTAGE > 0, moved > 0.2, moved < -0.2)
-    kept = np.minimum(np.exp(log_w), 5) * ADVANTAGE * ~masked
-    assert value == pytest.approx(-kept * CURRENT + 1e-3 * log_w**2)
-    assert gradient == pytest.approx(-kept + 2e-3 * log_w)
-    assert (clipped == masked).all()
-    assert 20 < masked.sum() < N - 20
-
-
-def test_dppo_pushes_down_a_bad_token_that_has_grown_beyond_the_cap():
-    # μ 0.01 → π 0.15: w = 15 > 5. The gradient on log π is +5 for A = -1, so a step down the gradient lowers it.
-    _, gradient, _ = value_and_gradient(dppo, inputs([np.log(0.15)], [np.log(0.01)], [-1.0]), tau=0.0)
-    assert gradient == pytest.approx([5.0])
-
-
-def test_dppo_masked_tokens_have_no_gradient_but_the_pull_to_behaviour():
-    given = inputs(np.log([0.9, 0.1]), np.log([0.5, 0.5]), [1.0, -1.0])
-    _, gradient, clipped = value_and_gradient(dppo, given, tau=0.0)
-    assert clipped.all()
-    assert gradient.tolist() == [0.0, 0.0]
-    _, gradient, _ = value_and_gradient(dppo, inputs(np.log([0.9, 0.1]), np.log([0.5, 0.5]), [1.0, -1.0]))
-    assert np.sign(gradient).tolist() == [1.0, -1.0]  # back towards μ: the grown one down, the shrunk one up
+    kept = np.minimum(W, 1.5) * ADVANTAGE * ~masked
+    value, gradient = -kept * CURRENT + 1e-3 * LOG_W**2, -kept + 2e-3 * LOG_W
+    check(dppo, inputs(), value=value, gradient=gradient, clipped=masked, cap=1.5)
 
 
 def test_grpo_is_its_formula():
     # L = -min(wA, clip(w, 0.8, 1.2) A); dL/dlogπ = -wA where not clipped, else 0 (dw/dlogπ = w)
-    value, gradient, clipped = value_and_gradient(grpo, inputs())
-    w = np.exp(CURRENT - BEHAVIOUR)
-    flat = np.where(ADVANTAGE > 0, w > 1.2, w < 0.8)
-    assert value == pytest.approx(-np.minimum(w * ADVANTAGE, np.clip(w, 0.8, 1.2) * ADVANTAGE))
-    assert gradient == pytest.approx(np.where(flat, 0, -w * ADVANTAGE))
-    assert (clipped == flat).all()
+    flat = np.where(ADVANTAGE > 0, W > 1.2, W < 0.8)
+    value = -np.minimum(W * ADVANTAGE, np.clip(W, 0.8, 1.2) * ADVANTAGE)
+    check(grpo, inputs(), value=value, gradient=np.where(flat, 0, -W * ADVANTAGE), clipped=flat)
 
 
-def test_grpo_penalizes_distance_from_the_reference_with_k3():
-    # k3(π_θ‖π_ref) = π_ref/π_θ - 1 - log(π_ref/π_θ); d/dlogπ = 1 - π_ref/π_θ
-    value, gradient, _ = value_and_gradient(grpo, inputs(advantage=np.zeros(N), reference=REFERENCE), kl=0.5)
+@pytest.mark.parametrize("estimator", ["k3", "k1"])
+def test_grpo_penalizes_the_distance_from_the_reference(estimator):
+    # k3(π_θ‖π_ref) = q - 1 - log q, q = π_ref/π_θ; d/dlogπ = 1 - q
+    # k1: d/dz KL(π‖ref) = Σ_a π(a) log(π(a)/ref(a)) dlogπ(a)/dz, each sampled token weighs w·log(π/ref)
     q = np.exp(REFERENCE - CURRENT)
-    assert value == pytest.approx(0.5 * (q - 1 - np.log(q)))
-    assert gradient == pytest.approx(0.5 * (1 - q))
+    pull = W * (CURRENT - REFERENCE)
+    value, gradient = (q - 1 - np.log(q), 1 - q) if estimator == "k3" else (pull * CURRENT, pull)
+    given = inputs(advantage=np.zeros(N), reference=REFERENCE)
+    found, slope, _ = value_and_gradient(grpo, given, kl=0.5, estimator=estimator)
+    assert found == pytest.approx(0.5 * value) and slope == pytest.approx(0.5 * gradient)
+
+
+def test_ppo_is_the_clipped_surrogate_on_the_advantages_it_is_given():
+    advantage = RANDOM.normal(size=N)  # a critic's: they differ within a sequence
+    flat = np.where(advantage > 0, W > 1.2, W < 0.8)
+    value = -np.minimum(W * advantage, np.clip(W, 0.8, 1.2) * advantage)
+    gradient = np.where(flat, 0, -W * advantage)
+    check(ppo, inputs(advantage=advantage), value=value, gradient=gradient, clipped=flat)
+    assert open_objective(LaneConfig(loss="ppo")).critic
+
+
+@pytest.mark.parametrize("loss", [ppo, grpo])
+def test_dual_clip_bounds_how_hard_a_bad_token_that_has_grown_is_pushed_down(loss):
+    # A < 0: max(min(wA, clip(w)A), cA); flat, so without gradient, where w > c. arXiv 1912.09729 eq. 5
+    single = np.minimum(W * ADVANTAGE, np.clip(W, 0.8, 1.2) * ADVANTAGE)
+    dual = np.where(ADVANTAGE < 0, np.maximum(single, 1.5 * ADVANTAGE), single)
+    flat = np.where(ADVANTAGE > 0, W > 1.2, (W < 0.8) | (W > 1.5))
+    assert ((ADVANTAGE < 0) & (W > 1.5)).sum() > 3
+    gradient = np.where(flat, 0, -W * ADVANTAGE)
+    check(loss, inputs(), value=-dual, gradient=gradient, clipped=flat, dual_clip_at=1.5)
 
 
 def test_decoupled_is_its_formula():
-    # L = -min(ρ,5) min(rA, clip(r, 0.8, 1.28) A), ρ = π_p/μ constant, r = π_θ/π_p
-    value, gradient, clipped = value_and_gradient(decoupled, inputs(proximal=PROXIMAL))
-    rho, r = np.minimum(np.exp(PROXIMAL - BEHAVIOUR), 5), np.exp(CURRENT - PROXIMAL)
-    flat = np.where(ADVANTAGE > 0, r > 1.28, r < 0.8)
-    assert value == pytest.approx(-rho * np.minimum(r * ADVANTAGE, np.clip(r, 0.8, 1.28) * ADVANTAGE))
-    assert gradient == pytest.approx(np.where(flat, 0, -rho * r * ADVANTAGE))
-    assert (clipped == flat).all()
+    # L = -min(ρ, cap) min(rA, clip(r, 0.8, 1.28) A), ρ = π_p/μ constant, r = π_θ/π_p
+    rho, r = np.minimum(np.exp(PROXIMAL - BEHAVIOUR), 1.3), np.exp(CURRENT - PROXIMAL)
+    check_decoupled(rho, r, inputs(proximal=PROXIMAL), cap=1.3)
 
 
 def test_decoupled_log_linear_stands_between_behaviour_and_current():
     # log π_p = (1-α) log μ + α log π_θ with α = s/(s+1) and π_θ held constant there, so r = (π_θ/μ)^(1/(s+1))
-    given = inputs(staleness=torch.tensor(STALENESS))
-    value, gradient, _ = value_and_gradient(decoupled, given, proximal="log-linear")
-    log_w = CURRENT - BEHAVIOUR
-    rho, r = np.minimum(np.exp(log_w * STALENESS / (STALENESS + 1)), 5), np.exp(log_w / (STALENESS + 1))
+    rho, r = np.minimum(np.exp(LOG_W * STALENESS / (STALENESS + 1)), 1.3), np.exp(LOG_W / (STALENESS + 1))
+    check_decoupled(rho, r, inputs(staleness=STALENESS), cap=1.3, proximal="log-linear")
+
+
+def check_decoupled(rho, r, given: LossInputs, **options) -> None:
     flat = np.where(ADVANTAGE > 0, r > 1.28, r < 0.8)
-    assert value == pytest.approx(-rho * np.minimum(r * ADVANTAGE, np.clip(r, 0.8, 1.28) * ADVANTAGE))
-    assert gradient == pytest.approx(np.where(flat, 0, -rho * r * ADVANTAGE))
+    value = -rho * np.minimum(r * ADVANTAGE, np.clip(r, 0.8, 1.28) * ADVANTAGE)
+    check(decoupled, given, value=value, gradient=np.where(flat, 0, -rho * r * ADVANTAGE), clipped=flat, **options)
 
 
 def test_tis_is_its_formula():
-    value, gradient, clipped = value_and_gradient(tis, inputs())
-    w = np.exp(CURRENT - BEHAVIOUR)
-    assert value == pytest.approx(-np.minimum(w, 2) * ADVANTAGE * CURRENT)
-    assert gradient == pytest.approx(-np.minimum(w, 2) * ADVANTAGE)
-    assert (clipped == (w > 2)).all()
+    gradient = -np.minimum(W, 1.2) * ADVANTAGE
+    check(tis, inputs(), value=gradient * CURRENT, gradient=gradient, clipped=W > 1.2, cap=1.2)
+
+
+def test_cispo_keeps_every_gradient_under_a_clipped_weight():
+    # L = -c A log π with c = clip(w, 0.7, 1.3) a constant: dL/dlogπ = -c A, also where the clip acts
+    gradient = -np.clip(W, 0.7, 1.3) * ADVANTAGE
+    check(
+        cispo, inputs(), value=gradient * CURRENT, gradient=gradient, clipped=(W < 0.7) | (W > 1.3), low=0.3, high=0.3
+    )
+
+
+def test_icepop_drops_what_lies_outside_its_interval():
+    # L = -w A where alpha <= w <= beta, else nothing; dw/dlogπ = w
+    kept = (W >= 0.8) & (W <= 1.3)
+    value = np.where(kept, -W * ADVANTAGE, 0)
+    check(icepop, inputs(), value=value, gradient=value, clipped=~kept, alpha=0.8, beta=1.3)
+
+
+def test_reinforce_never_looks_at_who_sampled():
+    given = inputs(ratio=False, behaviour=NOWHERE)
+    check(reinforce, given, value=-ADVANTAGE * CURRENT, gradient=-ADVANTAGE)
 
 
 def test_sft_is_the_negative_logprob_and_never_looks_at_behaviour():
-    value, gradient, clipped = value_and_gradient(sft, inputs(behaviour=np.full(N, np.nan), ratio=False))
-    assert value == pytest.approx(-CURRENT)
-    assert gradient == pytest.approx(-np.ones(N))
-    assert clipped is None
+    check(sft, inputs(ratio=False, behaviour=NOWHERE), value=-CURRENT, gradient=-np.ones(N))
 
 
-@pytest.mark.parametrize("loss", [dppo, grpo, decoupled, tis])
+PUSHED = np.where(ADVANTAGE > 0, LOG_W > 0, LOG_W < 0)  # what a step would move further away
+
+
+@pytest.mark.parametrize("threshold", [1e-9, 0.005, 0.04])
+def test_m2po_masks_the_fewest_outliers_that_bring_the_second_moment_down(threshold):
+    left = sorted(np.square(LOG_W[PUSHED]))  # algorithm 1 as it reads
+    while left and np.mean(left) > threshold:
+        left.pop()
+    bound = second_moment_bound(LOG_W, ADVANTAGE, threshold=threshold)
+    kept = ~PUSHED | ((left[-1] if left else -1) >= LOG_W**2)
+    assert kept.sum() == len(left) + (~PUSHED).sum()
+    value = np.where(kept, -W * ADVANTAGE, 0)
+    check(m2po, inputs(bound=bound), value=value, gradient=value, clipped=~kept, threshold=threshold)
+    assert second_moment_bound(LOG_W, ADVANTAGE, threshold=1.0) == np.inf, "nothing is masked"
+
+
+def test_gspo_clips_whole_sequences_by_the_mean_of_their_log_ratios():
+    # s = exp(mean log w); L_S = -min(sA, clip(s)A), each token carrying 1/|y| of it; ds/dlogπ_t = s/|y|
+    s = np.exp(per_sequence(LOG_W) / LENGTHS)
+    flat = np.where(ADVANTAGE_S > 0, s > 1.05, s < 0.95)
+    value = -np.minimum(s * ADVANTAGE_S, np.clip(s, 0.95, 1.05) * ADVANTAGE_S)
+    gradient = (np.where(flat, 0, -s * ADVANTAGE_S) / LENGTHS)[SEQUENCE]
+    check(gspo, inputs(), value=value, gradient=gradient, clipped=flat[SEQUENCE], low=0.05, high=0.05)
+
+
+def test_topr_imitates_the_good_and_tapers_the_bad():
+    # positive: -A log π(y); negative: weight min(π(y)/μ(y), 1), a constant, which silences no token
+    weight = np.where(ADVANTAGE_S >= 0, 1, np.minimum(np.exp(per_sequence(LOG_W)), 1))
+    assert (weight < 1).any()
+    value = -weight * ADVANTAGE_S * per_sequence(CURRENT)
+    check(topr, inputs(), value=value, gradient=(-weight * ADVANTAGE_S)[SEQUENCE])
+
+
+def test_opmd_is_a_plain_policy_gradient_held_by_a_squared_distance():
+    # L_S = -A log π(y) + τ/2 D², D = log π(y)/μ(y): dL/dlogπ_t = -A + τ D
+    distance = per_sequence(LOG_W)
+    value = -ADVANTAGE_S * per_sequence(CURRENT) + 0.15 * distance**2
+    check(opmd, inputs(), value=value, gradient=(-ADVANTAGE_S + 0.3 * distance)[SEQUENCE], tau=0.3)
+
+
+@pytest.mark.parametrize("baseline", [None, -0.7])
+def test_distillation_moves_every_token_towards_the_teacher(baseline):
+    pull = np.minimum(W, 1.1) * (TEACHER - CURRENT - (baseline or 0))
+    given = inputs(teacher=TEACHER, bound=baseline)
+    check(distill, given, value=-pull * CURRENT, gradient=-pull, clipped=W > 1.1, cap=1.1)
+
+
+PAIRS = np.array([0, 1, 3, 2, 4, 5, 7, 6, 8, 9, 10, 11])[SEQUENCE]  # sides come in any order
+
+
+def test_dpo_is_the_logistic_loss_of_the_margin_between_the_sides():
+    # L_p = -log σ(β m), m = Σ_w (log π - log ref) - Σ_l (…); dL/dlogπ_t = ∓β (1 - σ(β m))
+    given = inputs(ratio=False, behaviour=NOWHERE, reference=REFERENCE, pair=PAIRS)
+    value, gradient, _ = value_and_gradient(dpo, given, beta=0.3)
+    side_sums = np.array([sum((CURRENT - REFERENCE)[side == PAIRS]) for side in range(12)])
+    margin = side_sums[0::2] - side_sums[1::2]
+    assert [value[p == PAIRS // 2].sum() for p in range(6)] == pytest.approx(np.log(1 + np.exp(-0.3 * margin)))
+    slope = 0.3 / (1 + np.exp(0.3 * margin))
+    assert gradient == pytest.approx(np.where(PAIRS % 2 == 0, -1, 1) * slope[PAIRS // 2])
+
+
+@pytest.mark.parametrize(("side", "message"), [(0, "both of every pair"), (-1, "outside any pair")])
+def test_dpo_refuses_half_a_pair(side, message):
+    with pytest.raises(ValueError, match=message):
+        dpo(inputs(reference=REFERENCE, pair=np.where(PAIRS == 1, side, PAIRS)))
+
+
+WITH_RATIOS = [cispo, decoupled, dppo, gspo, grpo, icepop, m2po, opmd, ppo, tis, topr]
+
+
+@pytest.mark.parametrize("loss", WITH_RATIOS)
 def test_on_policy_every_loss_with_ratios_is_the_plain_policy_gradient(loss):
-    # At π_θ = π_p = μ all weights are 1, nothing is clipped, and the gradient on log π is -A.
-    given = inputs(CURRENT, CURRENT, proximal=CURRENT)
-    _, gradient, clipped = value_and_gradient(loss, given)
-    assert gradient == pytest.approx(-ADVANTAGE)
-    assert loss is tis or not clipped.any()
+    # At π_θ = π_p = μ all weights are 1, nothing is clipped: -A, or its share where a sequence is one action of equal parts
+    _, gradient, clipped = value_and_gradient(loss, inputs(behaviour=CURRENT, proximal=CURRENT, bound=0.0))
+    assert gradient == pytest.approx(-ADVANTAGE / (np.array(LENGTHS)[SEQUENCE] if loss is gspo else 1))
+    assert clipped is None or not clipped.any()
 
 
-@pytest.mark.parametrize("loss", [dppo, grpo, decoupled, tis])
+@pytest.mark.parametrize("loss", [*WITH_RATIOS, distill])
 def test_tokens_without_a_ratio_never_meet_an_importance_weight(loss):
-    with pytest.raises(ValueError, match="200 tokens with ratio=False"):
-        loss(inputs(ratio=False, proximal=PROXIMAL))
+    with pytest.raises(ValueError, match=f"{N} tokens with ratio=False"):
+        loss(inputs(ratio=False, proximal=PROXIMAL, bound=1.0, teacher=TEACHER))
 
 
-def test_lanes_with_weights_are_the_mix_loss():
-    # (1-m)·mean over usual tokens + m·mean over expert tokens, each by its own count, cut anywhere
-    rl = open_objective(LaneConfig(loss="tis", weight=0.9))
-    supervised = open_objective(LaneConfig(loss="sft", weight=0.1))
-    ones = torch.ones(N, dtype=torch.float64)
-    whole, _ = lane_loss(rl, inputs(), ones, N)
-    expert, _ = lane_loss(supervised, inputs(ratio=False), ones, N)
-    whole, expert = whole.detach(), expert.detach()
-    w = np.exp(CURRENT - BEHAVIOUR)
-    expected = 0.9 * np.mean(-np.minimum(w, 2) * ADVANTAGE * CURRENT) + 0.1 * np.mean(-CURRENT)
-    assert float(whole + expert) == pytest.approx(expected)
-    halves = [
-        lane_loss(rl, inputs(CURRENT[cut], BEHAVIOUR[cut], ADVANTAGE[cut]), ones[cut], N)[0].detach()
-        for cut in (slice(0, 70), slice(70, N))
-    ]
-    assert float(sum(halves)) == pytest.approx(float(whole))
-    doubled, _ = lane_loss(rl, inputs(), 2 * ones, N)
-    assert float(doubled.detach()) == pytest.approx(2 * float(whole))
+@pytest.mark.parametrize("loss", [gspo, topr, opmd])
+def test_turns_with_advantages_of_their_own_give_a_sequence_their_mean(loss):
+    own = ADVANTAGE + RANDOM.normal(size=N)
+    mean = (per_sequence(own) / LENGTHS)[SEQUENCE]
+    found = [value_and_gradient(loss, inputs(advantage=advantage))[:2] for advantage in (own, mean)]
+    assert found[0][0] == pytest.approx(found[1][0]) and found[0][1] == pytest.approx(found[1][1])
+
+
+@pytest.mark.parametrize(("loss", "num"), [("tis", N), ("sft", N), *((name, 12) for name in ("gspo", "topr", "opmd"))])
+def test_a_lane_adds_its_weight_times_the_mean_over_the_whole_step_however_it_is_cut(loss, num):
+    objective = open_objective(LaneConfig(loss=loss, weight=0.9))
+
+    def added(at=slice(None), times: float = 1.0) -> float:
+        sequence = SEQUENCE[at] - SEQUENCE[at].min()
+        part = {name: array[at] for name, array in (("behaviour", BEHAVIOUR), ("advantage", ADVANTAGE))}
+        weight = torch.full((len(sequence),), times, dtype=torch.float64)
+        found, _ = lane_loss(objective, inputs(CURRENT[at], sequence=sequence, **part), weight, num)
+        return float(found.detach())
+
+    values, _, _ = value_and_gradient(vars(losses)[loss], inputs())
+    assert added() == pytest.approx(0.9 * values.sum() / num)
+    assert added(SEQUENCE < 4) + added(SEQUENCE >= 4) == pytest.approx(added())
+    assert added(times=2.0) == pytest.approx(2 * added())
 
 
 @pytest.mark.parametrize(
@@ -177,7 +302,7 @@ def test_lanes_with_weights_are_the_mix_loss():
         (LaneConfig(loss="pppo"), 'got "pppo", expected one of '),
         (LaneConfig(loss="dppo", options={"dleta": 0.1}), 'did you mean "delta"'),
         (LaneConfig(loss="decoupled", options={"minibatches": 1}), "minibatches: got 1, expected 2 or more"),
-        (LaneConfig(loss="decoupled", options={"proximal": "none"}), "proximal"),
+        (LaneConfig(loss="grpo", options={"dual_clip_at": 0.5}), r"dual_clip_at.*above 1"),
     ],
 )
 def test_a_mistaken_lane_is_a_config_error_that_says_where(lane, message):
@@ -190,94 +315,74 @@ def test_the_settings_name_every_loss_that_is_built_in() -> None:
     assert built_in - {"second_moment_bound"} == {*LOSSES}
 
 
-PROMPT = (1, 20, 21)
+WEIGHT = RANDOM.uniform(0.2, 2, N)
+RATIO = RANDOM.random(N) < 0.8
 
 
-def side(answer: list[int], kind: str, *, group: str = "p.0", episode: int = 0, prompt=PROMPT) -> TrainItem:
-    stop = len(prompt) + len(answer)
-    return make_item(
-        [*prompt, *answer],
-        [Span(len(prompt), stop, -1, 1.0, False)],
-        group=group,
-        episode=episode,
-        lane="human",
-        logprobs=np.zeros(len(answer)),
-        kind=kind,
+def test_the_pull_to_the_reference_is_its_formula():
+    # 0.5·0.3·Σ weight·w·(q - 1 - log q)/400, q = π_ref/π_θ, w = min(π_θ/μ, 5), 1 without a ratio; slope w·log(π_θ/π_ref)
+    far = np.where(np.arange(N) % 3, BEHAVIOUR, CURRENT - 3)
+    given = inputs(ratio=RATIO, behaviour=np.where(RATIO, far, np.nan), reference=REFERENCE)
+    penalty = lane_penalty(open_objective(LaneConfig(loss="sft", weight=0.5, kl=0.3)), given, tensor(WEIGHT), 400)
+    penalty.loss.backward()
+    w, q = np.where(RATIO, np.minimum(np.exp(CURRENT - far), KL_CAP), 1), np.exp(REFERENCE - CURRENT)
+    assert (w == KL_CAP).sum() > 20 and (~RATIO).sum() > 20
+    assert penalty.kl.numpy() == pytest.approx(w * (q - 1 - np.log(q))) and penalty.entropy is None
+    assert float(penalty.loss.detach()) == pytest.approx(0.15 * (WEIGHT * w * (q - 1 - np.log(q))).sum() / 400)
+    assert given.logprob.grad.numpy() == pytest.approx(0.15 * WEIGHT * w * (CURRENT - REFERENCE) / 400)
+
+
+def test_the_entropy_bonus_is_its_formula():
+    given = inputs(entropy=ENTROPY)
+    penalty = lane_penalty(open_objective(LaneConfig(loss="sft", weight=0.5, entropy=0.02)), given, tensor(WEIGHT), 400)
+    penalty.loss.backward()
+    assert float(penalty.loss.detach()) == pytest.approx(-0.01 * (WEIGHT * ENTROPY).sum() / 400)
+    assert given.entropy.grad.numpy() == pytest.approx(-0.01 * WEIGHT / 400)
+    assert penalty.kl is None and penalty.entropy.numpy() == pytest.approx(ENTROPY)
+
+
+# One state with four actions: an average over samples of μ is Σ_a μ(a)·(…); z are the logits of π.
+LOGITS, OTHER_LOGITS, SAMPLER_LOGITS = np.array([[0.4, -0.8, 1.1, 0.0], [0.1, 0.9, -0.7, 0.3], [0.6, -0.2, 0.5, -0.4]])
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    return logits - np.log(np.exp(logits).sum())
+
+
+def divergence(logits: np.ndarray) -> float:
+    """KL(π‖other)."""
+    log_p = log_softmax(logits)
+    return float((np.exp(log_p) * (log_p - log_softmax(OTHER_LOGITS))).sum())
+
+
+def slope(function: Callable[[np.ndarray], float], at: np.ndarray) -> np.ndarray:
+    step = 1e-6
+    return np.array(
+        [(function(at + step * each) - function(at - step * each)) / (2 * step) for each in np.eye(len(at))]
     )
 
 
-def pair(chosen: list[int], rejected: list[int], group: str = "p.0") -> list[TrainItem]:
-    return [side(rejected, REJECTED, group=group, episode=1), side(chosen, CHOSEN, group=group, episode=0)]
+def test_off_policy_the_pull_and_its_gradient_are_on_average_those_of_the_exact_divergence():
+    sampler = log_softmax(SAMPLER_LOGITS)
+    z = torch.tensor(LOGITS, requires_grad=True)
+    logprob = torch.log_softmax(z, 0)
+    weight = (logprob.detach() - torch.tensor(sampler)).exp()
+    assert float(weight.max()) < KL_CAP and float((weight - 1).abs().max()) > 0.3
+    mean = (
+        torch.tensor(np.exp(sampler)) * reference_k3(logprob, torch.tensor(log_softmax(OTHER_LOGITS)), weight)
+    ).sum()
+    mean.backward()
+    assert float(mean.detach()) == pytest.approx(divergence(LOGITS))
+    assert z.grad.numpy() == pytest.approx(slope(divergence, LOGITS), abs=1e-8)
 
 
-def block_of(items: list[TrainItem]) -> Block:
-    return Block(tuple(item.experience for item in items))
-
-
-@pytest.mark.parametrize(
-    ("items", "fault"),
-    [
-        (pair([30, 2], [31, 2]), ""),
-        (pair([30, 2], [30, 2]), "pair with equal sides"),
-        (pair([30, 2], [31, 2])[:1], "half a pair"),
-        ([*pair([30], [31]), side([32], CHOSEN, episode=2)], "half a pair"),
-        ([side([30], CHOSEN), side([31], "answer", episode=1)], "half a pair"),
-        ([side([30], CHOSEN), side([31], REJECTED, episode=1, prompt=(1, 20, 22))], "pair with different prompts"),
-        ([side([30], ""), side([31], "", episode=1)], ""),
-    ],
-)
-def test_a_pair_is_two_answers_to_one_prompt_that_differ(items, fault):
-    assert pair_fault([item.experience for item in items]) == fault
-
-
-def test_the_buffer_keeps_whole_pairs_and_says_why_it_refuses_others():
-    intake = Intake(Buffer({"human": 1}), buffer_next=0, progress_next=0)
-    good, equal = block_of(pair([30, 2], [31, 2], "good.0")), block_of(pair([30, 2], [30, 2], "equal.0"))
-    assert intake.take_block(message(good, 0), good) == ""
-    assert intake.take_block(message(equal, 1), equal) == "pair with equal sides"
-    (held,) = intake.buffer.candidates("human")
-    assert held.is_pair and held.num_experiences == 2
-    assert unfit([held], ratio=False, pairs=True) == []
-    intake.take_block(message(block("late.0", lane="human"), 2), block("late.0", lane="human"))
-    assert [reason for _, reason in unfit(intake.buffer.candidates("human"), ratio=False, pairs=True)] == ["not a pair"]
-
-
-def test_sides_of_a_pair_share_a_row_however_little_fits():
-    items = [each for p in range(5) for each in pair([30 + p, *[40] * (3 * p)], [60 + p, 2, 2, 2], f"p-{p}.0")]
-    whole = pack(items, max_tokens=10_000)
-    assert whole.lane_sequences == {"human": 10}
-    for batch in (pack(items, max_tokens=5), *split(pack(items, max_tokens=12), 3, seed=1)):
-        for rows in batch.microbatches:
-            marks = {int(mark) for mark in rows.pair_N}
-            assert all(mark ^ 1 in marks for mark in marks)
-
-
-def opened(model: str, **lane) -> TorchLearner:
-    lanes = {"human": LaneConfig(loss="dpo", **lane)}
-    return TorchLearner(model, TrainerConfig(lanes=lanes, threads=1), device="cpu")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(build_char_model(tmp_path_factory.mktemp("model") / "char", seed=3))
-
-
-def test_learning_from_pairs_widens_the_margin_and_any_cut_gives_one_step(model):
-    items = [each for p in range(6) for each in pair([30 + p, 2], [60 + p, 2, 2], f"p-{p}.0")]
-    learners = [opened(model), opened(model)]
-    first = [
-        learner.step(pack(items, max_tokens=size), learning_rate=1e-3, seed=0)
-        for learner, size in zip(learners, (10_000, 6), strict=True)
-    ]
-    assert first[0].loss == pytest.approx(np.log(2)), "before the first step every margin is 0"
-    assert first[1].loss == pytest.approx(first[0].loss) and first[1].grad_norm == pytest.approx(first[0].grad_norm)
-    for step in range(1, 8):
-        stats = learners[0].step(pack(items, max_tokens=10_000), learning_rate=1e-3, seed=step)
-    assert stats.loss < 0.5
-
-
-def test_a_lane_that_compares_takes_nothing_but_pairs(model):
-    lone = [side([30], ""), *pair([31], [32], "q.0")]
-    with pytest.raises(ValueError, match="outside any pair"):
-        opened(model).step(pack(lone, max_tokens=100), learning_rate=1e-3, seed=0)
-    assert [pair_side(each.experience) for each in pair([1], [2])] == [REJECTED, CHOSEN]
+@pytest.mark.parametrize("baseline", [None, -1.3])
+def test_distillation_on_policy_is_the_gradient_of_the_divergence_from_the_teacher_under_any_baseline(baseline):
+    current = log_softmax(LOGITS)
+    given = inputs(
+        current, behaviour=current, advantage=np.zeros(4), sequence=range(4), teacher=log_softmax(OTHER_LOGITS),
+        bound=baseline,
+    )  # fmt: skip
+    _, gradient, _ = value_and_gradient(distill, given)
+    score = np.eye(4) - np.exp(current)  # score[a, z] = dlogπ(a)/dz
+    assert (np.exp(current) * gradient) @ score == pytest.approx(slope(divergence, LOGITS), abs=1e-8)

@@ -1,10 +1,12 @@
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_torch_learner import plain_logprobs
-from trainer_samples import make_item, random_items, tiny_model
+from trainer_samples import make_item, pair, random_items, tiny_model
 
 from infra.model.model import load_model
 from schemas import Span
@@ -12,7 +14,6 @@ from schemas.errors import ConfigError
 from tests.tiny_models import FAMILIES
 from trainer.batch.batch import LANES, Microbatch, PackedBatch, TrainItem, pack
 from trainer.batch.split import for_ranks, split
-from trainer.batch.tree import Pictures
 from trainer.learners.forward import PackedModel
 
 
@@ -90,16 +91,9 @@ def test_microbatches_stay_within_max_tokens_and_a_longer_sequence_goes_alone():
     assert over[0].tokens_BT.shape == (1, 79)
 
 
-def test_lane_tokens_do_not_depend_on_how_the_batch_was_cut():
-    items = random_items(seed=4)
-    expected = {"usual": 0, "expert": 0}
-    for item in items:
-        expected[item.item.lane] += item.experience.num_sampled
-    for max_tokens in (1, 30, 1000):
-        batch = pack(items, max_tokens=max_tokens)
-        assert batch.lane_tokens == expected
-        assert batch.num_tokens == sum(expected.values())
-        assert batch.num_sequences == len(items)
+def joined(items: list[TrainItem], parts: Iterable[Iterable[Microbatch]]) -> PackedBatch:
+    rows = tuple(each for part in parts for each in part)
+    return PackedBatch(microbatches=rows, lane_tokens={}, num_sequences=len(items))
 
 
 def test_split_deals_every_token_once_with_a_like_share_of_each_lane():
@@ -115,31 +109,27 @@ def test_split_deals_every_token_once_with_a_like_share_of_each_lane():
     assert [part.lane_tokens for part in split(batch, 4, seed=1)] == [part.lane_tokens for part in parts]
 
 
-def test_split_parts_are_faithful():
-    items = random_items(seed=5)
-    parts = split(pack(items, max_tokens=60), 3, seed=0)
-    joined = PackedBatch(
-        microbatches=tuple(rows for part in parts for rows in part.microbatches),
-        lane_tokens={},
-        num_sequences=len(items),
-    )
-    check_faithful(items, joined)
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 50])
 @pytest.mark.parametrize("max_tokens", [1, 60, 300])
-def test_what_ranks_get_is_faithful_and_within_max_tokens(ranks, max_tokens):
+def test_what_minibatches_and_ranks_get_is_faithful_and_within_max_tokens(ranks, max_tokens):
     items = [*random_items(seed=6), make_item(range(80), [Span(40, 80, 0)], group="long.0")]
     batch = pack(items, max_tokens=max_tokens)
     dealt = for_ranks(batch, ranks)
     assert len(dealt) == ranks
-    joined = PackedBatch(
-        microbatches=tuple(each for part in dealt for each in part), lane_tokens={}, num_sequences=len(items)
-    )
-    check_faithful(items, joined)
-    assert all(rows.tokens_BT.size <= max_tokens or len(rows.tokens_BT) == 1 for rows in joined.microbatches)
+    check_faithful(items, joined(items, dealt))
+    check_faithful(items, joined(items, (part.microbatches for part in split(batch, ranks, seed=0))))
+    assert all(each.tokens_BT.size <= max_tokens or len(each.tokens_BT) == 1 for part in dealt for each in part)
     rows = [sum(len(each.tokens_BT) for each in part) for part in dealt]
     assert max(rows) - min(rows) <= 1
+
+
+def test_sides_of_a_pair_share_a_row_however_little_fits():
+    items = [each for p in range(5) for each in pair([30 + p, *[40] * (3 * p)], [60 + p, 2, 2, 2], f"p-{p}.0")]
+    assert pack(items, max_tokens=10_000).lane_sequences == {"human": 10}
+    for batch in (pack(items, max_tokens=5), *split(pack(items, max_tokens=12), 3, seed=1)):
+        for rows in batch.microbatches:
+            marks = {int(mark) for mark in rows.pair_N}
+            assert all(mark ^ 1 in marks for mark in marks)
 
 
 def test_each_rank_fills_its_microbatches_up_to_max_tokens():
@@ -151,33 +141,6 @@ def test_each_rank_fills_its_microbatches_up_to_max_tokens():
     batch = pack(items, max_tokens=16_384)
     assert [len(rows.tokens_BT) for rows in batch.microbatches] == [3] * 20
     assert max(len(part) for part in for_ranks(batch, ranks)) == 3
-
-
-def test_pictures_go_with_their_rows_to_their_rank():
-    items = [
-        TrainItem(
-            item.experience,
-            item.item,
-            Pictures((str(s),), np.array([0, 1]), (np.full((3, 2, 2), s, np.float32),)) if s % 3 else None,
-        )
-        for s, item in enumerate(
-            make_item([7, 7, *range(s + 3)], [Span(4, s + 5, 0)], group=f"{s}.0") for s in range(9)
-        )
-    ]
-    batch = pack(items, max_tokens=40)
-    for ranks in (1, 2, 4):
-        shown = {}
-        for other in (each for part in for_ranks(batch, ranks) for each in part):
-            at = other.places_P.reshape(len(other.pixels_I3HW), -1)
-            for pixels, places in zip(other.pixels_I3HW, at, strict=True):
-                row = places[0] // other.tokens_BT.shape[1]
-                (of_row,) = {
-                    int(s)
-                    for s in other.sequence_N[other.predecessor_N // other.tokens_BT.shape[1] == row]
-                    if s % 3 and pixels[0, 0, 0] == s
-                }
-                shown[of_row] = other.positions_BT.reshape(-1)[places].tolist()
-        assert shown == {s: [0, 1] for s in range(9) if s % 3}
 
 
 def test_an_experience_without_sampled_tokens_or_without_a_prompt_is_refused_by_name():
@@ -212,16 +175,9 @@ def test_logprobs_and_gradients_of_every_family_are_those_of_each_sequence_alone
             assert (logprob_N[torch.from_numpy(rows.sequence_N == s)] - expected).abs().max() < 1e-4
     for (name, value), (_, other) in zip(packed.module.named_parameters(), plain.named_parameters(), strict=True):
         assert (value.grad - other.grad).abs().max() <= 1e-5 * max(1.0, float(other.grad.abs().max())), name
-
-
-@pytest.mark.parametrize("family", READ)
-def test_a_plain_sequence_of_every_family_has_the_logprobs_of_the_model_itself(tmp_path, family):
-    folder = tiny_model(tmp_path, family)
-    tokens = tuple(range(3, 33))
-    logits = load_model(folder)(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
-    expected = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1)
-    found = PackedModel(folder, dtype="float32", device="cpu").sequence_logprobs(tokens)
-    assert (torch.tensor(found) - expected).abs().max() < 1e-4
+    whole = make_item(range(3, 33), [Span(1, 30, 0)])
+    found = packed.sequence_logprobs(tuple(range(3, 33)))
+    assert (torch.tensor(found) - plain_logprobs(plain, whole)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("family", READ)

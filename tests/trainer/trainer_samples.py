@@ -8,6 +8,7 @@ import numpy as np
 from infra.log.bus import Record
 from infra.log.log import LogMessage
 from schemas import BatchItem, Block, Lane, Span, encode, ids, make_experience
+from schemas.experience import CHOSEN, REJECTED
 from tests.tiny_models import build_tiny_model
 from trainer.batch.batch import Microbatch, PackedBatch, TrainItem, pack
 from trainer.config import CriticConfig, LaneConfig, TrainerConfig
@@ -74,6 +75,17 @@ def random_items(seed: int, *, groups: int = 5, size: int = 6, vocabulary: int =
         tokens = random.integers(3, vocabulary, 6 + g).tolist()
         items.append(make_item(tokens, [Span(3, 6 + g, -1, 1.0, False)], group=f"demo-{g}.0", lane="expert"))
     return items
+
+
+def pair(chosen: Sequence[int], rejected: Sequence[int], group: str = "p.0") -> list[TrainItem]:
+    """Two answers to a prompt, the rejected one first."""
+    return [
+        make_item(
+            [1, 20, 21, *answer], [Span(3, 3 + len(answer), -1, 1.0, False)], logprobs=np.zeros(len(answer)),
+            group=group, episode=episode, lane="human", kind=kind,
+        )
+        for kind, episode, answer in ((REJECTED, 1, rejected), (CHOSEN, 0, chosen))
+    ]  # fmt: skip
 
 
 def tiny_model(folder: Path, family: str, **settings: object) -> str:
