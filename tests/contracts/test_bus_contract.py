@@ -185,20 +185,6 @@ async def test_two_readers_of_a_group_share_the_partitions(hold: Hold) -> None:
             await reader.close()
 
 
-async def test_a_reader_that_leaves_hands_over_what_it_did_not_commit(hold: Hold) -> None:
-    async with hold() as (bus, topic):
-        group = f"{topic}-group"
-        for n in range(12):
-            await bus.send(topic, b"%d" % n, key=b"", partition=n % 4)
-        first = await bus.subscribed([topic], group=group)
-        await take(first, 12)
-        await first.commit({Partition(topic, index): 2 for index in range(4)})
-        await first.close()
-        second = await bus.subscribed([topic], group=group)
-        assert sorted(int(record.value) for record in await take(second, 4)) == [8, 9, 10, 11]
-        await second.close()
-
-
 async def test_a_commit_of_a_lost_partition_is_refused(hold: Hold) -> None:
     async with hold() as (bus, topic):
         group = f"{topic}-group"

@@ -20,7 +20,7 @@ from infra.store.images import Pixels, decode_image
 from schemas import Message
 from schemas.errors import ConfigError, PolicyRefused
 from tests.contracts.engine_case import Started
-from tests.tiny_models import FRAME, INTERNVL_VOCABULARY, build_eye_model, drawings
+from tests.tiny_models import INTERNVL_VOCABULARY, build_eye_model, drawings
 from trainer.learners.forward import PackedModel
 
 TOWER = "model.vision_tower."
@@ -235,16 +235,6 @@ def test_text_that_imitates_a_picture_stays_text_where_its_token_is_one_of_contr
     assert vision is not None
     ids = load_tokenizer(folder).encode_chat([Message(role="user", content="<img><image></img>count")])
     assert vision.token not in ids
-
-
-def test_a_picture_of_internvl_stands_between_its_two_ids(tmp_path: Path) -> None:
-    folder = build_eye_model(tmp_path / "model", family="internvl")
-    tokenizer, vision = load_tokenizer(folder), load_vision(folder)
-    assert vision is not None
-    before, after = (tokenizer.wrapped.convert_tokens_to_ids(item) for item in FRAME)
-    image = drawings(1)[0].image
-    ids = tokenizer.encode_chat([Message(role="user", content="count", images=(image,))])
-    assert ids[1:-1] == [before, *[vision.token] * vision.num_places, after]
 
 
 def test_a_tokenizer_without_the_ids_around_a_picture_is_refused(tmp_path: Path) -> None:

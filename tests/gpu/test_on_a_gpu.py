@@ -7,8 +7,8 @@ in blocks of queries instead of by FlexAttention. Bounds in bfloat16 are twice t
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from itertools import count, pairwise
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def _gradients(packed: PackedModel, one: Microbatch, path: ReadingPath) -> dict[
 
 
 GRADIENTS = [
-    (CPU, TINY, "blocks", "float32", 1e-5),
+    *((CPU, TINY, path, "float32", 1e-5) for path in ("blocks", "unpacked")),
     *((CPU, TINY, path, "bfloat16", 0.04) for path in ("dense", "blocks", "unpacked")),
     *(
         cuda(scale, path, dtype, bound)
@@ -111,19 +111,21 @@ def test_gradients_of_every_path_are_those_of_a_dense_mask_in_float32(tmp_path, 
     assert max(apart(found[name], gradient) for name, gradient in expected.items()) < bound
 
 
-def head_apart(device: str, scale: CheckScale, dtype: torch.dtype, softcap: float = 0.0) -> tuple[float, float]:
+def head_apart(device: str, scale: CheckScale, dtype: torch.dtype, softcap: float, chunk: int) -> tuple[float, float]:
     """How far the chunked head's values and its furthest gradient are from torch's own in float64."""
     torch.manual_seed(0)
-    num_N, chunk = 48, 20
+    num_N = 48
     hidden = torch.randn(num_N, scale.hidden).to(device, dtype).requires_grad_()
     weight = (torch.randn(scale.vocabulary, scale.hidden) / scale.hidden**0.5).to(device, dtype).requires_grad_()
+    bias = torch.randn(scale.vocabulary).to(device, dtype).requires_grad_()
     target_N = torch.randint(0, scale.vocabulary, (num_N,)).to(device)
     temperature_N = (0.5 + torch.rand(num_N)).to(device)
     slopes = torch.randn(2, num_N).to(device)
-    found = torch.stack(LinearLogprobs.apply(hidden, weight, None, target_N, temperature_N, softcap, chunk))
+    found = torch.stack(LinearLogprobs.apply(hidden, weight, bias, target_N, temperature_N, softcap, chunk))
     (found * slopes).sum().backward()
-    exact = [one.detach().double().requires_grad_() for one in (hidden, weight)]
-    logits = exact[0] @ exact[1].T
+    given = (hidden, weight, bias)
+    exact = [value.detach().double().requires_grad_() for value in given]
+    logits = torch.nn.functional.linear(*exact)
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     logprobs = torch.log_softmax(logits / temperature_N.double()[:, None], -1)
     entropy_N = -(logprobs.exp() * logprobs).sum(-1)
@@ -131,24 +133,28 @@ def head_apart(device: str, scale: CheckScale, dtype: torch.dtype, softcap: floa
     (expected * slopes).sum().backward()
     return (
         float((found - expected).detach().abs().max()),
-        max(apart(mine.grad, other.grad) for mine, other in zip((hidden, weight), exact, strict=True)),
+        max(apart(mine.grad, other.grad) for mine, other in zip(given, exact, strict=True)),
     )
 
 
 HEADS = [
-    (CPU, TINY, torch.float32, 3.0, 1e-5, 1e-5),
-    (CPU, TINY, torch.bfloat16, 3.0, 1e-5, 2**-8),
     *(
-        cuda(LARGE, dtype, softcap, *bounds)
+        (CPU, TINY, dtype, softcap, chunk, 1e-5, bound)
+        for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2**-8))
+        for softcap in (0.0, 3.0)
+        for chunk in (1, 20, 48, 100)
+    ),
+    *(
+        cuda(LARGE, dtype, softcap, 20, *bounds)
         for softcap in (0.0, 3.0)
         for dtype, *bounds in ((torch.float32, 1e-4, 1e-4), (torch.bfloat16, 1e-3, 2**-6))
     ),
 ]
 
 
-@pytest.mark.parametrize(("device", "scale", "dtype", "softcap", "values_bound", "gradients_bound"), HEADS)
-def test_the_chunked_head_is_that_of_float64(device, scale, dtype, softcap, values_bound, gradients_bound):
-    values, gradients = head_apart(device, scale, dtype, softcap)
+@pytest.mark.parametrize(("device", "scale", "dtype", "softcap", "chunk", "values_bound", "gradients_bound"), HEADS)
+def test_the_chunked_head_is_that_of_float64(device, scale, dtype, softcap, chunk, values_bound, gradients_bound):
+    values, gradients = head_apart(device, scale, dtype, softcap, chunk)
     assert values < values_bound and gradients < gradients_bound
 
 
@@ -242,18 +248,14 @@ def row_batch(num_tokens: int) -> PackedBatch:
     return PackedBatch(microbatches=(one,), num_sequences=8, version=5, **lanes)  # type: ignore[arg-type]
 
 
-def step_bytes(
-    device: str, model: str, lengths: Sequence[int], *, again: bool, peak: Callable[[], int]
-) -> dict[int, int]:
-    """Bytes at the peak of a step in bfloat16 on one row of each length. peak: since it was asked last. again: activations
-    are computed again.
-    """
+def step_bytes(device: str, model: str, lengths: Sequence[int], *, again: bool) -> dict[int, int]:
+    """Bytes at the peak of a step in bfloat16 on one row of each length. again: activations are computed again."""
     learner = opened(device, model, "bfloat16", activation_checkpointing=again)
     found = {}
     for num_tokens in lengths:
-        peak()
+        cuda_peak()
         assert learner.step(row_batch(num_tokens), learning_rate=1e-6, seed=0).finite
-        found[num_tokens] = peak()
+        found[num_tokens] = cuda_peak()
     return found
 
 
@@ -265,18 +267,12 @@ def cuda_peak() -> int:
     return found
 
 
-def test_a_step_is_measured_at_each_length(tmp_path):
-    asked = count()
-    found = step_bytes(CPU, model_of(tmp_path, TINY), (300, 600), again=True, peak=lambda: next(asked))
-    assert found == {300: 1, 600: 3}
-
-
 LENGTHS = (8192, 16384, 32768, 65536)
 
 
 @on_card
 def test_memory_of_a_step_is_linear_in_the_length_of_a_row(tmp_path, device):
-    found = step_bytes(device, model_of(tmp_path, LARGE), LENGTHS, again=True, peak=cuda_peak)
+    found = step_bytes(device, model_of(tmp_path, LARGE), LENGTHS, again=True)
     per_token = {b: (found[b] - found[a]) / (b - a) for a, b in pairwise(LENGTHS)}
     assert per_token[65536] < 1.25 * per_token[16384], found
 
@@ -284,7 +280,7 @@ def test_memory_of_a_step_is_linear_in_the_length_of_a_row(tmp_path, device):
 @on_card
 def test_activations_computed_again_take_less_memory(tmp_path, device):
     model = model_of(tmp_path, LARGE)
-    kept, again = (step_bytes(device, model, (16384,), again=one, peak=cuda_peak)[16384] for one in (False, True))
+    kept, again = (step_bytes(device, model, (16384,), again=one)[16384] for one in (False, True))
     assert again < kept / 2
 
 
@@ -292,7 +288,7 @@ def test_activations_computed_again_take_less_memory(tmp_path, device):
 def test_rows_of_many_lengths_need_no_more_memory_than_the_longest(tmp_path, device):
     """torch compiles a kernel anew for a few shapes only; were it to give up, scores of T × T would be made."""
     lengths = tuple(4096 + 1111 * number for number in range(12))
-    found = step_bytes(device, model_of(tmp_path, LARGE), lengths, again=True, peak=cuda_peak)
+    found = step_bytes(device, model_of(tmp_path, LARGE), lengths, again=True)
     assert found[lengths[-1]] < 1.5 * found[lengths[1]] * lengths[-1] / lengths[1], found
 
 
