@@ -2,7 +2,6 @@
 
 import asyncio
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -37,43 +36,11 @@ def drawn(offset: int, group: str, *, uses: int = 0, num_members: int = 2):
     return make_candidate(offset, each, uses), each
 
 
-def test_the_record_carries_the_stamp_the_order_and_the_drops() -> None:
-    gone = [
-        (drawn(1, "b.0", num_members=3)[0], "stale"),
-        (drawn(2, "c.0")[0], "stale"),
-        (drawn(3, "d.0")[0], "no ratio"),
-    ]
-    batch, items = assemble(STAMP, [drawn(8, "z.0"), drawn(5, "a.0")], gone)
-    assert msgspec.structs.asdict(STAMP).items() <= msgspec.structs.asdict(batch).items()
-    assert batch.drops == {"stale": 5, "no ratio": 2}
-    assert [item.item.offset for item in items] == [8, 8, 5, 5], "the draw's order, not the log's"
-    assert [item.experience.id for item in items] == [item.id for item in batch.items]
-
-
-@given(st.lists(st.integers(0, 10**9), unique=True, max_size=6), st.integers(1, 4))
-def test_the_journaled_record_gives_the_same_items_from_the_log(offsets: list[int], num_members: int) -> None:
-    groups = [drawn(offset, f"g{offset}.0", num_members=num_members) for offset in offsets]
-    batch, items = assemble(STAMP, groups)
-    stored = decode(encode(batch))
-    again = train_items(stored, {each.offset: decode(encode(held)) for each, held in groups})
-    assert [each.item for each in again] == [item.item for item in items]
-    assert [each.experience.id for each in again] == [item.experience.id for item in items]
-    assert [each.experience.tokens.tolist() for each in again] == [item.experience.tokens.tolist() for item in items]
-
-
 @pytest.mark.parametrize("found", [{}, {5: block("other.0")}, {5: block("a.0", num_members=1)}])
 def test_a_log_that_holds_something_else_there_is_an_error_that_says_where(found) -> None:
     batch, _ = assemble(STAMP, [drawn(5, "a.0")])
     with pytest.raises(BadFrame, match=r"step 9: the journal names a\.0\.0-\d-0 at buffer offset 5, index \d"):
         train_items(batch, found)
-
-
-def test_a_block_that_was_altered_since_is_named_by_step_and_offset() -> None:
-    each = block("a.0")
-    batch, _ = assemble(STAMP, [(make_candidate(5, each, 0, b"d" * 16), each), drawn(6, "b.0")])
-    check_blocks(batch, {5: b"d" * 16, 6: b"anything, as none was journaled"})
-    with pytest.raises(BadFrame, match="step 9: buffer offset 5 holds another record"):
-        check_blocks(batch, {5: b"e" * 16, 6: b""})
 
 
 MAX_STALENESS = 2

@@ -8,14 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import flex_attention
 
 from tests.memory import PEAK_MB
 from tests.trainer.trainer_samples import long_microbatch, tiny_model
 from trainer.learners import attention
 from trainer.learners.attention import DENSE_TOKENS, Abilities, RowTrees, block_mask, dense_mask, reading_path, row_path
 from trainer.learners.forward import PackedModel
-from trainer.learners.head import Head, LinearLogprobs
 
 WIDTH, HEADS, KEY_HEADS = 8, 4, 2
 
@@ -117,17 +115,6 @@ def test_the_block_mask_of_flex_attention_shows_what_the_tree_shows(seed, num_T,
     assert not expected.any(), "something that is seen lies in no block"
 
 
-def test_flex_attention_under_the_block_mask_computes_what_a_dense_mask_does():
-    reach_BT, position_BT = trees(0, 300)
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(2, heads, 300, 16) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
-    for window in (0, 9):
-        mask = block_mask(reach_BT, position_BT, window)
-        found = flex_attention(query, key, value, block_mask=mask, enable_gqa=True, scale=0.3)
-        expected = plain_attention(query, key, value, visible(reach_BT, position_BT, window), scaling=0.3)
-        assert (found.transpose(1, 2) - expected).abs().max() < 1e-5
-
-
 @pytest.mark.parametrize(
     ("device", "num_T", "family", "path"),
     [
@@ -175,45 +162,6 @@ def test_rows_of_one_sequence_need_no_mask_and_keep_the_bits_they_had_under_one(
         assert torch.equal(found["causal"][name], value), name
 
 
-def test_a_long_row_of_one_sequence_is_attended_to_as_a_whole_where_no_mask_of_its_square_is_made(tmp_path):
-    packed = PackedModel(tiny_model(tmp_path, "qwen3"), dtype="float32", device="cpu")
-    rows, other = (long_microbatch(DENSE_TOKENS + 1, sequences=sequences) for sequences in (1, 2))
-    assert [row_path(row.reach_BT, "blocks", packed._family) for row in (rows, other)] == ["causal", "blocks"]
-    assert [row_path(row.reach_BT, "flex", packed._family) for row in (rows, other)] == ["causal", "flex"]
-    assert row_path(rows.reach_BT, "blocks", Abilities(dense=False, tree=True)) == "blocks"
-    blocks, causal = (packed._states(rows, path) for path in ("blocks", "causal"))
-    expected = gradients(packed, blocks)
-    packed.module.zero_grad()
-    for name, gradient in gradients(packed, causal).items():
-        assert (gradient - expected[name]).abs().max() <= 1e-5 * expected[name].abs().max(), name
-
-
-@pytest.mark.parametrize("path", ["blocks", "unpacked"])
-def test_gradients_of_long_rows_are_those_of_a_dense_mask(tmp_path, path):
-    packed = PackedModel(tiny_model(tmp_path, "qwen3"), dtype="float32", device="cpu")
-    rows = long_microbatch(600, sequences=3)
-    read = np.unique(rows.predecessor_N)
-    dense = packed._states(rows, "dense")[read]
-    expected = gradients(packed, dense)
-    other = packed._states(rows, path)[read]
-    assert (other - dense).abs().max() < 1e-5 * dense.abs().max()
-    found = gradients(packed, other)
-    assert found.keys() == expected.keys() and found
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
-
-
-def test_a_row_beyond_the_dense_bound_is_read_in_blocks(tmp_path):
-    packed = PackedModel(tiny_model(tmp_path, "qwen3"), dtype="float32", device="cpu")
-    assert packed.reading == f"dense to {DENSE_TOKENS} tokens, then blocks or causal"
-    with torch.no_grad():
-        for num_T in (DENSE_TOKENS, DENSE_TOKENS + 1):
-            rows = long_microbatch(num_T, sequences=2)
-            dense, mine = packed._states(rows, "dense"), packed.states(rows)
-            assert torch.equal(dense, mine) is (num_T == DENSE_TOKENS)
-            assert (dense - mine).abs().max() < 1e-5 * dense.abs().max()
-
-
 MEASURE = f"""{PEAK_MB}
 import sys
 import torch
@@ -245,67 +193,3 @@ def test_memory_of_a_forward_is_linear_in_the_length_of_a_row(tmp_path):
     assert forward_mb(folder, num_T, "dense") > 3 * bound_mb
     short, long = (forward_mb(folder, num, "") for num in (num_T, 2 * num_T))
     assert short < bound_mb and long < 2 * bound_mb
-
-
-N, D, V = 23, 16, 97
-
-
-def given_head(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    return {
-        "hidden": torch.randn(N, D).to(dtype).requires_grad_(),
-        "weight": torch.randn(V, D).to(dtype).requires_grad_(),
-        "bias": torch.randn(V).to(dtype).requires_grad_(),
-        "target": torch.randint(0, V, (N,)),
-        "temperature": 0.5 + torch.rand(N),
-    }
-
-
-def exact(each: dict[str, torch.Tensor], softcap: float) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The same in float64 by torch's own functions: inputs, and [2, N]."""
-    double = {name: each[name].detach().double().requires_grad_() for name in ("hidden", "weight", "bias")}
-    logits = torch.nn.functional.linear(*double.values())
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    logprobs = torch.log_softmax(logits / each["temperature"].double()[:, None], -1)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return double, torch.stack((logprobs.gather(1, each["target"][:, None]).squeeze(1), entropy))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("softcap", [0.0, 3.0])
-@pytest.mark.parametrize("chunk", [1, 7, N, 100])
-def test_the_chunked_head_and_its_gradients_are_those_of_float64(dtype, softcap, chunk):
-    other = given_head(dtype)
-    found = LinearLogprobs.apply(*other.values(), softcap, chunk)
-    double, expected = exact(other, softcap)
-    assert all(each.dtype == torch.float32 for each in found)
-    assert (torch.stack(found) - expected).abs().max() < 1e-5
-    weight = torch.randn(2, N)
-    (torch.stack(found) * weight).sum().backward()
-    (expected * weight).sum().backward()
-    # In bfloat16 the slopes of the logits are rounded, then what is summed of them.
-    bound = 1e-5 if dtype == torch.float32 else 2**-8
-    for name, value in double.items():
-        away = (other[name].grad - value.grad).abs()
-        assert (away <= bound * (value.grad.abs() + value.grad.abs().max())).all(), name
-
-
-def head(dtype: torch.dtype, max_logits: int, softcap: float = 0.0) -> tuple[Head, torch.nn.Linear]:
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(D, V).to(dtype)
-    return Head(layer, softcap=softcap, max_logits=max_logits), layer
-
-
-@pytest.mark.parametrize("temperature", ["each its own", 1.0])
-def test_a_float32_head_computes_bit_for_bit_what_torchs_own_functions_do(temperature):
-    it = given_head()
-    if temperature == 1.0:
-        it["temperature"] = torch.ones(N)
-    of, layer = head(torch.float32, 2**26)
-    found = of.logprobs(it["hidden"], it["target"], it["temperature"])
-    logits = torch.nn.functional.linear(it["hidden"], layer.weight, layer.bias) / it["temperature"][:, None]
-    expected = torch.log_softmax(logits, -1).gather(1, it["target"][:, None]).squeeze(1)
-    assert torch.equal(found, expected)
-    gradients = [torch.autograd.grad(each.sum(), (it["hidden"], layer.weight)) for each in (found, expected)]
-    assert all(torch.equal(mine, other) for mine, other in zip(*gradients, strict=True))

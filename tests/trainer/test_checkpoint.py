@@ -34,9 +34,7 @@ from trainer.journal.checkpoint import (
     CheckpointPlace,
     Position,
     Take,
-    load,
     load_newest,
-    manifests,
     places,
     remove_unfinished,
     save,
@@ -46,11 +44,9 @@ from trainer.learners.scripted import ScriptedLearner
 from trainer.state import (
     CHUNK_BYTES,
     OBJECT_BYTES,
-    Kind,
     Piece,
     StoredState,
     Written,
-    check_same,
     encode_index,
     find_layout,
     index_hash,
@@ -131,24 +127,6 @@ def test_a_torn_checkpoint_is_passed_over_for_the_one_before(damage: str, name: 
     assert found is not None and found.position.step == 3
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
-def test_a_missing_or_damaged_shard_is_named_with_the_rank_that_wrote_it(damage: str) -> None:
-    store = saved(3)
-    (key,) = [key for key in keys(store, 3) if key.endswith(".bin")]
-    data = store.get(key)
-    store.delete(key)
-    if damage != "gone":
-        store.put(key, damaged(data, damage))
-    with pytest.raises(ValueError, match=rf"{key} \(rank 0\).*weights"):
-        load(store, "r", CheckpointPlace(3, 0))
-
-
-def test_a_state_without_its_manifest_does_not_exist() -> None:
-    store = saved(3, 6)
-    store.delete(next(key for key in keys(store, 6) if key.endswith("manifest.json")))
-    assert places(store, "r") == [CheckpointPlace(3, 0)]
-
-
 def test_what_a_trainer_that_died_while_storing_left_is_removed_and_nothing_else() -> None:
     store = saved(3, 6)
     for place in ("000000000005-0", "000000000009-1", "000000000005-2", "000000000009-2", "000000000009-3"):
@@ -183,15 +161,6 @@ def test_a_store_that_fails_is_loud_and_no_reason_to_go_back() -> None:
     save(store, "r", state(3))
     with pytest.raises(StoreError, match="timed out"):
         load_newest(store, "r")
-
-
-def test_the_manifest_says_what_of_the_buffer_is_needed_and_what_the_state_was() -> None:
-    store = MemoryStore()
-    each = state(3, references=(70, 9))
-    save(store, "r", each, made_with={"torch": "2"}, time_ms=5)
-    (first,) = manifests(store, "r")
-    assert (first.oldest_offset, first.time_ms, first.made_with) == (9, 5, {"torch": "2"})
-    assert first.learner_sha256 == whole_hash(each.learner)
 
 
 def test_states_have_equal_hashes_exactly_where_names_dtypes_shapes_and_bytes_are_equal() -> None:
@@ -273,17 +242,6 @@ def test_any_damaged_byte_is_noticed_by_one_of_the_readers() -> None:
         assert noticed == 1
 
 
-def test_a_state_of_another_model_is_refused_by_the_name_that_differs() -> None:
-    each = {"a": Kind("F32", (2, 3)), "b": Kind("F32", ())}
-    check_same(each, dict(each))
-    with pytest.raises(ValueError, match="state: b: it is missing"):
-        check_same({"a": each["a"]}, each)
-    with pytest.raises(ValueError, match="state: b: the model has none"):
-        check_same(each, {"a": each["a"]})
-    with pytest.raises(ValueError, match=r"state: a: got shape \(3, 2\), expected \(2, 3\)"):
-        check_same(each | {"a": Kind("F32", (3, 2))}, each)
-
-
 CONFIG = TrainerConfig(lanes={"usual": LaneConfig()}, checkpoint_every=3, max_steps=6)
 NO_CHECKPOINTS = TrainerConfig(lanes={"usual": LaneConfig()}, checkpoint_every=100, max_steps=6)
 THIRD = "checkpoints/t/000000000003-"  # the checkpoint after three steps, which three more follow
@@ -353,18 +311,6 @@ def learner() -> CountingLearner:
     return found
 
 
-async def test_the_next_step_is_taken_while_a_checkpoint_is_being_stored() -> None:
-    each = learner()
-    store = SlowStore(each)
-    log = await filled_log(store)
-    await train(log, store, each, CONFIG)
-    batches = [record for record in await journal(log) if isinstance(record, Batch)]
-    assert [batch.step for batch in batches] == [*range(6)]
-    assert [batch.version for batch in batches] == [*range(6)], "a batch names the version of the weights it meets"
-    assert [event.version for event in await published(log)] == [*range(7)]
-    assert [event.step for event in await published(log)] == [-1, *range(6)]
-
-
 async def test_a_failed_upload_ends_the_trainer_and_the_older_checkpoint_is_where_the_next_goes_on() -> None:
     each = learner()
     store = SlowStore(each, failing=True)
@@ -391,6 +337,8 @@ async def test_a_version_is_what_its_steps_made_whatever_the_next_step_does_mean
     logs = await filled_log(slow), await filled_log(quick)
     await train(logs[0], slow, each, NO_CHECKPOINTS)
     await train(logs[1], quick, alone, NO_CHECKPOINTS)
+    records = [record for record in await journal(logs[0]) if isinstance(record, Batch)]
+    assert [batch.version for batch in records] == [*range(6)], "a batch names the version of the weights it meets"
     hashes = [[event.manifest_sha256 for event in await published(log)] for log in logs]
     assert len(hashes[0]) == 7 and len(set(hashes[0])) == 7
     contents = [[decode_manifest(store.get(event.manifest)).tensors for event in await published(log)]

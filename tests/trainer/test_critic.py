@@ -48,15 +48,6 @@ def test_advantages_are_their_definition_in_every_sequence_by_itself(lengths, ga
         assert got[of] == pytest.approx(expected)
 
 
-def test_advantages_of_a_worked_example():
-    # γ 0.9, λ 0.5: δ = (0 + 0.9·0.4 - 0.2, 0 + 0.9·0.1 - 0.4, 1 - 0.1) = (0.16, -0.31, 0.9)
-    # A_2 = 0.9, A_1 = -0.31 + 0.45·0.9 = 0.095, A_0 = 0.16 + 0.45·0.095 = 0.20275; truncated at 0.6: δ_2 = 1.44
-    ended = gae(np.array([0, 0, 1.0]), np.array([0.2, 0.4, 0.1]), np.zeros(3), np.zeros(3), gamma=0.9, gae_lambda=0.5)
-    assert ended == pytest.approx([0.20275, 0.095, 0.9])
-    cut = gae(np.array([0, 0, 1.0]), np.array([0.2, 0.4, 0.1]), np.full(3, 0.6), np.zeros(3), gamma=0.9, gae_lambda=0.5)
-    assert cut[2] == pytest.approx(1.44)
-
-
 def test_the_value_loss_is_flat_only_where_a_clipped_value_has_gone_past_its_target():
     # ½ max((V-R)², (V_old + clip(V - V_old, ±0.2) - R)²): V 0.9, old 0.5, R 1 gives ½·0.3²; R 0 gives ½·0.9²
     value = torch.tensor([0.9, 0.9, 0.6], dtype=torch.float64, requires_grad=True)
@@ -164,24 +155,6 @@ def test_values_learn_what_the_prompt_says_about_the_reward(model):
     assert first["critic/value_loss"] == pytest.approx(0.25 * (0.95**4 + 0.95**2 + 1) / 3)
     assert stats.values["critic/value_loss"] < 0.02
     assert stats.values["critic/explained_variance"] > 0.8
-
-
-@pytest.mark.slow
-def test_a_truncated_sequence_is_worth_what_its_last_state_is(model):
-    learner = opened(model, critic=CriticConfig(learning_rate=2e-3, gae_lambda=1.0, normalize=False))
-    for step in range(40):
-        learner.step(pack(coins(step), max_tokens=1000), learning_rate=1e-9, seed=step)
-    critic = learner.critic
-    assert critic is not None
-    found = {}
-    for end in ("truncated", "terminal"):
-        item = make_item([1, 10, 20, 21], [Span(2, 4, 0)], logprobs=[-1, -1], reward=0.0, end=end)
-        part = pack([item], max_tokens=100, bootstrap=True).microbatches[0]
-        assert (part.bootstrap_N >= 0).tolist() == [False, end == "truncated"]
-        found[end] = estimate(critic, [Rows((part,), 1, None)], [[np.ones(2, bool)]])[0][0][0]
-    assert found["terminal"].target == pytest.approx([0, 0], abs=1e-6)  # λ 1: what came, which is nothing
-    assert found["truncated"].target[0] == pytest.approx(found["truncated"].target[1], abs=1e-6)
-    assert found["truncated"].target[0] > 0.5  # the winning prompt still promises its reward
 
 
 def test_observations_between_turns_do_not_decay(model):

@@ -18,11 +18,9 @@ from trainer.buffer.draw import (
     MAX_AWAITED,
     NO_LIMITS,
     ShareLimits,
-    draw_by_priority,
     draw_least_used,
     find_joins,
     find_room,
-    is_open,
     parted,
     shuffled,
     united,
@@ -64,10 +62,6 @@ def test_a_missing_group_about_to_pass_the_bound_is_waited_for() -> None:
     assert draw_in_order(arrived[:1], num_groups=1, version=7, max_staleness=2, hold_for=hold).taken == (arrived[0],)
 
 
-def test_closed_groups_are_not_missing() -> None:
-    assert missing([0, 3], closed=(1,), floor=0) == [2]
-
-
 def test_spread_draw_takes_the_least_used_first_and_depends_on_the_seed_alone() -> None:
     lane = [Candidate(group=f"e.{at}", lane="expert", offset=at, num_experiences=4, uses=at % 2) for at in range(10)]
     draw = draw_least_used(make_pool(lane), num_experiences=12, max_uses=9, seed=1)
@@ -96,13 +90,6 @@ def test_nothing_is_drawn_past_a_group_worth_waiting_for_and_up_to_it_everything
     arrived = [group(0), group(1), group(2)]
     for wanted, waits in ((1, False), (2, False), (3, True)):
         assert draw_in_order(arrived, num_groups=wanted, version=0, max_staleness=2, hold_for=1).wait == waits
-
-
-def test_the_seed_gives_the_same_order_in_every_release() -> None:
-    lane = [Candidate(group=f"e.{at}", lane="expert", offset=at, num_experiences=1) for at in range(10)]
-    draw = draw_least_used(make_pool(lane), num_experiences=10, max_uses=1, seed=7)
-    assert [candidate.offset for candidate in draw.taken] == [8, 1, 0, 9, 4, 7, 2, 5, 6, 3]
-    assert draw.wait is False and draw.held_back == 0
 
 
 def test_where_a_group_comes_in_an_even_draw_does_not_hang_on_the_others_or_on_its_neighbours() -> None:
@@ -188,30 +175,6 @@ def test_nobody_has_more_than_the_share_or_an_even_split_up_to_a_group(parties, 
             sums[key(member)] += member.num_experiences
         allowed = max(1, max(share, 1 / len(present)) * (total + 3))
         assert all(count <= allowed + 3 for who, count in sums.items() if who), (sums, total)
-
-
-@pytest.mark.parametrize("draw", [draw_least_used, draw_by_priority])
-def test_a_draw_counts_what_a_share_held_back(draw) -> None:
-    limits = ShareLimits(tenant=0.5)
-    held = [
-        draw(make_pool(pool(a=9, b=2)), num_experiences=8, max_uses=1, seed=at, limits=limits).held_back
-        for at in range(20)
-    ]
-    assert 0 < max(held) <= 7
-
-
-def test_a_share_matters_only_where_two_have_something() -> None:
-    mixed, users = [one(0, "a", "u"), one(1, "b", "u")], [one(0, "a", "u"), one(1, "a", "v")]
-    for candidates, limits, expected in (
-        (mixed, ShareLimits(tenant=0.9), False),
-        (mixed, ShareLimits(subject=0.9), False),
-        (users, ShareLimits(tenant=0.9), True),
-        (users, ShareLimits(subject=0.9), False),
-        (mixed, ShareLimits(), True),
-        (mixed[:1], ShareLimits(0.1, 0.1), True),
-        ([], ShareLimits(0.1, 0.1), True),
-    ):
-        assert is_open(make_pool(candidates), limits) is expected
 
 
 TURNS = 20

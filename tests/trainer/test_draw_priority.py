@@ -117,43 +117,6 @@ def test_no_party_has_more_than_its_share_or_an_even_split_up_to_a_group(seed, w
         assert max(sums.values()) <= allowed + 1
 
 
-def test_a_step_is_filled_up_to_the_least_past_the_shares() -> None:
-    candidates = [
-        Candidate(group=f"l.{at}", lane="live", offset=at, num_experiences=1, tenant="ab"[at >= 90]) for at in range(93)
-    ]
-    draw = draw_by_priority(
-        make_pool(candidates), num_experiences=32, max_uses=1, seed=3, limits=ShareLimits(tenant=0.5, least=20)
-    )
-    assert len(draw.taken) == 20
-
-
-def streamed(candidates: list[Candidate], lane: LaneConfig, *, waiting: int, come: int, drawn: int) -> float:
-    """Relative bias of the weighted mean, in tokens, of all that is trained of a stream that begins with so many."""
-    here, rest = candidates[:waiting], candidates[waiting:]
-    weighted = total = 0.0
-    for step in range(len(rest) // come):
-        draw = draw_by_priority(
-            make_pool(here),
-            num_experiences=drawn,
-            max_uses=lane.max_uses,
-            seed=step,
-            correction=lane.exponent,
-            by_tokens=True,
-        )
-        weighted += sum(candidate.weight * candidate.num_tokens * value(candidate) for candidate in draw.taken)
-        total += sum(candidate.weight * candidate.num_tokens for candidate in draw.taken)
-        gone = {candidate.offset for candidate in draw.taken}
-        here = [each for each in here if each.offset not in gone] + rest[step * come : (step + 1) * come]
-    tokens = sum(candidate.num_tokens for candidate in candidates)
-    return weighted / total / (sum(candidate.num_tokens * value(candidate) for candidate in candidates) / tokens) - 1
-
-
-def test_where_each_group_is_trained_once_the_mean_of_what_is_trained_is_that_of_all_that_came() -> None:
-    lane = LaneConfig(draw="priority", max_uses=1)
-    assert abs(streamed(crowd(8_000), lane, waiting=400, come=40, drawn=40)) < 0.015
-    assert abs(streamed(crowd(8_000), lane, waiting=0, come=40, drawn=80)) < 0.015, "the trainer is the faster one"
-
-
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=40).filter(lambda found: max(found) > 0))
 def test_no_chance_is_below_a_share_of_an_even_draw_and_no_two_priorities_become_one(priorities) -> None:
     blend = blended(np.array(priorities))

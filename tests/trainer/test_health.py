@@ -10,11 +10,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from infra.cli.look.status import read_status
 from infra.model.size import FORWARD_AND_BACKWARD, TokenCost
 from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
@@ -75,19 +72,6 @@ def test_the_verdict_on_a_step(
     state = GuardState(skips)
     found = judge(state, finite=finite, alarms=alarms, halting=HALTING, max_skips=3, grad_norm=grad_norm, limit=50.0)
     assert found == (verdict, reason)
-
-
-@given(st.lists(st.booleans(), max_size=40), st.integers(1, 5))
-def test_it_rolls_back_exactly_when_max_skips_in_a_row_were_not_finite(steps: list[bool], max_skips: int) -> None:
-    state, row = GuardState(), 0
-    for finite in steps:
-        row = 0 if finite else row + 1
-        verdict, _ = judge(state, finite=finite, alarms=(), halting=frozenset(), max_skips=max_skips)
-        assert verdict == ("go" if finite else "rollback" if row == max_skips else "skip")
-        state = {"go": passed(state, CONFIG, grad_norm=1.0), "skip": refused(state), "rollback": rolled_back(state)}[
-            verdict
-        ]
-        row = 0 if verdict == "rollback" else row
 
 
 def test_a_gradient_is_measured_by_the_median_of_the_last_ones() -> None:
@@ -217,16 +201,6 @@ def test_what_is_injected_is_never_published_and_the_run_learns_on(kind: str) ->
         asyncio.run(injected(kind, WARM_UP + chosen.randint(3, STEPS - 4)))
 
 
-async def test_status_says_why_the_run_went_back() -> None:
-    store = MemoryStore()
-    log = await filled_log(store)
-    config = msgspec.structs.replace(RUN_CONFIG, **GUARDED)
-    await train(log, store, Tampered("nan weights", WARM_UP + 5), config)
-    state = await read_status(log, now_s=0.0, max_lag=1000)
-    (line,) = state["rollbacks"]
-    assert line.startswith("steps ") and "weights holds values that are not finite" in line
-
-
 async def test_weights_that_a_warm_up_ruined_are_neither_published_nor_kept() -> None:
     store = MemoryStore()
     log = await filled_log(store)
@@ -334,37 +308,15 @@ def test_a_prompt_is_needed_once_for_all_its_answers_and_an_answers_last_token_i
 
 def test_the_share_of_the_cards_is_told_where_their_peak_is_known_and_no_memory_without_a_card() -> None:
     stats = StepStats(finite=True, loss=math.nan, grad_norm=1.0, values={})
-    found = []
-    for arithmetic in (None, Arithmetic(COST), Arithmetic(COST, peak=1e6)):
+    needed = Arithmetic(COST).needed([item(0, 5)])
+    for arithmetic, told in (
+        (None, (None, None)), (Arithmetic(COST), (needed, None)), (Arithmetic(COST, peak=1e6), (needed, needed / 0.5 / 1e6))
+    ):  # fmt: skip
         metrics = Metrics("train")
         TrainerReport(metrics, arithmetic=arithmetic).step(0, [item(0, 5)], stats, 0, 0.5)
-        found.append(metrics.snapshot())
-    assert "flops" not in found[0] and "mfu" not in found[1]
-    needed = Arithmetic(COST).needed([item(0, 5)])
-    assert found[1]["flops"] == found[2]["flops"] == needed and found[2]["mfu"] == needed / 0.5 / 1e6
-    if card_memory() is None:
-        assert "gpu_memory_bytes" not in found[2]
-    else:
-        assert 0 < found[2]["gpu_memory_bytes"] <= found[2]["gpu_memory_capacity_bytes"]
-
-
-def test_what_was_written_is_read_back_by_step_and_version(tmp_path: Path) -> None:
-    board = Board(tmp_path / "tensorboard")
-    board.step(3, {"loss": 0.5, "usual/ess": 0.25})
-    board.step(4, {"loss": 0.25, "usual/ess": 0.5})
-    board.result(
-        EvalResult(policy="main", version=7, suite="dev", num_tasks=4, num_correct=3, pass_at={"1": 0.75, "2": 1.0})
-    )
-    board.close()
-    read = EventAccumulator(str(tmp_path / "tensorboard"))
-    read.Reload()
-
-    def points(name: str) -> list[tuple[int, float]]:
-        return [(event.step, float(event.tensor_proto.float_val[0])) for event in read.Tensors(name)]
-
-    assert points("train/loss") == [(3, 0.5), (4, 0.25)]
-    assert points("train/usual/ess") == [(3, 0.25), (4, 0.5)]
-    assert points("eval/dev") == [(7, 0.75)] and points("eval/dev/pass@2") == [(7, 1.0)]
+        found = metrics.snapshot()
+        assert (found.get("flops"), found.get("mfu")) == told
+    assert ("gpu_memory_bytes" in found) == (card_memory() is not None)
 
 
 class FakeTracker:
@@ -390,14 +342,27 @@ def lost(metrics: Metrics) -> float:
     return metrics.counters().get("tracker_points_lost{tracker=fake}", 0.0)
 
 
-def test_a_tracker_gets_the_figures_that_tensorboard_gets() -> None:
+RESULT = EvalResult(policy="main", version=7, suite="dev", num_tasks=4, num_correct=3, pass_at={"2": 1.0})
+
+
+def test_tensorboard_and_a_tracker_get_the_same_figures_by_step_and_version(tmp_path: Path) -> None:
     fake, metrics = FakeTracker(), Metrics("train")
-    board = Board(None, (Tracker("fake", fake.opened, metrics),))
+    board = Board(tmp_path / "tensorboard", (Tracker("fake", fake.opened, metrics),))
     board.step(3, {"loss": 0.5})
-    board.result(EvalResult(policy="main", version=7, suite="dev", num_tasks=4, num_correct=3, pass_at={"2": 1.0}))
+    board.step(4, {"loss": 0.25})
+    board.result(RESULT)
     board.close()
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+
+    def points(name: str) -> list[tuple[int, float]]:
+        return [(event.step, float(event.tensor_proto.float_val[0])) for event in read.Tensors(name)]
+
+    assert points("train/loss") == [(3, 0.5), (4, 0.25)]
+    assert points("eval/dev") == [(7, 0.75)] and points("eval/dev/pass@2") == [(7, 1.0)]
     assert fake.points == [
-        Point({"train/loss": 0.5}, "step", 3), Point({"eval/dev": 0.75, "eval/dev/pass@2": 1.0}, "version", 7)
+        Point({"train/loss": 0.5}, "step", 3), Point({"train/loss": 0.25}, "step", 4),
+        Point({"eval/dev": 0.75, "eval/dev/pass@2": 1.0}, "version", 7),
     ]  # fmt: skip
     assert fake.is_closed and lost(metrics) == 0
 
@@ -450,6 +415,6 @@ def test_the_packages_take_what_is_written(name: str, tmp_path: Path, monkeypatc
     metrics = Metrics("train")
     board = Board(None, open_trackers((name,), "project", "run", metrics))
     board.step(3, {"loss": 0.5, "usual/ess": 0.25})
-    board.result(EvalResult(policy="main", version=7, suite="dev", num_tasks=4, num_correct=3, pass_at={"2": 1.0}))
+    board.result(RESULT)
     board.close()
     assert metrics.counters().get(f"tracker_points_lost{{tracker={name}}}", 0.0) == 0

@@ -15,7 +15,7 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.settings.config import Keep
 from infra.store.memory import MemoryStore
-from schemas import Batch, Fence, PolicyEvent, Rollback, Saved, Skip, topics
+from schemas import Batch, Fence, Rollback, Saved, Skip, topics
 from schemas.errors import BadFrame, FencedOut
 from schemas.journal import effective
 from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, block, filled_log, journal, train
@@ -36,11 +36,9 @@ from trainer.journal.journal import (
     Lease,
     Pending,
     append,
-    is_quarantined,
     pending,
     read_journal,
     read_records,
-    take_lease,
 )  # fmt: skip
 from trainer.learners.scripted import ScriptedLearner
 from trainer.loop.saving import trim_journal
@@ -59,15 +57,36 @@ def test_records_of_a_lower_token_after_a_fence_count_for_nothing() -> None:
 OF_A_ZOMBIE = ((5, 0), (2, 1), (5, 1))  # token, step
 
 
-def test_rolled_back_batches_are_never_executed_again() -> None:
-    back = Rollback(run="r", token=1, from_step=1, to_step=2, restored_version=1, version=3, reason="x")
-    entries = [batch(0, 1), batch(1, 1), batch(2, 1), back, batch(3, 1)]
-    assert pending(entries, after_step=-1) == [
-        Pending(batch(0, 1), "trained"), Pending(batch(1, 1), "quarantined"), Pending(batch(2, 1), "quarantined"),
-        back, Pending(batch(3, 1), "open"),
-    ]  # fmt: skip
-    assert [is_quarantined(entries, step) for step in range(4)] == [False, True, False, False]
-    assert pending(entries, after_step=2) == [Pending(batch(3, 1), "open")], "a state after the rollback holds it"
+def back(from_step: int, to_step: int) -> Rollback:
+    return Rollback(run="r", token=1, from_step=from_step, to_step=to_step, restored_version=0, version=9, reason="x")
+
+
+SAVED = Saved(run="r", token=1, step=9, version=9, sha256="", phase="", made_with={})
+SKIPS = [Skip(run="r", token=1, step=step, reason="x") for step in (1, 4)]
+FIVE = [batch(step, 1) for step in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("entries", "after_step", "expected"),
+    [
+        # Batches that were rolled back are not executed again, and a state after the rollback holds it.
+        ([*FIVE[:3], back(1, 2), FIVE[3]], -1, ["0 trained", "1 quarantined", "2 quarantined", "back", "3 open"]),
+        ([*FIVE[:3], back(1, 2), FIVE[3]], 2, ["3 open"]),
+        # A skipped step that was taken back later is quarantined, and so is no step beside it.
+        ([*FIVE, *SKIPS, back(1, 2), batch(5, 1)], -1,
+         ["0 trained", "1 quarantined", "2 quarantined", "back", "3 trained", "4 skipped", "5 open"]),
+        # In the order of steps; the first batch of a step counts.
+        ([FIVE[3], FIVE[2], batch(3, 2), SAVED], 1, ["2 trained", "3 open"]),
+        ([], 4, []),
+        # A rollback behind a state that ends in its steps.
+        ([back(1, 3)], 2, ["back"]),
+        ([back(1, 3)], 3, []),
+        ([FIVE[3], back(1, 3)], 2, ["3 quarantined", "back"]),
+    ],
+)  # fmt: skip
+def test_what_is_left_to_do_of_a_journal(entries: list, after_step: int, expected: list[str]) -> None:
+    found = pending(entries, after_step)
+    assert [f"{each.batch.step} {each.fate}" if isinstance(each, Pending) else "back" for each in found] == expected
 
 
 def journal_of(*tokens: int) -> tuple[Log, Lease]:
@@ -96,56 +115,9 @@ def test_a_journal_record_that_cannot_be_read_is_named_by_its_offset() -> None:
         asyncio.run(read_journal(log, lease))
 
 
-def back(from_step: int, to_step: int, token: int = 1) -> Rollback:
-    return Rollback(
-        run="r", token=token, from_step=from_step, to_step=to_step, restored_version=0, version=9, reason="x"
-    )
-
-
 def test_a_fence_read_before_the_first_record_counts_and_an_older_one_lowers_nothing() -> None:
     assert effective([batch(0, 1), batch(1, 5)], "r", token=5) == ([batch(1, 5)], 5)
     assert effective([Fence(run="r", token=5), Fence(run="r", token=1), batch(0, 4)], "r") == ([], 5)
-
-
-def test_a_skipped_step_that_was_taken_back_later_is_quarantined_and_so_is_no_step_beside_it() -> None:
-    skips = [Skip(run="r", token=1, step=step, reason="x") for step in (1, 4)]
-    entries = [*(batch(step, 1) for step in range(5)), *skips, back(1, 2), batch(5, 1)]
-    fates = [(entry.batch.step, entry.fate) for entry in pending(entries, -1) if isinstance(entry, Pending)]
-    assert fates == [
-        (0, "trained"), (1, "quarantined"), (2, "quarantined"), (3, "trained"), (4, "skipped"), (5, "open")
-    ]  # fmt: skip
-
-
-def test_what_is_pending_comes_in_the_order_of_steps_and_the_first_batch_of_a_step_counts() -> None:
-    again = Batch(run="r", token=2, step=3, version=8, items=())
-    saved = Saved(run="r", token=1, step=9, version=9, sha256="", phase="", made_with={})
-    found = pending([batch(3, 1), batch(2, 1), again, saved], 1)
-    assert found == [Pending(batch(2, 1), "trained"), Pending(batch(3, 1), "open")]
-    assert pending([], 4) == []
-
-
-def test_a_rollback_behind_a_state_that_ends_in_its_steps_is_pending() -> None:
-    assert pending([back(1, 3)], 2) == [back(1, 3)]
-    assert pending([back(1, 3)], 3) == []
-    assert pending([batch(3, 1), back(1, 3)], 2) == [Pending(batch(3, 1), "quarantined"), back(1, 3)]
-
-
-def test_a_lease_is_announced_and_fences_the_journal_under_its_offset() -> None:
-    log, _ = journal_of(1)
-    asyncio.run(log.publish(topics.POLICIES, PolicyEvent(event="lease", policy="other")))
-    lease = asyncio.run(take_lease(log, policy="main", run="r", owner="train/7"))
-    assert lease == Lease(run="r", token=1, owner="train/7")
-    told = records_of(log, topics.POLICIES)[1]
-    assert (told.event, told.policy, told.owner) == ("lease", "main", "train/7")
-    assert records_of(log, topics.BATCHES)[1] == Fence(run="r", token=1, owner="train/7")
-
-
-def records_of(log: Log, topic: str) -> list:
-    async def read() -> list:
-        reader = await log.assigned(topic, {0: 0})
-        return [message.value for message in await log.read(reader, timeout_s=1.0)]
-
-    return asyncio.run(read())
 
 
 def offsets(log: Log, start: int, stop: int | None = None) -> list[int]:
@@ -202,12 +174,6 @@ def test_the_newest_stay_and_everything_inside_the_horizon_can_be_replayed(
     assert left[-newest:] == made[-newest:]
     begins_ms = made[-1].time_ms - keep_ms
     assert left[0].time_ms <= begins_ms or left[0] == made[0], "the first one inside could not be replayed"
-
-
-@given(st.lists(st.integers(0, 100), min_size=1, max_size=80))
-def test_a_run_inside_its_horizon_can_be_replayed_from_its_first_step(gaps_ms: list[int]) -> None:
-    made, left = pruned(gaps_ms, 3, 10**9)
-    assert left[0] == made[0]
 
 
 def test_checkpoints_thin_out_to_about_one_in_each_span_of_the_horizon() -> None:

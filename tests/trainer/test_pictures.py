@@ -1,6 +1,5 @@
 """Training on pictures: packed as a plain forward reads them, with gradients that reach the tower."""
 
-import asyncio
 from pathlib import Path
 
 import msgspec
@@ -24,8 +23,7 @@ from tests.tiny_models import NUM_PLACES, build_eye_model, drawings
 from tests.trainer.trainer_samples import make_item
 from trainer.batch.batch import Microbatch, TrainItem, pack
 from trainer.batch.image_inputs import BAD_IMAGE, ImageInputs, open_sight
-from trainer.batch.split import split
-from trainer.buffer.pool import Candidate
+from trainer.batch.split import for_ranks, split
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal.checkpoint import Position
 from trainer.learners.forward import PackedModel
@@ -99,8 +97,12 @@ def test_parts_and_ranks_get_the_pictures_of_their_rows(model: Path) -> None:
     whole = pack(image_inputs.shown(items), max_tokens=14)
     expected = by_sequence(packed, whole)
     assert len(whole.microbatches) > 1
-    sent = [Microbatch(**decode_arrays(encode_arrays(rows))) for rows in whole.microbatches]
-    for parts in (split(whole, 3, seed=1), [msgspec.structs.replace(whole, microbatches=tuple(sent))]):
+    sent = [
+        [Microbatch(**decode_arrays(encode_arrays(rows))) for rows in part]
+        for ranks in (1, 3)
+        for part in for_ranks(whole, ranks)
+    ]
+    for parts in (split(whole, 3, seed=1), [msgspec.structs.replace(whole, microbatches=tuple(part)) for part in sent]):
         found = {s: values for part in parts for s, values in by_sequence(packed, part).items()}
         assert found.keys() == expected.keys()
         for s, values in found.items():
@@ -146,20 +148,6 @@ def swapped(items: list[TrainItem]) -> list[TrainItem]:
         question = msgspec.structs.replace(messages[0], images=other.experience.messages[0].images)
         found.append(TrainItem(item.experience.with_bulk(messages=(question, *messages[1:])), item.item))
     return found
-
-
-def test_a_group_whose_image_cannot_be_shown_is_found_before_the_journal(model: Path) -> None:
-    image_inputs, store, items = opened(model, 3)
-    blocks = [Block(tuple(item.experience for item in items[at : at + 2])) for at in (0, 2, 4)]
-    taken = tuple(
-        Candidate(group=block.experiences[0].group, lane="usual", offset=at, num_experiences=2)
-        for at, block in enumerate(blocks)
-    )
-    gone = blocks[1].experiences[0].messages[0].images[0]
-    store.delete(f"blobs/{gone.sha256}")
-    assert image_inputs.unreadable(taken, blocks) == [taken[1]]
-    with pytest.raises(BadFrame, match="missing"):
-        image_inputs.shown(items)
 
 
 FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, max_staleness=2, straggler_s=0.01))
@@ -239,18 +227,3 @@ def learning(learner: TorchLearner, tiny_model_folder: Path, store: MemoryStore)
         floor=FLOOR, config=CONFIG, learner=learner, report=TrainerReport(Metrics("replay")), position=Position(),
         image_inputs=open_sight(str(tiny_model_folder), store),
     )  # fmt: skip
-
-
-def test_what_lies_in_the_log_of_a_picture_is_its_reference(tiny_model_folder: Path) -> None:
-    async def main() -> list[bytes]:
-        log = Log(MemoryBus(), "t", store=MemoryStore())
-        await filled(log, MemoryStore(), tiny_model_folder)
-        blocks = [message async for message in log.read_all(topics.BUFFER)]
-        assert all(isinstance(block.value, Block) for block in blocks)
-        images = [block.value.experiences[0].messages[0].images for block in blocks]  # type: ignore[union-attr]
-        assert [image.sha256 for (image,) in images] == [each.image.sha256 for each in drawings(GROUPS)]
-        return [block.record.value for block in blocks]
-
-    pictures = [each.picture for each in drawings(GROUPS)]
-    assert not any(picture in value for value, picture in zip(asyncio.run(main()), pictures, strict=True))
-    assert msgspec.structs.fields(Message)[-1].name == "images"

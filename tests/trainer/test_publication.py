@@ -68,19 +68,6 @@ async def new_rig() -> Rig:
     return rig
 
 
-async def test_an_event_names_a_policy_that_can_be_fetched() -> None:
-    rig = await new_rig()
-    trainer = await rig.trainer()
-    for version in range(3):
-        assert await publish(trainer, version, version) == version
-    follower = PolicyFetcher(rig.store, "main")
-    for _, event in await rig.events():
-        if event.event == "published":
-            assert event.owner == "train/1" and event.stats["loss"] == 0.5
-            policy = follower.fetch(event)
-            assert bytes(policy.tensors["weights"].data) == bytes([event.version]) * 16
-
-
 async def test_executing_again_to_the_same_weights_publishes_nothing() -> None:
     rig = await new_rig()
     first = await rig.trainer()

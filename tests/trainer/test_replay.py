@@ -3,7 +3,6 @@
 import importlib
 import itertools
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from infra.settings.config import Keep
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
 from schemas import Batch, Block, Experience, Rollback, Saved, encode, topics
-from schemas.errors import ConfigError, HeadraceError, OffsetOutOfRange
+from schemas.errors import ConfigError, HeadraceError
 from schemas.fields import Lane
 from tests.trainer.memory_run import (
     CONFIG,
@@ -38,7 +37,7 @@ from trainer.batch.assemble import build_batch, step_seed
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Position
-from trainer.journal.origin import ROOT, SOURCES, code_hash, modules
+from trainer.journal.origin import code_hash, modules
 from trainer.learners.learner import Learner
 from trainer.learners.scripted import ScriptedLearner
 from trainer.loop.report import TrainerReport
@@ -214,13 +213,6 @@ async def test_an_altered_buffered_block_is_named_by_step_and_offset() -> None:
     assert f"step 9: buffer offset {offset}: " in await broken(log, store)
 
 
-async def test_a_buffered_block_that_is_gone_is_named() -> None:
-    log, store, _ = await finished_run()
-    await log.bus.delete_records(Partition(log.name(topics.BUFFER), 0), 1)
-    with pytest.raises(OffsetOutOfRange, match=r"step 0: t\.buffer/0: offset 0 is not kept"):
-        await replayed(log, store)
-
-
 async def test_an_altered_blob_is_named() -> None:
     store = MemoryStore()
     log = await filled_log(store)
@@ -264,12 +256,6 @@ async def test_an_altered_checkpoint_is_named_and_the_next_one_begins() -> None:
     assert [each.step for each in found if each.fault] == [newest.position.step]
 
 
-async def test_without_a_checkpoint_the_error_says_where_none_was_found() -> None:
-    log, _, _ = await finished_run()
-    with pytest.raises(ConfigError, match=r"run 't': got no checkpoint in .*MemoryStore"):
-        await replayed(log, MemoryStore())
-
-
 async def test_other_kernels_give_a_distance_instead_of_bits() -> None:
     log, store, _ = await finished_run()
     found, _, _ = await replayed(log, store, ScriptedLearner(device="cuda", drift=1e-3))
@@ -277,20 +263,6 @@ async def test_other_kernels_give_a_distance_instead_of_bits() -> None:
     stored = {place.step for place in checkpoint.places(store, "t")}
     assert {each.step for each in found if each.distance is not None} == stored
     assert all(each.distance > 0 for each in found[1:] if each.distance is not None)
-
-
-def test_a_change_of_any_file_that_makes_a_step_is_other_code(tmp_path: Path) -> None:
-    for name in SOURCES:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        copy(ROOT / name, tmp_path / name)
-    assert code_hash(root=tmp_path) == code_hash()
-    for name in ("schemas/bulk.py", "trainer/losses/losses.py", "infra/model/vision.py", "infra/store/images.py"):
-        code_hash.cache_clear()
-        before = (tmp_path / name).read_text()
-        (tmp_path / name).write_text(before + "X = 1\n")
-        assert code_hash(root=tmp_path) != code_hash()
-        (tmp_path / name).write_text(before)
 
 
 def test_a_run_is_told_by_its_own_losses_and_learner_also_where_they_are_plugins(

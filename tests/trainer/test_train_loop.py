@@ -110,26 +110,6 @@ async def test_a_trainer_killed_at_any_send_ends_with_the_same_weights_and_batch
     await check_killed(tmp_path, log, store, arm, kills=200)
 
 
-async def test_a_step_that_is_not_finite_is_skipped_recorded_and_changes_nothing(tmp_path: Path) -> None:
-    store = DirectoryStore(tmp_path)
-    log = await filled_log(store)
-    await train(log, store, ScriptedLearner(fail_at=(step_seed(3, 12),)))
-    records = await journal(log)
-    assert [record.step for record in records if isinstance(record, Skip)] == [12]
-    manifests = {event.version: event for event in await published(log)}
-    assert len(manifests) == STEPS + 2
-
-
-async def test_repeated_skips_restore_the_last_good_policy_as_a_higher_version(tmp_path: Path) -> None:
-    store = DirectoryStore(tmp_path)
-    log = await filled_log(store)
-    failing = tuple(step_seed(3, step) for step in (15, 16, 17))
-    await train(log, store, ScriptedLearner(fail_at=failing))
-    rollbacks = [record for record in await journal(log) if isinstance(record, Rollback)]
-    assert len(rollbacks) == 1 and rollbacks[0].to_step == 17
-    assert rollbacks[0].version > rollbacks[0].restored_version
-
-
 async def test_groups_past_the_bound_are_dropped_with_a_reason_and_told_to_the_master(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     log = await filled_log(store)

@@ -31,7 +31,7 @@ from trainer.learners.scripted import ScriptedLearner
 from trainer.loop.publication import WeightPublisher
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Run
-from trainer.loop.supply import QUIET_S, Supply, lane_share
+from trainer.loop.supply import QUIET_S, Supply
 from trainer.loop.supply import decide as decide_draw
 from trainer.loop.waiting import DIVERGED, admitted, next_draw
 
@@ -86,16 +86,6 @@ def master(state: MasterPhase, outstanding: int) -> Progress:
     return Progress(role="master", instance="m", master=MasterState(state=state, outstanding=outstanding))
 
 
-def test_what_was_waited_for_is_forgotten_once_the_draws_have_passed_it() -> None:
-    run = run_of(usual(0, 1), usual(2, 1))
-    assert decide(run, now_s=0.0).wait and set(run.supply.given_up) == {1}
-    assert taken(decide(run, now_s=9.0)) == ["u0.0", "u2.0"]
-    arrive(run, usual(1), usual(3))  # it comes after all
-    run.supply.intake.settle([0, 1, 2, 3])
-    decide(run, now_s=10.0)
-    assert not run.supply.given_up
-
-
 def test_a_lane_of_weight_0_is_not_drawn() -> None:
     run = run_of(usual(0), usual(1), expert(0), lanes={"usual": USUAL, "expert": LaneConfig(loss="sft", weight=0.0)})
     assert taken(decide(run, now_s=0.0)) == ["u0.0", "u1.0"]
@@ -121,13 +111,7 @@ def test_a_lane_alone_waits_for_as_many_as_a_step_takes_and_a_draining_run_for_n
         assert taken(decide(rest, now_s=0.0)) == ["l0.0"], state
 
 
-def test_a_share_that_is_given_goes_before_the_weights() -> None:
-    assert lane_share(LaneConfig(share=0.5, weight=0.1), USUAL) == 0.5
-    assert lane_share(LaneConfig(weight=0.1), USUAL) == pytest.approx(1 / 9)
-
-
 def test_a_lane_beside_the_usual_one_is_asked_for_as_much_as_it_weighs_also_with_weights_of_1() -> None:
-    assert lane_share(LaneConfig(), LaneConfig()) == 1.0 and lane_share(LaneConfig(), LaneConfig(weight=0.0)) == 1.0
     lanes = {"usual": LaneConfig(), "expert": LaneConfig(loss="sft", max_uses=9)}
     draw = decide(run_of(usual(0), usual(1), *(expert(number) for number in range(50)), lanes=lanes), now_s=0.0)
     assert [candidate.lane for candidate in draw.taken].count("expert") == 36
@@ -170,13 +154,6 @@ def test_a_lane_alone_makes_no_version_before_the_last_one_has_its_time() -> Non
     assert taken(decide(paced, now_s=51.0)) == ["u0.0", "u1.0"], "rollouts are never held up"
 
 
-def test_no_lane_waits_for_more_than_may_wait_in_it() -> None:
-    run = run_of(*(live(number) for number in range(9)), lanes={"live": LaneConfig(max_waiting=9)})
-    assert len(taken(decide(run, now_s=0.0))) == 9
-    with pytest.raises(ValueError, match="min_sequences: got 10, expected at most max_waiting = 9"):
-        LaneConfig(min_sequences=10, max_waiting=9)
-
-
 def test_eight_ratings_with_the_file_that_init_writes_make_no_version() -> None:
     text = example_files("agent")["headrace.toml"].read_text()
     trainer = decode(tomllib.loads(text)["trainer"], TrainerConfig, "headrace.toml")
@@ -203,17 +180,6 @@ def test_more_than_may_wait_in_a_lane_are_dropped_with_a_reason_the_oldest_first
         (f"l{at}.0", "too many waiting") for at in (0, 1)
     ]
     assert sorted(taken(draw)) == ["l2.0", "l3.0", "l4.0"]
-
-
-def test_what_one_user_has_above_the_share_waits_and_is_told() -> None:
-    lanes = {"live": LaneConfig(tenant_share=1.0, subject_share=0.5, min_sequences=1)}
-    many = [live(number, subject="heavy") for number in range(9)]
-    run = run_of(*many, live(10, subject="a"), live(11, subject="b"), lanes=lanes, groups_per_step=4)
-    draw = decide(run, now_s=0.0)
-    assert len([candidate for candidate in draw.taken if candidate.subject == "heavy"]) == 2 == len(draw.taken) - 2
-    assert draw.held_back > 0
-    alone = run_of(*many, lanes=lanes, groups_per_step=4)
-    assert len(decide(alone, now_s=0.0).taken) == 4, "nobody else is there"
 
 
 def test_answers_without_a_ratio_are_dropped_with_a_reason_unless_the_loss_is_supervised() -> None:
@@ -258,15 +224,6 @@ def test_the_last_groups_of_a_run_make_a_smaller_step_once_no_more_can_come(
     assert draw.wait == waits and ("u0.0" in taken(draw)) == (not waits)
 
 
-async def test_a_stop_ends_the_wait() -> None:
-    stop = asyncio.Event()
-    waiting = asyncio.create_task(next_draw(run_of(), stop))
-    await asyncio.sleep(0)
-    stop.set()
-    async with asyncio.timeout(10):
-        assert await waiting is None
-
-
 GROUPS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), max_size=10, unique_by=lambda pair: pair[0])
 
 
@@ -309,13 +266,10 @@ def distance() -> float:
     return float(-live_admit(0).experiences[0].logprobs.mean())
 
 
-def test_an_answer_of_any_age_is_trained_under_the_default_settings() -> None:
-    draw = drawn(with_live())
-    assert {candidate.group for candidate in draw.taken} == {"l0.0", "l1.0"} and not draw.dropped
-
-
 def test_a_group_within_the_bound_is_trained_and_one_beyond_it_is_dropped_and_told() -> None:
-    assert len(drawn(with_live(bound=distance() * 1.01)).taken) == 2
+    for bound in (0.0, distance() * 1.01):  # by default there is none
+        draw = drawn(with_live(bound))
+        assert {candidate.group for candidate in draw.taken} == {"l0.0", "l1.0"} and not draw.dropped
     run = with_live(bound=distance() * 0.99)
     draw = drawn(run)
     assert draw.wait and not draw.taken
@@ -370,12 +324,14 @@ def test_a_pause_holds_the_next_step_until_somebody_resumes() -> None:
     run_virtual(main())
 
 
-def test_a_paused_trainer_stops_when_asked_without_another_step() -> None:
+@pytest.mark.parametrize("is_paused", [True, False])
+def test_a_stop_ends_the_wait_for_a_step_without_another_step(is_paused: bool) -> None:
     async def main() -> None:
-        run, stop = run_of(usual(0), usual(1), *(expert(number) for number in range(8))), asyncio.Event()
-        run.supply.intake.take_directive(Directive(order="pause", owner="ann"))
+        run, stop = run_of(*(usual(0), usual(1)) if is_paused else ()), asyncio.Event()
+        if is_paused:
+            run.supply.intake.take_directive(Directive(order="pause", owner="ann"))
         waiting = asyncio.create_task(next_draw(run, stop))
-        await until(lambda: run.report.state == "paused")
+        await until(lambda: run.report.state == "paused" or not is_paused)
         stop.set()
         async with asyncio.timeout(10):
             assert await waiting is None
@@ -383,32 +339,18 @@ def test_a_paused_trainer_stops_when_asked_without_another_step() -> None:
     run_virtual(main())
 
 
-def test_a_trainer_that_starts_into_a_pause_begins_no_step_and_resumes_with_all_that_waits() -> None:
-    async def main() -> None:
-        store = MemoryStore()
-        log = await filled_log(store)
-        await log.publish(topics.POLICIES, Directive(order="pause", owner="ann"))
-        training = asyncio.create_task(train(log, store, ScriptedLearner()))
-        await said_paused(log)
-        assert await batches(log) == [], "neither the warm-up nor a step began"
-        await log.publish(topics.POLICIES, Directive(order="continue", owner="ann"))
-        async with asyncio.timeout(60):
-            await training
-        assert len([batch for batch in await batches(log) if batch.phase == "train"]) == STEPS
-
-    run_virtual(main())
-
-
-def test_a_report_tells_how_many_groups_wait_in_the_buffer() -> None:
+def test_a_trainer_that_starts_into_a_pause_begins_no_step_tells_what_waits_and_resumes_with_it() -> None:
     async def main() -> None:
         store = MemoryStore()
         log = await filled_log(store)
         await log.publish(topics.POLICIES, Directive(order="pause", owner="ann"))
         training = asyncio.create_task(train(log, store, ScriptedLearner()))
         await said_paused(log, groups=4 + 2 * STEPS)
+        assert await batches(log) == [], "neither the warm-up nor a step began"
         await log.publish(topics.POLICIES, Directive(order="continue", owner="ann"))
         async with asyncio.timeout(60):
             await training
+        assert len([batch for batch in await batches(log) if batch.phase == "train"]) == STEPS
         reports = [each.value async for each in log.read_all(topics.REPORTS) if isinstance(each.value, Progress)]
         assert reports[-1].gauges["groups_waiting"] == 4, "demonstrations, which may be trained again"
 
