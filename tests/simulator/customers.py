@@ -139,8 +139,6 @@ class CustomerTraffic:
         self.scenario = scenario
         self.log = log
         self.random = Random(f"traffic/{scenario.seed}")
-        self.live: list[str] = []
-        self.done = False
         self._count = 0
 
     async def load(self) -> None:
@@ -168,13 +166,11 @@ class CustomerTraffic:
         for at_s, _, what in sorted(plan, key=lambda entry: entry[:2]):
             await asyncio.sleep(max(0.0, begin_s + at_s - asyncio.get_running_loop().time()))
             await self._send(what)
-        self.done = True
 
     async def _send(self, what: object) -> None:
         times = 2 if self.random.random() < 0.15 else 1
         for _ in range(times):
             if isinstance(what, Experience):
-                self.live.append(what.id)
                 await self.log.publish(EXPERIENCES, Block((what,)))
             elif isinstance(what, CustomerEvent):
                 event = {"ref": what.ref, "id": what.id, "value": what.value, "rater": what.rater}

@@ -1,14 +1,13 @@
 """The simulated log and object store: one broker and one store in memory, and each process's own connections to them.
 
 A request travels, is applied at the broker in one instant, and its answer travels back; a process may die or stall in
-between. Requests of one process to one partition keep their order. What the broker stored is told to `Watcher`. An object
+between. Requests of one process to one partition keep their order. What the broker stored is told to `RunWatch`. An object
 under `policies/` never changes, and a policy manifest is written after everything it names."""
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
-from typing import Protocol
 
 from actors.master.snapshot import series
 from infra.log.bus import CommitRefused, Headers, Partition, Reader, Record, RecordPosition, check_size, partition_for
@@ -26,27 +25,10 @@ DEADLINE_S = 4.0  # a client gives up on a broker it cannot reach
 EPOCH_MS = 1_700_000_000_000
 
 
-class Watcher(Protocol):
-    def stored(self, process: Process, record: Record) -> None:
-        """A record is in the log."""
-
-    def confirmed(self, process: Process, record: Record) -> None:
-        """The sender has been told so."""
-
-    def failed(self, process: Process, topic: str, key: bytes, value: bytes, stored: bool) -> None:
-        """The sender has been told that it failed, whether it did or not."""
-
-    def asked_end(self, process: Process, partition: Partition, end: int) -> None:
-        """A process was told where a partition ends."""
-
-    def heard(self, process: Process, partition: Partition, end: int) -> None:
-        """A process has read a partition up to here."""
-
-
 class SimulatedCluster(MemoryBus):
     """The broker: every process's requests end here, in the broker's own context."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, faults: Faults, watcher: Watcher) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, faults: Faults, watcher: RunWatch) -> None:
         super().__init__(self.now_ms)
         self.loop = loop
         self.faults = faults

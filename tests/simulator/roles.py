@@ -3,6 +3,7 @@
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -109,39 +110,16 @@ def group_of_topic(log: Log, topic: Topic) -> str:
     return f"{log.group(STAGE_OF[topic.name])}.{topic.name}"
 
 
-class Acknowledged:
-    def __init__(self) -> None:
-        self.delivered: dict[Partition, list[int]] = {}
-        self.done: dict[Partition, set[int]] = {}
-
-    def take(self, at: Partition, offset: int) -> None:
-        """A record is handed out."""
-        self.delivered.setdefault(at, []).append(offset)
-
-    def finish(self, at: Partition, offset: int) -> None:
-        """It was acknowledged."""
-        self.done.setdefault(at, set()).add(offset)
-
-    def nexts(self) -> dict[Partition, int]:
-        found: dict[Partition, int] = {}
-        for at, offsets in self.delivered.items():
-            done = self.done.get(at, set())
-            while offsets and offsets[0] in done:
-                done.remove(offsets[0])
-                found[at] = offsets.pop(0) + 1
-        return found
-
-
 class PlainDelivery:
-    """A Delivery of one record of one generation."""
+    """A Delivery of one record of one generation. nexts: offsets to commit; a driver acknowledges in log order."""
 
-    def __init__(self, record: Record, generation: int, acknowledged: Acknowledged) -> None:
+    def __init__(self, record: Record, generation: int, nexts: dict[Partition, int]) -> None:
         self.record = record
         self.generation = generation
-        self._acknowledged = acknowledged
+        self._nexts = nexts
 
     def acknowledge(self) -> None:
-        self._acknowledged.finish(Partition(self.record.topic, self.record.partition), self.record.offset)
+        self._nexts[Partition(self.record.topic, self.record.partition)] = self.record.offset + 1
 
     def abandon(self) -> None:
         pass
@@ -151,10 +129,9 @@ async def consume(log: Log, topic: Topic, driver: WindowDriver | CollectDriver) 
     """Feed a driver for ever."""
     reader = await log.bus.subscribed([log.name(topic)], group=group_of_topic(log, topic))
     assert isinstance(reader, ClientReader)
-    generation, acknowledged = -1, Acknowledged()
+    generation, nexts = -1, dict[Partition, int]()
     clock = asyncio.get_running_loop().time
     commit_at = clock() + COMMIT_S
-    nexts: dict[Partition, int] = {}
     while True:
         try:
             records = await reader.get_many(timeout_s=max(0.05, commit_at - clock()), max_records=64)
@@ -163,20 +140,14 @@ async def consume(log: Log, topic: Topic, driver: WindowDriver | CollectDriver) 
         if reader.generation != generation:
             driver.retire(generation)
             driver.abandon()
-            generation, acknowledged, nexts = reader.generation, Acknowledged(), {}
+            generation, nexts = reader.generation, {}
             driver.assigned({partition.index for partition in reader.positions()}, generation)
         for record in records:
-            acknowledged.take(Partition(record.topic, record.partition), record.offset)
-            await driver.accept(PlainDelivery(record, generation, acknowledged))
+            await driver.accept(PlainDelivery(record, generation, nexts))
         if clock() >= commit_at:
             commit_at = clock() + COMMIT_S
-            nexts |= acknowledged.nexts()
-            try:
-                if nexts:
-                    await reader.commit(nexts)
-                nexts = {}
-            except (CommitRefused, BrokerUnavailable):
-                continue  # the next round commits, or finds what the rebalance has dealt
+            with suppress(CommitRefused, BrokerUnavailable):  # the next round commits again, or follows the rebalance
+                await reader.commit(nexts)
 
 
 async def run_streams(scenario: Scenario, log: Log, metrics: Metrics, folder: Path, wall_ms: Callable[[], int]) -> None:

@@ -4,6 +4,7 @@ Exit code 1 at a violation, which is printed with its seed, the promise, the las
 """
 
 import argparse
+import functools
 import gc
 import json
 import logging
@@ -11,14 +12,15 @@ import multiprocessing
 import shutil
 import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import msgspec
 
-from tests.simulator.faults import Mixture
+from tests.simulator.faults import Mixture, draw_mixture
 from tests.simulator.scenario import Scenario, draw_scenario
 from tests.simulator.settlement import settle
 from tests.simulator.watch import Violation
@@ -32,10 +34,7 @@ class SeedOutcome(msgspec.Struct, frozen=True):
     trace: str
     violations: tuple[Violation, ...]
     last: tuple[str, ...]
-    num_records: int
     num_trained: int
-    virtual_s: float
-    lives: int
     seen: dict[str, int]
 
     def words(self) -> str:
@@ -52,7 +51,7 @@ def run_seed(
     logging.disable(logging.CRITICAL)
     gc.disable()  # collections would come at moments that no seed decides
     try:
-        world = World(scenario or draw_scenario(seed), mixture, folder)
+        world = World(scenario or draw_scenario(seed), mixture or mixture_of(seed), folder)
         if verbose:
             world.watch.verbose = lambda line: print(line, flush=True)
         world.run()
@@ -63,10 +62,7 @@ def run_seed(
             trace=world.watch.hash.hexdigest()[:16],
             violations=tuple(world.watch.violations),
             last=tuple(world.watch.last),
-            num_records=world.watch.num_records,
             num_trained=world.account.trained if world.account else 0,
-            virtual_s=world.loop.time() - 1000.0,
-            lives=sum(slot.num_lives for slot in world.slots),
             seen=dict(world.watch.seen),
         )
     finally:
@@ -75,13 +71,17 @@ def run_seed(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_seeds(seeds: Sequence[int], jobs: int) -> Iterator[SeedOutcome]:
-    """Simulate many seeds, in this process or in some."""
-    if jobs == 1:
-        yield from map(run_seed, seeds)
-        return
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        yield from pool.imap_unordered(run_seed, seeds, chunksize=5)
+def mixture_of(seed: int) -> Mixture:
+    return draw_mixture(Random(f"mixture/{seed}"))
+
+
+def changed(seed: int, mixture: Mapping[str, Any], scenario: Mapping[str, Any]) -> SeedOutcome:
+    """Simulate one seed with other values of some fields."""
+    return run_seed(
+        seed,
+        mixture=msgspec.structs.replace(mixture_of(seed), **mixture),
+        scenario=msgspec.structs.replace(draw_scenario(seed), **scenario),
+    )
 
 
 def main() -> int:
@@ -91,27 +91,28 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--trace", action="store_true", help="with --seed: every event")
     parser.add_argument("--go-on", action="store_true", help="after a violation")
+    parser.add_argument("--mixture", type=json.loads, default={}, help="JSON: fields that every seed has instead")
+    parser.add_argument("--scenario", type=json.loads, default={}, help="JSON: fields that every seed has instead")
     arguments = parser.parse_args()
     if arguments.seed is not None:
         outcome = run_seed(arguments.seed, verbose=arguments.trace)
         print(outcome.words() if outcome.violations else f"seed {outcome.seed} is clean, trace {outcome.trace}")
         return 1 if outcome.violations else 0
     begin, end = map(int, arguments.seeds.split(":"))
-    began = time.monotonic()
     failed: list[int] = []
     seen: Counter[str] = Counter()
-    num_records = 0
-    for outcome in run_seeds(range(begin, end), arguments.jobs):
-        num_records += outcome.num_records
-        seen.update(outcome.seen)
-        if outcome.violations:
-            failed.append(outcome.seed)
-            print(outcome.words() if not arguments.go_on else f"{outcome.seed}: {outcome.violations[0]}", flush=True)
-            if not arguments.go_on:
-                break
-    seconds = round(time.monotonic() - began, 1)
-    counts = {"seeds": end - begin, "failed": sorted(failed), "records": num_records, "seconds": seconds}
-    print(json.dumps({**counts, "seen": dict(sorted(seen.items()))}))
+    simulate = functools.partial(changed, mixture=arguments.mixture, scenario=arguments.scenario)
+    with multiprocessing.get_context("fork").Pool(arguments.jobs) as pool:
+        for outcome in pool.imap(simulate, range(begin, end), chunksize=5 if arguments.go_on else 1):
+            seen.update(outcome.seen)
+            if outcome.violations:
+                failed.append(outcome.seed)
+                print(
+                    outcome.words() if not arguments.go_on else f"{outcome.seed}: {outcome.violations[0]}", flush=True
+                )
+                if not arguments.go_on:
+                    break
+    print(json.dumps({"seeds": end - begin, "failed": failed, "seen": dict(sorted(seen.items()))}))
     return 1 if failed else 0
 
 

@@ -5,8 +5,6 @@ from collections import Counter
 from collections.abc import Container
 from typing import Any
 
-import numpy as np
-
 from actors.master.evaluation import parse_eval_group
 from actors.master.master import take_in
 from actors.master.plan import Plan
@@ -14,7 +12,6 @@ from actors.master.snapshot import Unfit, restore, series
 from infra.ledger.account import Account
 from infra.log.log import LogMessage
 from infra.observe.metrics import Metrics
-from infra.policies.tensors import to_numpy
 from infra.store.memory import MemoryStore
 from infra.store.snapshots import candidates
 from schemas import Batch, Block, Closure, DeadLetter, DropMarker, Fence, PolicyEvent, Rollback, Task, topics
@@ -22,7 +19,7 @@ from schemas.experience import is_withdrawal
 from schemas.fields import VERSION_PASSED
 from schemas.topics import Topic, topic_name
 from tests.simulator.collect_model import CollectModel, Expected
-from tests.simulator.plugins import TENSOR, TableLearner, first_table, logprobs_of
+from tests.simulator.plugins import TableLearner
 from tests.simulator.scenario import APP, DEADLINE_S, SESSION_S, WINDOW_S
 from tests.simulator.settlement_serving import settle_serving
 from tests.simulator.watch import content_of
@@ -57,10 +54,8 @@ def settle_snapshots(world: World, log: Logged) -> None:
         found = facts(_read(plan, log, places), raced)
         for name, value in found.items():
             if value != told[name]:
-                world.watch.complain(
-                    "a master from a snapshot decides as one that read everything",
-                    f"{key}: {name}: {value}, in the log {told[name]}",
-                )
+                promise = "a master from a snapshot decides as one that read everything"
+                world.watch.complain(promise, f"{key}: {name}: {value}, in the log {told[name]}")
 
 
 def raced_evals(log: Logged) -> set[tuple[str, int]]:
@@ -148,7 +143,6 @@ def settle(world: World) -> None:
     check_verify(world, log)
     check_collect(world, log)
     check_letters(world, log)
-    check_logprobs(world, log)
     settle_serving(world, log)
     settle_snapshots(world, log)
 
@@ -342,26 +336,3 @@ def check_letters(world: World, log: Logged) -> None:
         for record, value in log[topic.name]:
             if isinstance(value, bytes) and (topic.name, record.partition, record.offset) not in letters:
                 world.watch.complain("I6 dead letters", f"{topic.name}/{record.partition}@{record.offset} has none")
-
-
-def check_logprobs(world: World, log: Logged) -> None:
-    tables: dict[int, np.ndarray] = {0: first_table()}
-    for version, tensors in world.watch.tensors.items():
-        tables[version] = to_numpy(tensors[TENSOR])
-    for member in members(log, topics.EXPERIENCES).values():
-        if member.origin == "gateway":
-            continue
-        tokens, at = member.tokens.tolist(), 0
-        for span in member.spans:
-            if span.version not in tables:
-                world.watch.complain(
-                    "recorded logprobs", f"{member.id} names version {span.version}, which nobody published"
-                )
-                return
-            for place in range(span.start, span.stop):
-                (own,) = logprobs_of(tables[span.version], tokens[place - 1 : place + 1])
-                if abs(own - float(member.logprobs[at])) > 1e-5:
-                    world.watch.complain(
-                        "recorded logprobs", f"{member.id} token {place}: {member.logprobs[at]} is not {own}"
-                    )
-                at += 1

@@ -166,36 +166,16 @@ def check_results(world: World, log: Logged) -> None:
 
 
 def check_verdicts(world: World, log: Logged) -> None:
-    """The gate promotes what its results allow and holds the rest; nothing is decided without a result."""
-    results = {topic.version: topic for _, topic in log[topics.EVALS.name] if isinstance(topic, EvalResult)}
-    told, newest = stands(event for _, event in log[topics.POLICIES.name]), -1
+    """The gate decides nothing without a result, and by that result."""
+    results = {value.version: value for _, value in log[topics.EVALS.name] if isinstance(value, EvalResult)}
+    newest = -1
     for record, event in log[topics.POLICIES.name]:
         if isinstance(event, Directive) and event.order == "lease":
             newest = record.offset
-        if not isinstance(event, PolicyEvent) or event.owner != "gate" or event.token < newest:
-            continue
-        result, own, before = results.get(event.version), event.stats.get(SUITE), event.stats.get(f"stable/{SUITE}")
-        # Its token is where its lease lies: it had read that far, and may have stood still since.
-        stood = [results.get(stand.channel.version) for stand in told[event.token : record.offset + 1]]
-        shares = {None if item is None else item.accuracy for item in stood}
-        if own is None or result is None or own != result.accuracy or before not in shares:
-            world.watch.complain("the gate decides by results", f"{event}; results {results}, before it {shares}")
-        elif fault := verdict_fault(
-            event, result, [item for item in stood if item is not None and item.accuracy == before]
-        ):
-            world.watch.complain("the gate decides by the rules", f"{event}: {fault}")
-
-
-def verdict_fault(event: PolicyEvent, own: EvalResult, before: Sequence[EvalResult]) -> str:
-    """Why a verdict is not as the rules say, "" where it is. before: of versions that it may have been compared with.
-
-    Only a drop from both tasks right to none, on the same tasks, is too much: any other may be chance. A result of other tasks,
-    made while some had not come yet, may be held for such a drop or not.
-    """
-    is_less = bool(before) and own.accuracy == 0.0 and before[0].accuracy == 1.0
-    if event.event == "promoted" and is_less and all(item.tasks == own.tasks for item in before):
-        return "it answers the same tasks worse"
-    return "it answers no worse" if event.event != "promoted" and not is_less else ""
+        if isinstance(event, PolicyEvent) and event.owner == "gate" and event.token >= newest:
+            result, own = results.get(event.version), event.stats.get(SUITE)
+            if result is None or own != result.accuracy:
+                world.watch.complain("the gate decides by results", f"{event}; results {results}")
 
 
 def check_served(world: World, log: Logged) -> None:

@@ -68,18 +68,14 @@ class RunWatch:
         self.last: deque[str] = deque(maxlen=LAST_EVENTS)
         self.verbose: Callable[[str], None] | None = None
         self.hash = hashlib.sha256()
-        self.num_records = 0
         self.seen: Counter[str] = Counter()  # what came up at all, so that silence is not taken for safety
         self.began_s: dict[Process, float] = {}
         self.acknowledged: set[str] = set()  # experiences whose senders were told that they are stored
         self.acknowledged_stubs: set[str] = set()
         self.content: dict[int, str] = {}  # version → hash of its weights
-        self.tensors: dict[int, Mapping[str, Tensor]] = {}
         self.altered: Counter[Process] = Counter()  # reads of policies that gave other bytes
         self.courses: defaultdict[Process, list[Happened]] = defaultdict(list)  # of reading policies and serving them
-        self.snapshots: dict[
-            str, bytes
-        ] = {}  # objects of masters' snapshots, by key: also those that are removed since
+        self.snapshots: dict[str, bytes] = {}  # objects of masters' snapshots by key, removed ones too
         self.master_state = ""
         self._first: dict[Identity, tuple[float, Process, Any]] = {}
         self._failed: set[tuple[Process, Identity]] = set()
@@ -124,7 +120,6 @@ class RunWatch:
         if STRUCK:
             self.complain("I7 nothing foreign runs", f"{len(STRUCK)} times by {process.name} or before it")
             STRUCK.clear()
-        self.num_records += 1
         self.seen[kind_of(value)] += 1
         topic = record.topic.partition(".")[2]
         self.note(f"{process.name} -> {topic}/{record.partition}@{record.offset} {described(value)}")
@@ -258,7 +253,6 @@ class RunWatch:
         if not all(is_finite(tensor) for tensor in policy.tensors.values()):
             self.complain("I3 healthy", f"version {event.version} holds values that are not finite")
         content = content_of(policy.tensors)
-        self.tensors.setdefault(event.version, policy.tensors)
         if self.content.setdefault(event.version, content) != content:
             self.complain("I3 one content", f"version {event.version} of token {event.token} has other weights")
         done = event.step + 1 - self._warm_steps
@@ -311,18 +305,4 @@ def described(value: object) -> str:
     """A record in a line, without what depends on the machine."""
     if isinstance(value, Block):
         return "block " + " ".join(f"{member.id}r{member.revision}" for member in value.experiences)
-    if isinstance(value, Progress):
-        return f"progress {value.role} {value.state}"
-    if isinstance(value, PolicyEvent):
-        digest = value.manifest_sha256[:12]
-        return f"policy {value.event} version={value.version} step={value.step} token={value.token} {digest}"
-    if isinstance(value, Task):
-        return (
-            f"task {value.id} {value.issued and (value.issued.group, value.issued.attempt, value.issued.min_version)}"
-        )
-    if isinstance(value, Batch):
-        items = " ".join(f"{item.id}r{item.revision}u{item.use}" for item in value.items)
-        return f"batch step={value.step} version={value.version} token={value.token} {value.phase} {items}"
-    if isinstance(value, Fence):
-        return f"fence token={value.token}"
-    return str(value)[:220]
+    return f"progress {value.role} {value.state}" if isinstance(value, Progress) else str(value)[:220]

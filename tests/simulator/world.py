@@ -22,7 +22,7 @@ from schemas.errors import BrokerUnavailable, FencedOut, StoreError
 from streams.stages.stage import causes, process_exit
 from tests.simulator import roles
 from tests.simulator.customers import Customers, CustomerTraffic, Wire
-from tests.simulator.faults import Faults, Mixture, draw_mixture
+from tests.simulator.faults import Faults, Mixture
 from tests.simulator.network import ClientBus, ClientStore, SimulatedCluster
 from tests.simulator.roles import GatewayLife, group_of_topic, orphans, run_operator
 from tests.simulator.scenario import APP, EVENTS, FAULTS_S, PARTITIONS, Scenario
@@ -44,11 +44,10 @@ class Slot:
         self.main = main
         self.current: Process | None = None
         self.num_lives = 0
-        self.folders: dict[int, Process] = {}
 
 
 class World:
-    def __init__(self, scenario: Scenario, mixture: Mixture | None, folder: Path) -> None:
+    def __init__(self, scenario: Scenario, mixture: Mixture, folder: Path) -> None:
         seed = scenario.seed
         self.scenario = scenario
         self.folder = folder
@@ -57,7 +56,7 @@ class World:
         self.loop.set_exception_handler(lambda _, context: self._went_wrong(context))
         self.store = MemoryStore()
         self.watch = RunWatch(scenario, self.store, self.loop.time)
-        self.mixture = draw_mixture(Random(f"mixture/{seed}")) if mixture is None else mixture
+        self.mixture = mixture
         self.faults = Faults(Random(f"faults/{seed}"), self.mixture, self.loop.time)
         self.faults.kill = self.kill
         self.cluster = SimulatedCluster(self.loop, self.faults, self.watch)
