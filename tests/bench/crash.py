@@ -16,8 +16,7 @@ from infra.cli.settings import load_settings
 from infra.local.broker import EmbeddedKafka
 from schemas import Batch, Block, Progress, Saved, Task, topics
 from tests.bench.report import Row
-from tests.e2e.crash_ledger import Fates
-from tests.e2e.crash_loop import Shot, crash_loop
+from tests.e2e.crash_loop import Shot, crash_loop, lost
 
 KILLED = {"": "nobody", "master": "master", "process": "stream worker", "explore": "explorer", "train": "trainer"}
 STEP = (r"^groups_per_step = \d+", "groups_per_step = 8")  # a quarter of the demo's, so that an interval is soon over
@@ -98,7 +97,7 @@ async def read(folder: Path, bootstrap: str) -> History:
     history, acknowledged = History(), set((folder / "acknowledged.txt").read_text().split())
     settings = load_settings(folder / "headrace.toml", [f"kafka.bootstrap_servers={bootstrap}"])
     async with connected(settings) as log:
-        history.lost = (await Fates.read(log, max_staleness=2)).lost(acknowledged, set())
+        history.lost = await lost(log, acknowledged)
         for topic in (topics.TASKS, topics.EXPERIENCES, topics.BATCHES, topics.REPORTS):
             async for message in log.read_all(topic):
                 history.take(message.value, message.timestamp_ms / 1000)

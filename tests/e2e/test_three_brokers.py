@@ -39,7 +39,7 @@ from schemas.errors import BrokerUnavailable
 from schemas.ids import experience_id
 from schemas.topics import EXPERIENCES
 from tests.actors.rig import until
-from tests.e2e.crash_ledger import Fates
+from tests.e2e.crash_loop import lost
 from tests.e2e.test_streams_kill import started, worker_command
 from tests.role import role_of
 from trainer.config import LaneConfig, TrainerConfig
@@ -219,13 +219,10 @@ class Writers:
 
 
 async def drained(log: Log, writers: Writers) -> None:
-    """Wait until everything that was acknowledged is trained or dropped. Raises TimeoutError."""
+    """Wait until everything in the log is trained or dropped. Raises TimeoutError."""
     async with asyncio.timeout(DRAIN_S):
         await until(lambda: not writers.outbox.num_waiting, seconds=DRAIN_S)
-        while True:
-            fates = await Fates.read(log, PACING.max_staleness)
-            if writers.acknowledged <= {name for name, _, _ in fates.trained} | fates.dropped.keys():
-                return
+        while (await audit(log, log.app)).pending:  # noqa: ASYNC110
             await asyncio.sleep(2.0)
 
 
@@ -273,7 +270,6 @@ async def test_brokers_killed_one_after_the_other_and_restarted_in_turn_lose_not
         writers.is_stopping = True
         await drained(log, writers)
         account = await audit(log, app_name)
-        fates = await Fates.read(log, PACING.max_staleness)
+        missing = await lost(log, writers.acknowledged)
     assert writers.acknowledged and account.trained and account.is_clean
-    assert not fates.lost(writers.acknowledged, set(account.pending_ids))
-    assert not fates.trained_twice() and not account.pending and not writers.shed
+    assert not missing and not account.pending and not writers.shed
