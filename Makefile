@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 FAST   := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install agents bench bench-deps demo recipes test test-all test-fast missing-tools test-gpu mutants check lint types docs lock extras-check clean
+.PHONY: help install agents bench bench-deps demo recipes test test-all test-fast missing-tools test-gpu check lint types docs lock extras-check clean
 
 help:            ## what there is to type
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -85,9 +85,6 @@ missing-tools:
 test-gpu: LOCK := $(if $(wildcard /dev/nvidiactl),$(CUDA),$(LOCK))
 test-gpu: install ## what only a GPU can show (minutes); elsewhere it says why it is skipped
 	@$(BIN)/python -m pytest -q -m gpu tests/gpu/test_on_a_gpu.py $(ARGS)
-
-mutants: install ## does a test fail for every small change of a module? (make mutants CORE=trainer/buffer/pool.py)
-	@$(BIN)/python -m tests.mutants $(CORE) $(ARGS)
 
 check: install lint types ## ruff and mypy
 
