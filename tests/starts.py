@@ -19,7 +19,20 @@ from infra.settings.config import Floor, Pacing
 from infra.store.memory import MemoryStore
 from infra.store.snapshots import Refused, SnapshotManifest, candidates
 from infra.store.store import Store, digest_of, name_of
-from schemas import Closure, Directive, Drawn, Issued, Message, PolicyEvent, Progress, Task, encode, kafka_headers
+from schemas import (
+    Block,
+    Closure,
+    Control,
+    Directive,
+    Drawn,
+    Issued,
+    Message,
+    PolicyEvent,
+    Progress,
+    Task,
+    encode,
+    kafka_headers,
+)
 from schemas.topics import POLICIES, PROGRESS, TASKS, TASKSET, Topic
 from trainer.buffer.buffer import Buffer
 from trainer.buffer.intake import Intake, hear_directives
@@ -74,7 +87,7 @@ def summarize(log: Log) -> None:
         fold.take(message)
 
 
-def store_records(log: Log, topic: Topic, records: Sequence[Task | Progress | Closure | Drawn | PolicyEvent]) -> None:
+def store_records(log: Log, topic: Topic, records: Sequence[Block | Control]) -> None:
     """Append these records to a topic, at the rate of reports and up to now."""
     bus = log.bus
     assert isinstance(bus, MemoryBus)

@@ -23,16 +23,15 @@ from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
-from schemas import Block, Message, Span, encode, make_experience
+from schemas import Batch, BatchItem, Block, Closure, Message, PolicyEvent, Span, encode, make_experience
 from schemas.ids import experience_id, request_group
-from schemas.topics import REPORTS, VERIFIED
+from schemas.topics import BATCHES, BUFFER, EXPERIENCES, POLICIES, PROGRESS, REPORTS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
 from streams.collect.feedback import FeedbackRules
 from streams.collect.rules import Rules
 from streams.stages.chain_builder import build_collect
 from tests.bench.hop import DAY_MS, TRAFFIC, waiting_answer
 from tests.bench.report import Row
-from tests.made_log import APP, STEP_ITEMS, STEPS_PER_VERSION, MadeBus, name_of
 from tests.names import session_name
 from tests.starts import REPORT, cpu_s, log_of_groups, start_master, store_records
 from trainer.buffer.buffer import Buffer, Uses, use_key
@@ -43,6 +42,11 @@ Figures = dict[str, float]
 LINEAR = 1.1  # exponent at most: noise is in it
 LEAST_S = 0.005  # of what is too short to say anything
 USES = 1_000_000
+GROUP = 16
+LONE = make_experience(
+    tokens=range(1, 141), logprobs=[-0.5] * 100, messages=(Message("user", "How far?"), Message("assistant", "240 km")),
+    id=experience_id("live.0", 0, 0), group="live.0", episode=0, group_size=1, lane="live", spans=(Span(40, 140, 3),),
+)  # fmt: skip
 
 
 def run(sizes: str = "10000,100000,1000000", only: str = "") -> Iterator[Row]:
@@ -119,37 +123,63 @@ def collector_of(log: Log, folder: Path) -> Collector:
 
 
 def ledger(size: int) -> Figures:
-    """Audit, and trace with its index built from nothing, over records that are made as they are read."""
-    whole = STEP_ITEMS * STEPS_PER_VERSION
-    count = max(whole, size // whole * whole)
+    """Audit, and trace with its index built from nothing."""
 
     async def audited() -> Figures:
-        bus = MadeBus(count)
-        spent = await cpu_s(partial(audit, Log(bus, APP), APP)) - bus.made_cpu_s
-        bus = MadeBus(count)
-        log = Log(bus, APP)
+        log = await trained_log(size)
+        spent = await cpu_s(partial(audit, log, log.app))
         with tempfile.TemporaryDirectory() as folder:
-            index = LogIndex(Path(folder) / "trace.sqlite", run=APP, policy="main")
-            built = await cpu_s(partial(index.refresh, log)) - bus.made_cpu_s
-            asked = await cpu_s(partial(trace_answer, log, index, name_of(count // 2)))
+            index = LogIndex(Path(folder) / "trace.sqlite", run=log.app, policy="main")
+            built = await cpu_s(partial(index.refresh, log))
+            asked = await cpu_s(partial(trace_answer, log, index, experience_id(f"t{size // 2 // GROUP}.0", 0, 0)))
             index.close()
         return {"audit": spent, "trace, index": built, "trace, a question": asked}
 
     return asyncio.run(audited())
 
 
+async def trained_log(size: int) -> Log:
+    """So many experiences in groups, each trained once: four groups to a step, 16 steps to a version."""
+    log = Log(MemoryBus(), "bench")
+    await log.create_topics(partitions=1, keep_ms=-1)
+    names = [f"t{number}.0" for number in range(size // GROUP)]
+    blocks = [
+        Block(
+            tuple(
+                msgspec.structs.replace(LONE, id=experience_id(name, 0, at), group=name, episode=at, lane="usual")
+                for at in range(GROUP)
+            )
+        )
+        for name in names
+    ]
+    for topic in (EXPERIENCES, BUFFER):
+        store_records(log, topic, blocks)
+    store_records(log, PROGRESS, [Closure(group=name, outcome="buffered", experiences=GROUP) for name in names])
+    steps = [
+        Batch(
+            run=log.app, token=0, step=at // 4, version=at // 64,
+            items=tuple(
+                BatchItem(id=member.id, partition=0, offset=offset, index=member.episode, lane="usual")
+                for offset, made in enumerate(blocks[at : at + 4], at)
+                for member in made.experiences
+            ),
+        )
+        for at in range(0, len(blocks), 4)
+    ]  # fmt: skip
+    store_records(log, BATCHES, steps)
+    events = [PolicyEvent(event="published", policy="main", version=at, step=16 * at) for at in range(len(steps) // 16)]
+    store_records(log, POLICIES, events)
+    return log
+
+
 def buffer(size: int) -> Figures:
     """Lone answers drawn by priority and evenly."""
     held = Buffer({"live": USES})
-    one = make_experience(
-        tokens=range(1, 141), logprobs=[-0.5] * 100, messages=(Message("user", "How far?"), Message("assistant", "240 km")),
-        id=experience_id("live.0", 0, 0), group="live.0", episode=0, group_size=1, lane="live", spans=(Span(40, 140, 3),),
-    )  # fmt: skip
-    frame, priorities = encode(Block((one,))), np.random.default_rng(0).random(size).tolist()
+    frame, priorities = encode(Block((LONE,))), np.random.default_rng(0).random(size).tolist()
     begin_s = time.process_time()
     for at, priority in enumerate(priorities):
         made = msgspec.structs.replace(
-            one, group=f"live-{at}.0", priority=priority, tenant=f"t{at % 20}", subject=f"u{at % 1000}"
+            LONE, group=f"live-{at}.0", priority=priority, tenant=f"t{at % 20}", subject=f"u{at % 1000}"
         )
         assert held.add(at, frame, Block((made,))) == ""
     figures = {"buffer, filled": time.process_time() - begin_s}
