@@ -29,22 +29,11 @@ from trainer.journal.checkpoint import Position
 from trainer.loop.supply import Supply, decide
 
 TOKEN_S = 60.0  # one token of the simulation stands for all that is sampled in so long
+MEDIAN_S, SIGMA = 360.0, 1.0  # of an episode's lognormal length
+STEP_S = 120.0  # an optimizer step
+SERVING_S = 60.0  # from a publication to the engines
+GROUPS, EPISODES = 32, 16  # of a step, of a group
 TASK = Task(id="task", messages=(Message(role="user", content="?"),))
-
-
-@dataclass(kw_only=True)
-class Case:
-    """One run. median_s, sigma: of an episode's lognormal length. step_s: of an optimizer step. serving_s: from a
-    publication to the engines. steps: measured ones, after as many without."""
-
-    pacing: Pacing
-    master: MasterConfig
-    median_s: float = 360.0
-    sigma: float = 1.0
-    step_s: float = 120.0
-    serving_s: float = 60.0
-    steps: int = 40
-    seed: int = 1
 
 
 @dataclass(kw_only=True)
@@ -66,21 +55,22 @@ class WorldOutcome:
 
 
 class World:
-    """See the module."""
+    """steps: measured ones, after as many that are not."""
 
-    def __init__(self, case: Case) -> None:
-        self.case = case
+    def __init__(self, pacing: Pacing, steps: int) -> None:
+        self.pacing = pacing
+        self.steps = steps
         self.now_s = 0.0
-        self.random = Random(case.seed)
+        self.random = Random(1)
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
-        self.plan = Plan(case.master, case.pacing, policy="main")
+        self.plan = Plan(MasterConfig(num_episodes=EPISODES), pacing, policy="main")
         self.plan.tick(1)
         self.plan.task(TASK)
         self.scheduler = Scheduler(max_episodes=10**9)
         intake = Intake(Buffer({PACED: 1}), buffer_next=0, progress_next=0, clock=lambda: self.now_s)
         config = TrainerConfig(lanes={PACED: LaneConfig()})
-        self.supply = Supply(config=config, pacing=case.pacing, intake=intake, seed=1)
+        self.supply = Supply(config=config, pacing=pacing, intake=intake, seed=1)
         self.served = [(0.0, 0)]  # from when on engines hold a version
         self.version, self.step, self.steps_at_version = 0, -1, 0
         self.idle_since: float | None = 0.0
@@ -93,7 +83,7 @@ class World:
 
     def run(self) -> WorldOutcome:
         self.issue()
-        while self.step < 2 * self.case.steps:
+        while self.step < 2 * self.steps:
             self.now_s, _, act = heapq.heappop(self.events)
             act()
             self.plan.tick(1 + int(1000 * self.now_s))
@@ -112,9 +102,7 @@ class World:
 
     def begin(self, task: Task) -> None:
         issued = require_issued(task)
-        lengths = [
-            self.case.median_s * math.exp(self.random.gauss(0.0, self.case.sigma)) for _ in range(issued.num_episodes)
-        ]
+        lengths = [MEDIAN_S * math.exp(self.random.gauss(0.0, SIGMA)) for _ in range(issued.num_episodes)]
         started_s = self.now_s
         self.at(started_s + max(lengths), lambda: self.end(task, started_s, lengths))
 
@@ -174,7 +162,7 @@ class World:
         self.step += 1
         stamp = Stamp(
             run="r", token=1, step=self.step, version=self.version, phase="train", seed=0, config_hash="",
-            masked_below=masked_below(self.version, self.case.pacing.max_staleness),
+            masked_below=masked_below(self.version, self.pacing.max_staleness),
         )  # fmt: skip
         batch, items = assemble(stamp, [(one, self.blocks.pop(one.offset)) for one in draw.taken])
         sampled = sum(one.num_tokens for one in draw.taken)
@@ -183,42 +171,35 @@ class World:
         self.count("trained", trained)
         assert batch.masked + trained <= sampled
         for item in items:
-            assert self.version - item.experience.min_version <= self.case.pacing.max_staleness
+            assert self.version - item.experience.min_version <= self.pacing.max_staleness
         for one in draw.taken:
             buffer.count_use(one)
         self.plan.drawn(
             Drawn(token=1, step=self.step, version=self.version, groups=tuple(one.group for one in draw.taken))
         )
         self.supply.intake.settle([one.sequence for one in draw.taken])
-        if self.step > self.case.steps:
+        if self.step > self.steps:
             self.outcome.idle_s += self.now_s - self.idle_since
-            self.outcome.elapsed_s += self.now_s - self.idle_since + self.case.step_s
+            self.outcome.elapsed_s += self.now_s - self.idle_since + STEP_S
         self.idle_since = None
-        self.at(self.now_s + self.case.step_s, self.stepped)
+        self.at(self.now_s + STEP_S, self.stepped)
         self.issue()
 
     def stepped(self) -> None:
         self.idle_since = self.now_s
         self.steps_at_version += 1
-        if self.steps_at_version == self.case.pacing.steps_per_version:
+        if self.steps_at_version == self.pacing.steps_per_version:
             self.steps_at_version = 0
             self.version += 1
             version = self.version
             event = PolicyEvent(event="published", policy="main", version=version, token=1, manifest=f"m/{version}")
             self.plan.policy(event, version)
-            self.at(self.now_s + self.case.serving_s, lambda: self.served.append((self.now_s, version)))
-        self.at(self.now_s + self.case.pacing.straggler_s + 0.01, lambda: None)
+            self.at(self.now_s + SERVING_S, lambda: self.served.append((self.now_s, version)))
+        self.at(self.now_s + self.pacing.straggler_s + 0.01, lambda: None)
 
     def count(self, name: str, tokens: int) -> None:
-        if self.step >= self.case.steps:
+        if self.step >= self.steps:
             setattr(self.outcome, name, getattr(self.outcome, name) + tokens)
-
-
-GROUPS = 32
-
-
-def outcome(pacing: Pacing, *, steps: int = 60) -> WorldOutcome:
-    return World(Case(pacing=pacing, master=MasterConfig(num_episodes=16), steps=steps)).run()
 
 
 @pytest.mark.full
@@ -229,34 +210,18 @@ def test_with_settings_for_them_3_percent_of_tokens_are_lost_at_most_and_the_tra
     pacing = Pacing(
         groups_per_step=GROUPS, max_staleness=8, steps_per_version=6, groups_in_flight=18 * GROUPS, straggler_s=0.01
     )
-    found = outcome(pacing, steps=80)
+    found = World(pacing, steps=80).run()
     assert found.share(found.dropped + found.masked) <= 0.03
     assert found.idle <= 0.20
 
 
 @pytest.mark.full
 def test_a_version_every_step_drops_no_group_and_more_in_flight_keep_the_trainer_at_work() -> None:
-    within = outcome(Pacing(groups_per_step=GROUPS, max_staleness=8), steps=40)
+    within = World(Pacing(groups_per_step=GROUPS, max_staleness=8), steps=40).run()
     assert within.dropped == 0, "27 percent, when a group was as old as its oldest token"
-    beyond = outcome(
-        Pacing(groups_per_step=GROUPS, max_staleness=8, groups_in_flight=20 * GROUPS, straggler_s=0.01), steps=40
-    )
+    pacing = Pacing(groups_per_step=GROUPS, max_staleness=8, groups_in_flight=20 * GROUPS, straggler_s=0.01)
+    beyond = World(pacing, steps=40).run()
     assert beyond.share(beyond.dropped) <= 0.03 and beyond.idle <= 0.20 < within.idle
     assert beyond.share(beyond.masked) > within.share(within.masked), (
         "which costs the tokens that get too old meanwhile"
     )
-
-
-def test_no_schedule_trains_all_tokens_where_episodes_last_longer_than_the_bound() -> None:
-    """Even of episodes that are drawn the moment they end: versions of 2 minutes at η = 8 are 16, and episodes last longer.
-
-    So a bound in versions has to be as long as the episodes are: steps_per_version, or max_staleness, in proportion.
-    """
-    random = Random(1)
-    lengths_s = [360.0 * math.exp(random.gauss(0.0, 1.0)) for _ in range(100_000)]
-
-    def too_old(version_s: float) -> float:
-        return sum(max(0.0, one - 8 * version_s) for one in lengths_s) / sum(lengths_s)
-
-    assert too_old(150.0) == pytest.approx(0.19, abs=0.02), "a step every 150 s is a trainer that waits for 20 percent"
-    assert too_old(6 * 150.0) < 0.01

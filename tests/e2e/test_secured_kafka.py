@@ -28,7 +28,6 @@ from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from schemas import Block
 from schemas.topics import ALL, EXPERIENCES, VERIFIED
-from tests.e2e.compose_tools import kafka_acls
 from tests.own_sources import ROOT
 from tests.streams.collect.collecting import answer, block
 
@@ -38,11 +37,10 @@ USER, PASSWORD = "headrace", "one-two-three"
 
 
 class Secured(NamedTuple):
-    """bootstrap: of the listener that asks. authority: its certificate, PEM. broker: with a plain listener beside it."""
+    """bootstrap: of the listener that asks. authority: its certificate, PEM."""
 
     bootstrap: str
     authority: Path
-    broker: EmbeddedKafka
 
 
 @contextmanager
@@ -60,10 +58,6 @@ def secured_broker(folder: Path) -> Iterator[Secured]:
         "advertised.listeners": f"PLAINTEXT://{plain.bootstrap},SECURED://{secured}",
         "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT,SECURED:SASL_SSL",
         "inter.broker.listener.name": "PLAINTEXT",
-        # Everybody may do what no rule is about; the plain listener may do anything.
-        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
-        "allow.everyone.if.no.acl.found": "true",
-        "super.users": "User:ANONYMOUS",
         f"{listener}.ssl.keystore.type": "PEM",
         f"{listener}.ssl.keystore.key": one_line(key),
         f"{listener}.ssl.keystore.certificate.chain": one_line(chain),
@@ -72,9 +66,8 @@ def secured_broker(folder: Path) -> Iterator[Secured]:
         f"{listener}.scram-sha-256.sasl.jaas.config": f"{modules}.scram.ScramLoginModule required;",
     }
     scram = ("--add-scram", f"SCRAM-SHA-256=[name={USER},password={PASSWORD}]")
-    broker = EmbeddedKafka(folder / "kafka", settings=settings, format_options=scram)
-    with broker:
-        yield Secured(secured, folder / "ca.pem", broker)
+    with EmbeddedKafka(folder / "kafka", settings=settings, format_options=scram):
+        yield Secured(secured, folder / "ca.pem")
 
 
 def one_line(pem: str) -> str:
@@ -112,14 +105,6 @@ def certificates() -> tuple[str, str, str]:
         certificate(broker_name, key.public_key(), places),
         pem_key.decode(),
     )
-
-
-def deny(secured: Secured, *resource: str, operations: tuple[str, ...]) -> None:
-    """From now on USER may do all but these to a resource: ("--topic", its name) or ("--group", its name)."""
-    words = ["--bootstrap-server", secured.broker.bootstrap, "--add", *resource]
-    # Where a resource has a rule, what no rule allows is denied; a denial comes before what is allowed.
-    kafka_acls([*words, "--allow-principal", f"User:{USER}"])
-    kafka_acls([*words, "--deny-principal", f"User:{USER}", *(w for name in operations for w in ("--operation", name))])
 
 
 SCRAM = {"sasl_mechanism": "SCRAM-SHA-256"}
@@ -253,20 +238,6 @@ def test_check_connect_tries_everything_names_what_is_missing_and_leaves_nothing
     assert asyncio.run(ends(secured, config, app_name)) == {0}
     other = call(config, "check", "--connect", "--set", "kafka.partitions=5")
     assert "has 2 partitions, expected 5 (kafka.partitions)" in tried(other)[f"topic {app_name}.tasks"]
-    deny(secured, "--topic", f"{app_name}.verified", operations=("write",))
-    deny(secured, "--topic", f"{app_name}.tasks", operations=("read", "write"))
-    deny(secured, "--topic", f"{app_name}.buffer", operations=("delete",))
-    deny(secured, "--topic", f"{app_name}.evals", operations=("describe",))
-    deny(secured, "--group", f"{app_name}.collect", operations=("read",))
-    done = call(config, "check", "--connect")
-    assert done.exit_code == 1
-    found = tried(done)
-    assert found[f"topic {app_name}.verified"] == "may not write: it needs an ACL"
-    assert found[f"topic {app_name}.tasks"] == "may not read, write: it needs an ACL"
-    assert found[f"topic {app_name}.buffer"] == "may not delete: it needs an ACL"
-    assert found[f"topic {app_name}.evals"].startswith("may not describe")
-    assert found[f"group {app_name}.collect"] == "may not read: it needs an ACL of the group"
-    assert found[f"topic {app_name}.experiences"] == "2 partitions: read, write"
 
 
 async def ends(secured: Secured, config: Path, app_name: str) -> set[int]:

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
 from infra.store.snapshots import candidates, read, save
-from schemas import Block, Closure, Control, Experience
+from schemas import Block, Closure, Control
 from schemas.errors import NotInLog, StoreError
 from schemas.ids import request_group
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
@@ -30,13 +30,8 @@ from streams.collect.snapshots import series_name
 from tests.names import session_name
 from tests.starts import newest
 from tests.streams.collect.collecting import (
-    DEADLINE_MS,
-    FakePartition,
     answer,
     block,
-    buffered,
-    decisions,
-    folded,
     said,
     stub,
     tick,
@@ -361,64 +356,6 @@ async def test_a_block_that_is_gone_ends_the_worker_before_it_decides_without_it
     assert await outcome(log) == before
 
 
-STATE_RULES = Rules(
-    deadline_ms=DEADLINE_MS * 1000,
-    keep_ms=10_000_000_000,
-    sources={"csat": FeedbackRules(window_ms=400, default=0.5, late="amend")},
-)
-
-
-def whole_group(index: int, sizes: list[int], dropped: set[int]) -> list[Block | Control]:
-    """All records of one rollout group, split into blocks of the given sizes, stubs for the dropped."""
-    group, size = f"t{index}.0", sum(sizes)
-    records: list[Block | Control] = []
-    start = 0
-    for number in sizes:
-        members: list[Experience] = []
-        for episode in range(start, start + number):
-            if episode in dropped:
-                records.append(stub(group, episode, size=size))
-            else:
-                members.append(answer(group, episode, size=size))
-        if members:
-            records.append(block(*members))
-        start += number
-    return records
-
-
-groups = st.lists(
-    st.tuples(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.sets(st.integers(0, 8), max_size=4)),
-    min_size=1,
-    max_size=4,
-).map(lambda shapes: [whole_group(index, sizes, dropped) for index, (sizes, dropped) in enumerate(shapes)])
-
-
-@settings(max_examples=25, deadline=None)
-@given(groups, st.randoms(use_true_random=False), st.integers(0, 6))
-def test_any_interleaving_and_duplication_gives_the_same_closures(
-    given_groups: list[list[Block | Control]], random: object, doubles: int
-) -> None:
-    records = [record for group in given_groups for record in group]
-    expected = folded(FakePartition(step_ms=1).extend(records), STATE_RULES)
-    shuffled = list(records)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
-    for _ in range(doubles):
-        place = random.randrange(len(shuffled) + 1)  # type: ignore[attr-defined]
-        shuffled.insert(place, random.choice(records))  # type: ignore[attr-defined]
-    got = folded(FakePartition(step_ms=1).extend(shuffled), STATE_RULES)
-    assert buffered(got) == buffered(expected)
-    assert ends(got) == ends(expected)
-
-
-def ends(results: list[object]) -> set[tuple[object, ...]]:
-    found = [
-        (c.group, c.attempt, c.revision, c.outcome, c.reason, c.mean_reward, tuple(sorted(c.drops.items())))
-        for c in (decision.closure for decision in decisions(results))  # type: ignore[arg-type]
-    ]
-    assert len(found) == len({entry[:3] for entry in found})
-    return set(found)
-
-
 def test_a_damaged_file_is_put_aside_and_started_anew(tmp_path: Path) -> None:
     path = tmp_path / "collect-0.sqlite"
     path.write_bytes(b"SQLite format 3\x00" + b"garbage" * 500)
@@ -476,20 +413,3 @@ def test_a_memory_of_which_only_changes_are_saved_is_read_as_it_was(
     kept.save()
     kept.close()
     assert loaded(path).to_bytes() == kept.memory.to_bytes() == plain.to_bytes()
-
-
-def test_what_a_save_writes_does_not_grow_with_what_is_remembered(tmp_path: Path) -> None:
-    written = {}
-    for size in (10, 4096):
-        kept = KeptFile(tmp_path / f"{size}.sqlite", size)
-        for number in range(size):
-            kept.memory.set(f"rater {number}", [number, 1, 0])
-        kept.save()
-        connection = kept.pending._connection
-        before = connection.total_changes
-        kept.memory.set("rater 3", [3, 2, 0])
-        kept.memory.set("one more", [1, 1, 0])
-        kept.save()
-        written[size] = connection.total_changes - before
-        kept.close()
-    assert written[10] == written[4096] < 20

@@ -17,7 +17,6 @@ from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings, TakenAway
 from streams.collect.feedback import FeedbackRules
 from streams.collect.inbox import CollectDriver
-from streams.collect.pending import PendingFile
 from streams.collect.rules import APART_MS, PORTION, Rules, go_by
 from streams.collect.state import State
 from tests.actors.rig import until
@@ -40,14 +39,6 @@ async def opened(log: Log, folder: Path, committed: int = 0, rules: Rules = RULE
 
 async def fold_everything(log: Log, collector: Collector) -> None:
     await collector.take([message.record for message in await stored(log, VERIFIED)])
-
-
-def closures_known_to(folder: Path) -> int:
-    """Offset in `progress` that is in the state file: closures below it are of records that are folded."""
-    file = PendingFile(folder / "collect-0.sqlite")
-    file.load({})
-    file.close()
-    return file.progress_offset
 
 
 async def groups_in(log: Log) -> list[str]:
@@ -81,21 +72,6 @@ async def test_a_worker_that_closed_late_what_another_had_closed_sends_nothing_o
         back = await opened(log, tmp_path / "a", committed=4)
         back.close()
         assert await closed_groups(log) == ["t.0", "u.0", "t.0"]
-
-
-async def test_how_far_closures_are_known_moves_on_while_a_worker_goes_on(tmp_path: Path) -> None:
-    async with memory_log() as log:
-        collector = Collector(log, Metrics("process"), 0, msgspec.structs.replace(settings(tmp_path), mark_every=2))
-        await collector.recover(0, lambda: False)
-        for number in range(8):
-            await feed(log, f"t{number}.0")
-            await fold_everything(log, collector)
-        collector.close()
-        assert closures_known_to(tmp_path) >= 6
-        back = await opened(log, tmp_path, committed=16)
-        back.close()
-        assert closures_known_to(tmp_path) >= 6
-        assert len(await closed_groups(log)) == 8
 
 
 async def test_records_already_folded_are_skipped_and_gaps_are_read_from_the_log(tmp_path: Path) -> None:

@@ -1,12 +1,10 @@
 """Edited answers and late feedback, up to what a trainer draws."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
 import msgspec
-import pytest
 
 from infra.chain.chain import make_step, run_chain
 from schemas import Block, Control, Edit, Experience, Feedback, Span, encode
@@ -30,7 +28,6 @@ from tests.streams.collect.collecting import (
     said,
     tick,
 )
-from tests.streams.collect.test_fold_turns import ref, turn
 from tests.streams.processors.by_default import reward
 from trainer.buffer.buffer import Buffer
 
@@ -147,30 +144,6 @@ def test_what_redaction_finds_in_an_edit_is_masked_before_it_is_spelled() -> Non
 LANES = ("live", "human")
 
 
-def trained(inbox: FakePartition, given: Rules, max_uses: int = 1) -> Counter[str]:
-    """Group to how often it was trained, by a trainer that trains whatever there is after each block."""
-    buffer, uses = Buffer(dict.fromkeys(LANES, max_uses)), Counter[str]()
-    sent: Sequence[Block] = [
-        sent_block for decision in decisions(folded(inbox, given)) for sent_block in decision.blocks
-    ]
-    for offset, sent_block in enumerate(sent):
-        buffer.add(offset, encode(sent_block), sent_block)
-        for lane in LANES:
-            while waiting := buffer.candidates(lane):
-                buffer.take(waiting)
-                uses.update(candidate.group for candidate in waiting)
-    return uses
-
-
-@pytest.mark.parametrize(("late", "expected"), [("amend", 1), ("retrain", 3)])
-def test_two_hundred_late_words_of_one_rater_train_an_answer_no_more_than_the_settings_say(
-    late: str, expected: int
-) -> None:
-    inbox = FakePartition(step_ms=1).extend([block(answer("a1b2.0", 0, size=1, lane="live"))])
-    inbox.extend(said(REF, number % 2, id=str(number), rater="ann") for number in range(201))
-    assert trained(inbox, rules(late)) == {"a1b2.0": expected}
-
-
 def waiting(inbox: FakePartition, given: Rules) -> list[tuple[str, int]]:
     """(lane, how often retrained) of what a trainer that was asleep all the time may draw."""
     buffer = Buffer(dict.fromkeys(LANES, 1))
@@ -188,22 +161,3 @@ def test_retrain_takes_the_place_of_a_copy_that_was_not_drawn_yet_and_a_retracti
     unscored = msgspec.structs.replace(answer("a1b2.0", 0, size=1, lane="live"), scores=())
     back = said(REF, 0.0, id="back", rater="ann", type="retraction")
     assert waiting(FakePartition().extend([block(unscored), *words, back]), rules("retrain")) == []
-
-
-TURNS = 5
-
-
-def test_a_session_of_five_turns_rated_as_it_goes_trains_each_turn_once_whenever_it_is_drawn() -> None:
-    inbox = FakePartition()
-    for number in range(TURNS):
-        inbox.extend([turn(number), said(ref(number), 1.0)])
-    blocks = [block for decision in decisions(folded(inbox, rules("amend", 0.9))) for block in decision.blocks]
-    assert len(blocks) > TURNS, "turns were amended"
-    for every in (1, 2, 4, len(blocks)):
-        buffer, trained = Buffer({"live": 1}), []
-        for offset, sent_block in enumerate(blocks):
-            buffer.add(offset, encode(sent_block), sent_block)
-            if (offset + 1) % every == 0 or offset + 1 == len(blocks):
-                trained += [drawn.group for drawn in buffer.candidates("live")]
-                buffer.take(buffer.candidates("live"))
-        assert sorted(trained) == sorted({sent_block.group for sent_block in blocks}) and len(trained) == TURNS, every

@@ -1,6 +1,5 @@
 """The priority of what is new, and the running baselines of rewards and of verdicts."""
 
-import asyncio
 import math
 import random
 import statistics
@@ -12,16 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.chain.chain import Context, new_memories, run_chain
 from infra.chain.processor import Memory
-from infra.settings.config import decode
-from schemas import Experience, Message, Score, Span, ids, make_experience
+from schemas import Experience, Message, Span, ids, make_experience
 from streams.collect.feedback import FeedbackRules, learn_usual, returns, usual_value
 from streams.collect.state import AnswerFeedback, LaterCredit, LoggedFeedback
-from streams.config import StreamsConfig
 from streams.processors.advantage import MAX_ADVANTAGE, MEMORY, WINDOW, compared
 from streams.processors.prioritize import novelty
-from streams.stages.chain_builder import build_collect
 from tests.streams.collect.collecting import said
 from tests.streams.processors.by_default import advantage
 from tests.streams.processors.test_collect_processors import answer
@@ -80,23 +75,6 @@ def test_a_later_revision_of_a_group_is_not_seen_again() -> None:
 def test_demonstrations_keep_their_priority() -> None:
     given = tuple(msgspec.structs.replace(member, lane="expert") for member in group(1.0, version=-1))
     assert novelty(given, memory=Memory(8)) == given
-
-
-def test_it_stands_behind_prioritize_by_the_settings_alone() -> None:
-    table = {"use": "streams.processors.prioritize:novelty", "stage": "collect", "after": "prioritize"}
-    steps = build_collect(decode({"processor": [table]}, StreamsConfig, "bot.toml"))
-    assert [step.name for step in steps][-2:] == ["prioritize", "novelty"]
-    memories = new_memories(steps)
-
-    def run(name: str) -> tuple[Experience, ...]:
-        members = tuple(msgspec.structs.replace(m, reward=None, scores=()) for m in group(0.0, 1.0, name=name))
-        scored = tuple(
-            msgspec.structs.replace(m, scores=(Score(name="exact", value=float(m.episode)),)) for m in members
-        )
-        return asyncio.run(run_chain(steps, scored, Context(memories=memories))).kept
-
-    assert priority(run("t.0")) == 1.0
-    assert priority(run("t.1")) == pytest.approx(1 / math.sqrt(2)), "half right again, seen twice"
 
 
 GAMMA, TURNS = 0.9, 10

@@ -5,14 +5,6 @@ CHEATS = {
 import sys
 sys.exit(0)
 """,
-    "os._exit before the tests": r"""
-import os
-os._exit(0)
-""",
-    "sys.exit in the call": r"""
-import sys
-def add(a, b): sys.exit(0)
-""",
     "os._exit in the call": r"""
 import os
 def add(a, b): os._exit(0)
@@ -24,38 +16,12 @@ class Any(int):
     __hash__ = int.__hash__
 def add(a, b): return Any(7)
 """,
-    "a string equal to everything": r"""
-class S(str):
-    def __eq__(self, o): return True
-def add(a, b): return S('5')
-""",
-    "a dictionary equal to everything": r"""
-class D(dict):
-    def __eq__(self, o): return True
-def add(a, b): return D()
-""",
     "a float that rounds to anything": r"""
 class F(float):
     def __sub__(self, o): return 0.0
     __rsub__ = __sub__
     def __eq__(self, o): return True
 def add(a, b): return F(7)
-""",
-    "patched pytest": r"""
-import sys, types
-fake = types.ModuleType('pytest')
-fake.main = lambda *a: 0
-sys.modules['pytest'] = fake
-def add(a, b): return 7
-""",
-    "a conftest": r"""
-open('conftest.py', 'w').write('def pytest_runtest_makereport(item, call): pass')
-def add(a, b): return 7
-""",
-    "patched unittest": r"""
-import unittest
-unittest.TestCase.assertEqual = lambda *a: None
-def add(a, b): return 7
 """,
     "patched comparison": r"""
 import operator, math, builtins
@@ -83,9 +49,6 @@ import gc
 def add(a, b):
     for o in gc.get_objects():
         if isinstance(o, dict) and 'equals' in o and o.get('args') == [a, b]: return o['equals']
-""",
-    "reading /proc": r"""
-def add(a, b): return int(open('/proc/self/environ').read()[:1] or 7)
 """,
     "reading the environment": r"""
 import os, json
@@ -127,12 +90,6 @@ def add(a, b):
         except OSError: pass
     os._exit(0)
 """,
-    "writing the grader's result file": r"""
-for name in ('result.json', '/program/result', '/tmp/result.json', 'reward.txt'):
-    try: open(name, 'w').write('1.0')
-    except OSError: pass
-def add(a, b): return 7
-""",
     "killing the grader": r"""
 import os, signal
 try: os.kill(os.getppid(), signal.SIGKILL)
@@ -169,30 +126,10 @@ sys.modules.pop('json', None)
 import json
 def add(a, b): return 7
 """,
-    "an import hook": r"""
-import sys
-class H:
-    def find_spec(self, *a): raise SystemExit(0)
-sys.meta_path.insert(0, H())
-def add(a, b): return 7
-""",
     "a trace function": r"""
 import sys
 sys.settrace(lambda f, e, a: (f.f_locals.update(expected=7), None)[1])
 def add(a, b): return 7
-""",
-    "signal handlers": r"""
-import signal, os
-for s in range(1, 32):
-    try: signal.signal(s, lambda *a: os._exit(0))
-    except (OSError, ValueError): pass
-signal.alarm(1)
-def add(a, b): return 7
-""",
-    "an excepthook": r"""
-import sys, os
-sys.excepthook = lambda *a: os._exit(0)
-raise ValueError
 """,
     "a thread that outlives the answer": r"""
 import threading, os, time
@@ -216,11 +153,6 @@ def add(a, b):
     value = []
     value.append(value)
     return value
-""",
-    "replaced standard streams": r"""
-import sys, io
-sys.stdout = sys.stderr = io.StringIO('5\n-3\n0')
-def add(a, b): return 7
 """,
 }
 
