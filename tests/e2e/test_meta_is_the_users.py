@@ -2,11 +2,9 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import msgspec
-import pytest
 
 from actors.engines.scripted import ScriptedEngine
 from actors.master.admission import Admission, AdmissionLimits
@@ -64,16 +62,6 @@ CONFIG = StreamsConfig(
 )
 
 
-class Passage(msgspec.Struct):
-    """What became of each task, by its id."""
-
-    sampled: dict[str, list[Experience]]
-    buffered: dict[str, list[Experience]]
-    candidates: dict[str, Any]
-    admission: Admission
-    refused: dict[str, str]
-
-
 def script() -> Any:
     """Every second answer to a question is right."""
     asked: Counter[tuple[int, ...]] = Counter()
@@ -85,78 +73,54 @@ def script() -> Any:
     return said
 
 
-async def passed(folder: Path) -> Passage:
-    """All tasks through rollout, verify, collect, admission, buffer and draw."""
+def shape(experience: Experience) -> dict[str, Any]:
+    """All of a header that may not depend on the meta or on which task it is."""
+    own = ("id", "group", "episode", "sequence", "meta", "bulk", "task", "num_tokens", "spans")
+    return {name: getattr(experience, name) for name in experience.__struct_fields__ if name not in own}
+
+
+def by_reward(experiences: Sequence[Experience]) -> list[dict[str, Any]]:
+    """Which of a group's three answers are right may differ: two are."""
+    assert all(member.reward is not None and member.advantage is not None for member in experiences)
+    return sorted(map(shape, experiences), key=lambda header: float(header["reward"]))
+
+
+async def test_a_task_whose_meta_holds_a_word_of_headrace_trains_like_any_other(tmp_path: Path) -> None:
+    """Through rollout, verify, collect, admission, buffer and draw."""
     log = await memory_log()
     admission = Admission(AdmissionLimits(groups_per_step=len(CASES) + 1, max_staleness=1, steps_per_version=1))
-    names = {PLAIN: {}, **CASES}
     tasks = [
         rollout(task(name, meta=meta), MASTER, round=0, attempt=0, sequence=number, min_version=0)
-        for number, (name, meta) in enumerate(names.items())
+        for number, (name, meta) in enumerate({PLAIN: {}, **CASES}.items())
     ]
     for item in tasks:
         assert item.issued is not None
         admission.issued(item.issued, 0.0)
     heard = TopicArrivals(log, EXPERIENCES)
     listener = asyncio.create_task(heard.listen())
-    rollouts = explorer(log, folder_store(folder), ScriptedEngine(script=script()))
-    async with running(rollouts, listener), working(log, CONFIG, folder):
+    rollouts = explorer(log, folder_store(tmp_path), ScriptedEngine(script=script()))
+    async with running(rollouts, listener), working(log, CONFIG, tmp_path):
         await log.publish_all(TASKS, tasks)
         await until(lambda: len(heard.experiences) == len(tasks) * MASTER.num_episodes, seconds=60)
         await settled(log)
-    closures = [entry.value async for entry in log.read_all(PROGRESS) if isinstance(entry.value, Closure)]
-    for closure in closures:
-        admission.closed(closure)
+    async for entry in log.read_all(PROGRESS):
+        if isinstance(entry.value, Closure):
+            admission.closed(entry.value)
     buffer = Buffer({"usual": 1})
-    refused = {}
     async for message in log.read_all(BUFFER):
         assert isinstance(message.value, Block)
-        if reason := buffer.add(message.offset, encode(message.value), message.value):
-            refused[message.value.group] = reason
-    candidates = buffer.candidates("usual")
-    trained = buffer.take(candidates)
-    admission.drawn(Drawn(token=1, step=0, version=0, groups=tuple(one.group for one in trained), dropped=refused))
-    sampled: dict[str, list[Experience]] = {}
-    for experience in heard.experiences:
-        sampled.setdefault(experience.group, []).append(experience)
-    return Passage(
-        sampled=sampled,
-        buffered={each.group: list(each.experiences) for each in trained},
-        candidates={candidate.group: candidate for candidate in candidates},
-        admission=admission,
-        refused=refused,
-    )
-
-
-@pytest.fixture(scope="module")
-def passage(tmp_path_factory: pytest.TempPathFactory) -> Passage:
-    return asyncio.run(passed(tmp_path_factory.mktemp("passage")))
-
-
-def shape(one: Experience) -> dict[str, Any]:
-    """All of a header that may not depend on the meta or on which task it is."""
-    of_task = ("id", "group", "episode", "sequence", "meta", "bulk", "task", "num_tokens", "spans")
-    return {name: getattr(one, name) for name in one.__struct_fields__ if name not in of_task}
-
-
-def reward(of: dict[str, Any]) -> float:
-    assert of["reward"] is not None and of["advantage"] is not None
-    return float(of["reward"])
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_task_whose_meta_holds_a_word_of_headrace_trains_like_any_other(name: str, passage: Passage) -> None:
-    group, plain = f"{name}.0", f"{PLAIN}.0"
-    assert [item.meta for item in passage.sampled[group]] == [CASES[name]] * MASTER.num_episodes
-    mine, others = passage.buffered[group], passage.buffered[plain]
-    assert [entry.meta for entry in mine] == [CASES[name]] * MASTER.num_episodes
-    assert {each.task for each in mine} == {name} and {one.answer for one in mine} == {"yes"}
-    # Which of a group's three answers are right may differ: two are.
-    assert sorted(map(shape, mine), key=reward) == sorted(map(shape, others), key=reward)
-    one, other = passage.candidates[group], passage.candidates[plain]
+        assert buffer.add(message.offset, encode(message.value), message.value) == ""
+    candidates = {candidate.group: candidate for candidate in buffer.candidates("usual")}
+    buffered = {item.group: item.experiences for item in buffer.take(list(candidates.values()))}
+    admission.drawn(Drawn(token=1, step=0, version=0, groups=tuple(buffered)))
+    assert admission.outstanding == {}
     same = ("lane", "num_experiences", "revision", "min_version", "uses", "has_ratio", "is_pair", "key_id")
-    assert [getattr(one, field) for field in same] == [getattr(other, field) for field in same]
-
-
-def test_no_group_is_outstanding_for_ever_because_of_its_meta(passage: Passage) -> None:
-    assert passage.refused == {} and passage.admission.outstanding == {}
+    plain = f"{PLAIN}.0"
+    for name, meta in CASES.items():
+        group = f"{name}.0"
+        sampled = [member for member in heard.experiences if member.group == group]
+        assert [member.meta for member in sampled] == [meta] * MASTER.num_episodes, name
+        assert [member.meta for member in buffered[group]] == [meta] * MASTER.num_episodes, name
+        assert {(member.task, member.answer) for member in buffered[group]} == {(name, "yes")}
+        assert by_reward(buffered[group]) == by_reward(buffered[plain]), name
+        assert all(getattr(candidates[group], field) == getattr(candidates[plain], field) for field in same), name
