@@ -81,7 +81,7 @@ BUDGETS = {
     "infra/cli": 6_687,
     "infra/cli/console": 1_787,
     "infra/cli/demo": 1_217,
-    "streams": 8_503,
+    "streams": 8_498,
     "actors": 16_146,
     "actors/master/gate": 813,
     "trainer": 10_791,

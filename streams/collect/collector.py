@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 STAGE = "collect"
 REBUILD_RECORDS = 500
+MARK_EVERY = 10_000  # about so many records of `progress` are read again by a worker that begins
 OLDER, FOREIGN = "older than the log", "of another log"
 ClosureKey = tuple[str, int, int]
 
@@ -50,16 +51,12 @@ ClosureKey = tuple[str, int, int]
 class CollectSettings(msgspec.Struct, frozen=True):
     """Settings that the collectors of all partitions share.
 
-    folder: of the state files. rules: what collect waits for. steps: its chain. give_up_s: how long one decision is published
-    again before the process ends. mark_every: about how many records of `progress` a worker that begins reads again. snapshots:
-    when the state goes to the store.
+    folder: of the state files. rules: what collect waits for. steps: its chain. snapshots: when the state goes to the store.
     """
 
     folder: Path
     rules: Rules
     steps: tuple[Step, ...]
-    give_up_s: float = 120.0
-    mark_every: int = 10_000
     snapshots: SnapshotPolicy = SnapshotPolicy()
 
 
@@ -167,7 +164,7 @@ class Collector:
         arrivals = []
         letters: list[Output] = []
         for record in records:
-            message = await read(self._log, record, self._settings.give_up_s)
+            message = await read(self._log, record)
             if message.error is not None:
                 letters.append(letter(message, STAGE, "bad frame", str(message.error)))
                 self._metrics.counter("dropped", reason="bad frame").inc()
@@ -228,15 +225,15 @@ class Collector:
         closures = [decision.closure for decision in decisions]
         if closures:
             reached = max(await asyncio.gather(*(self._close(closure) for closure in closures))) + 1
-            if self._mark is None and reached - self._pending.progress_offset >= self._settings.mark_every:
+            if self._mark is None and reached - self._pending.progress_offset >= MARK_EVERY:
                 self._mark = LogEnds(reached, await self._end())
 
     async def _close(self, closure: Closure) -> int:
-        position = await confirmed(lambda: self._log.publish(PROGRESS, closure), "progress", self._settings.give_up_s)
+        position = await confirmed(lambda: self._log.publish(PROGRESS, closure), "progress")
         return position.offset
 
     async def _publish(self, outputs: Sequence[Output]) -> None:
-        await publish_all(self._log, outputs, self._settings.give_up_s)
+        await publish_all(self._log, outputs)
 
     def _is_new(self, decision: Decision) -> bool:
         closure = decision.closure
@@ -305,7 +302,7 @@ class Collector:
             raise NotInLog(f"{where}: an open group waits with a block that is gone; its partition is folded anew")
         found = {offset: frame for offset, record in records.items() if (frame := block_frame(record))}
         for offset in set(offsets) - found.keys():
-            value = (await read(self._log, records[offset], self._settings.give_up_s)).value
+            value = (await read(self._log, records[offset])).value
             assert isinstance(value, Block), f"offset {offset} holds no block"
             found[offset] = encode(value)
         return found
@@ -331,7 +328,7 @@ class Collector:
         """Blocks of `verified` at these offsets; those that retention has removed are missing."""
         blocks: dict[int, Block] = {}
         for offset, record in (await self._log.at(VERIFIED, self.partition, offsets)).items():
-            message = await read(self._log, record, self._settings.give_up_s)
+            message = await read(self._log, record)
             if isinstance(message.value, Block):
                 blocks[offset] = message.value
         return blocks

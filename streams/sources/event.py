@@ -31,7 +31,6 @@ from streams.config import LangfuseConfig
 from streams.stages.stage import confirmed
 
 TIMEOUT_S = 10.0
-GIVE_UP_S = 120.0
 AT_ONCE = 1000  # events that are read and published together
 MISSING_FIELD = re.compile(r"KeyError: '([A-Za-z_][A-Za-z0-9_.-]{0,63})'")
 EventOutcome = Literal["accepted", "ignored", "invalid", "failed", "forgotten"]
@@ -107,7 +106,7 @@ async def _publish_portion(source: EventSource, events: Sequence[Event], log: Lo
 
     async def publish_in_order(queue: Sequence[Callable[[], Awaitable[object]]]) -> None:
         for publish in queue:
-            await confirmed(publish, "feedback", GIVE_UP_S)
+            await confirmed(publish, "feedback")
 
     async with asyncio.TaskGroup() as tasks:
         for queue in queues.values():

@@ -205,16 +205,14 @@ class WindowDriver:
         *,
         limit: int = 64,
         timeout_s: float = TIMEOUT_S,
-        give_up_s: float = 120.0,
     ) -> None:
-        """limit: records in flight per partition. timeout_s: of handling one record. give_up_s: of publishing it."""
+        """limit: records in flight per partition. timeout_s: of handling one record."""
         self.name = name
         self._stage = stage
         self._log = log
         self._metrics = metrics
         self._tasks = tasks
         self._timeout_s = timeout_s
-        self._give_up_s = give_up_s
         self._window: Window[Delivery] = Window(limit)
         self._room = asyncio.Event()
         self._generation = -1
@@ -295,7 +293,7 @@ class WindowDriver:
     ) -> None:
         recalling = self._recalls[delivery.record.partition]
         try:
-            message = await read(self._log, delivery.record, self._give_up_s)
+            message = await read(self._log, delivery.record)
             if not recalling.done():  # to wait for what is done takes a turn of the loop
                 await asyncio.wait((recalling,))
             if recalling.cancelled() or delivery.generation < self._generation:
@@ -318,15 +316,15 @@ class WindowDriver:
 
     async def _published(self, message: LogMessage, handled: Handled) -> None:
         try:
-            await publish_all(self._log, handled.first, self._give_up_s)
-            await publish_all(self._log, handled.then, self._give_up_s)
+            await publish_all(self._log, handled.first)
+            await publish_all(self._log, handled.then)
         except* (RecordTooLarge, ValueError) as refused:
             error: BaseException = refused
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
             reason = "record too large" if isinstance(error, RecordTooLarge) else "cannot be encoded"
             handled = self._stage.failed(message, reason, str(error))
-            await publish_all(self._log, handled.then, self._give_up_s)
+            await publish_all(self._log, handled.then)
         count(self._metrics, self.name, handled)
 
     def _forget(self, key: tuple[int, bytes], done: "asyncio.Task[None]") -> None:

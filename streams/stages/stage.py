@@ -33,6 +33,7 @@ EXIT_BROKER = 69  # EX_UNAVAILABLE
 EXIT_BUG = 70  # EX_SOFTWARE
 FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 5.0
+GIVE_UP_S = 120.0  # an output is published again for so long before the process ends
 MAX_NAMED = 3  # causes of an end; the log has them all
 
 
@@ -100,15 +101,15 @@ def end_process(message: str, code: int) -> NoReturn:
     process_exit.get()(message, code)
 
 
-async def read(log: Log, record: Record, give_up_s: float) -> LogMessage:
-    """The record decoded; a store that fails is asked again until give_up_s. Raises StoreError.
+async def read(log: Log, record: Record) -> LogMessage:
+    """The record decoded; a store that fails is asked again for GIVE_UP_S. Raises StoreError.
 
     A newer major ends the process, since parking a rolling upgrade's traffic would be worse.
     """
     try:
         if not asks_store(record):
             return log.decode(record)
-        return await confirmed(lambda: asyncio.to_thread(log.decode, record), "claim check or key", give_up_s)
+        return await confirmed(lambda: asyncio.to_thread(log.decode, record), "claim check or key")
     except UnknownMajor as error:
         where = f"{record.topic}/{record.partition} offset {record.offset}"
         end_process(f"upgrade readers first: {where}: {error}", EXIT_UNKNOWN_MAJOR)
@@ -118,7 +119,7 @@ def letter(message: LogMessage, stage: str, reason: str, error: str) -> Output:
     return Output(DEAD_LETTERS, letter_of(message.record, stage=stage, reason=reason, error=error))
 
 
-async def confirmed(attempt: Callable[[], Awaitable[Result]], what: str, give_up_s: float) -> Result:
+async def confirmed(attempt: Callable[[], Awaitable[Result]], what: str, give_up_s: float = GIVE_UP_S) -> Result:
     """Run `attempt`, again with backoff while its error is retriable; the last error is raised after give_up_s."""
 
     def again(error: Exception) -> bool:
@@ -130,19 +131,19 @@ async def confirmed(attempt: Callable[[], Awaitable[Result]], what: str, give_up
     return await retry(attempt, within(give_up_s, doubling(FIRST_BACKOFF_S, MAX_BACKOFF_S)), again)
 
 
-async def publish_all(log: Log, outputs: Iterable[Output], give_up_s: float) -> None:
+async def publish_all(log: Log, outputs: Iterable[Output]) -> None:
     """Publish concurrently; returns once all are confirmed."""
     pending = list(outputs)
     if len(pending) == 1:
-        await _publish(log, pending[0], give_up_s)
+        await _publish(log, pending[0])
     elif pending:
         async with asyncio.TaskGroup() as tasks:
             for output in pending:
-                tasks.create_task(_publish(log, output, give_up_s))
+                tasks.create_task(_publish(log, output))
 
 
-async def _publish(log: Log, output: Output, give_up_s: float) -> None:
-    await confirmed(lambda: log.publish(output.topic, output.record), output.topic.name, give_up_s)
+async def _publish(log: Log, output: Output) -> None:
+    await confirmed(lambda: log.publish(output.topic, output.record), output.topic.name)
 
 
 def end_for(error: BaseException, doing: str) -> NoReturn:

@@ -51,7 +51,6 @@ from tests.names import session_name
 MADE = 4  # of each: texts differ in how well they are packed
 RECORD_BYTES = 70  # 61 of a batch's header and at least 7 of a record's own: kafka.apache.org, message format 2
 DAY_MS = 86_400_000
-GIVE_UP_S = 1.0
 CONFIG = StreamsConfig(score=(ScoreConfig(name="exact", use="streams.scores.exact:exact"),))
 REPORT = Progress(
     role="explore", instance="explore/host/1", life="working",
@@ -191,7 +190,7 @@ async def _through(log: Log, config: StreamsConfig, *, verify: bool = True) -> N
         verifier = Verifier(build_verify(config))
         async for message in log.read_all(EXPERIENCES):
             handled = await verifier.handle(message)
-            await publish_all(log, [*handled.first, *handled.then], GIVE_UP_S)
+            await publish_all(log, [*handled.first, *handled.then])
     sources = {"csat": FeedbackRules(window_ms=DAY_MS, late="amend", discount=0.0)}
     rules = Rules(deadline_ms=DAY_MS, keep_ms=DAY_MS, sources=sources)
     with tempfile.TemporaryDirectory() as folder:

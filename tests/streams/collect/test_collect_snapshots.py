@@ -85,7 +85,7 @@ async def everything(log: Log) -> list[Record]:
 
 
 def collector_of(log: Log, folder: Path, metrics: Metrics | None = None, rules: Rules = RULES) -> Collector:
-    return Collector(log, metrics or Metrics("process"), 0, CollectSettings(folder, rules, (), give_up_s=0.0))
+    return Collector(log, metrics or Metrics("process"), 0, CollectSettings(folder, rules, ()))
 
 
 async def opened(log: Log, folder: Path, metrics: Metrics | None = None, committed: int = 0) -> Collector:
