@@ -72,7 +72,8 @@ class Case(Started):
 
     def policy(self, tensors: Tensors, *, probe: bool = True) -> Policy:
         self.newest += 1
-        sequences = ((1, 20, 30, 40, 50), (1, 7, 9))
+        prefix = (1, *(20 + index % 60 for index in range(150)))  # longer than a block of a prefix cache
+        sequences = ((1, 20, 30, 40, 50), (1, 7, 9), (*prefix, 30), (*prefix, 31, 32))
         made = Probe(sequences, tuple(tuple(self.reference(tensors, tokens, 1.0)) for tokens in sequences))
         lying = dict(tensors)
         if isinstance(self.engine, ReadsFiles):

@@ -275,6 +275,7 @@ def _sampling_params(sampling: Sampling, special: frozenset[int] = frozenset(), 
 def _score_params() -> Any:
     params = _sampling_params(Sampling(max_tokens=1))
     params.prompt_logprobs = 0
+    params.skip_reading_prefix_cache = True  # tokens whose keys come from a cache have no logprobs
     return params
 
 
