@@ -51,6 +51,8 @@ CPU_DEFAULTS: dict[str, object] = {
     "distributed_executor_backend": "uni",
     "enforce_eager": True,
     "max_num_seqs": 256,
+    # The answers of a group share their prompt in whole blocks only, and vLLM's own 128 tokens exceed most prompts.
+    "block_size": 32,
 }
 CACHE_BYTES = 2**30  # for keys and values on a CPU, where one request does not need more
 CPU_ENVIRONMENT = {
