@@ -108,8 +108,7 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     counters: for people alone, by the names of the Prometheus metrics; they only grow within one `instance`. gauges: likewise,
     of now. state: likewise, in a word. life: where the role is between start and end. is_canary: of a gateway. master: of the
     master. waits: of a stream worker.
-    chains: of a stream worker, stage to its steps with their versions. partitions: stage to the partitions it holds; of an
-    explorer those of `tasks` that it reads, from which the master decides what it gets.
+    chains: of a stream worker, stage to its steps with their versions. partitions: stage to the partitions it holds.
     holds: of an explorer, the groups and eval tasks it runs or waits with, to their attempts; in some reports only, and at
     most MAX_HELD of them. answered: of a gateway, its newest versions. refused: of an engine, newest versions that it does not
     serve since its start, to the reason. reason: why a role that says "failed" has ended.

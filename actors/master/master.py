@@ -20,9 +20,10 @@ issues meanwhile have their own attempt numbers, never the same ids with other c
 """
 
 import asyncio
+import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from actors.config import MasterConfig
@@ -104,6 +105,7 @@ async def _decide(
     wake = asyncio.Event()
     caught_up: list[asyncio.Event] = []
     places = {topic: dict(at) for topic, at in starts.items()}
+    partitions = itertools.cycle(sorted(starts[TASKS.name]))
 
     def apply(message: LogMessage) -> None:
         take_in(plan, metrics, message)
@@ -126,7 +128,7 @@ async def _decide(
         while True:
             if finish is not None and finish.is_set():
                 plan.finish()
-            await _act(log, plan, metrics)
+            await _act(log, plan, metrics, partitions)
             settled({name: at for name, at in places.items() if name != TASKSET.name})
             await wake.wait()
             wake.clear()
@@ -159,14 +161,17 @@ def take_in(plan: Plan, metrics: Metrics, message: LogMessage) -> None:
             plan.evals.scored(experience)
 
 
-async def _act(log: Log, plan: Plan, metrics: Metrics) -> None:
-    """Publish decisions until there are no more. They count at once: an answer may arrive before the last confirmation."""
+async def _act(log: Log, plan: Plan, metrics: Metrics, partitions: Iterator[int]) -> None:
+    """Publish decisions until there are no more. They count at once: an answer may arrive before the last confirmation.
+
+    partitions: of `tasks`, in turn, so that explorers get equal numbers of groups.
+    """
     while (decisions := plan.decide()) != NOTHING:
         plan.apply(decisions)
-        await _publish(log, plan, metrics, decisions)
+        await _publish(log, metrics, decisions, partitions)
 
 
-async def _publish(log: Log, plan: Plan, metrics: Metrics, decisions: Decisions) -> None:
+async def _publish(log: Log, metrics: Metrics, decisions: Decisions, partitions: Iterator[int]) -> None:
     for result in decisions.results:
         await log.publish(EVALS, result)
         metrics.counter("eval_results", suite=result.suite).inc()
@@ -181,7 +186,7 @@ async def _publish(log: Log, plan: Plan, metrics: Metrics, decisions: Decisions)
         _log.log(level, "channel %s channel=%s version=%d owner=%s reason=%s", *words)
     for kind, tasks in decisions.tasks.items():
         if tasks:
-            await log.publish_all(TASKS, tasks, [plan.placing.place(plan.clock_ms) for _ in tasks])
+            await log.publish_all(TASKS, tasks, [next(partitions) for _ in tasks])
             metrics.counter("issued", kind=kind).inc(len(tasks))
 
 
@@ -203,8 +208,6 @@ async def _report(role: Role, plan: Plan, every_s: float) -> None:
         if plan.look_for_canary():
             _log.warning("canary_missing trial=%d", plan.gate.stable.trial)
         metrics.gauge(CANARY_MISSING).set(plan.canary.missing_s)
-        if plan.placing.look(plan.clock_ms):
-            _log.warning("explorers_without_partition explorers=%s", ",".join(plan.placing.idle(plan.clock_ms)))
         await _tell(role, plan, plan.state)
         await asyncio.sleep(every_s)
 
@@ -217,8 +220,7 @@ async def _tell(role: Role, plan: Plan, state: str) -> None:
     metrics.gauge("issued_groups").set(admission.next_sequence)
     metrics.gauge("stable_version").set(plan.gate.stable.version)
     metrics.gauge("trial_version").set(plan.gate.stable.trial)
-    metrics.gauge("explorers_without_partition").set(len(plan.placing.idle(plan.clock_ms)))
-    alarms = (*plan.gate.alarms(), *plan.placing.alarms(plan.clock_ms))
+    alarms = tuple(plan.gate.alarms())
     for name, is_raised in raised(alarms).items():
         metrics.gauge("alarm_raised", alarm=name).set(is_raised)
     metrics.gauge("tasks").set(len(plan.book.tasks))

@@ -17,7 +17,6 @@ from actors.config import EvalSuite, MasterConfig
 from actors.master.admission import Admission, AdmissionLimits
 from actors.master.evaluation import EvalBook, eval_group, parse_eval_group
 from actors.master.gate.gate import Gate
-from actors.master.placing import Placing
 from actors.master.taskbook import TaskBook, chosen, task_digest
 from infra.policies.fold import PolicyFeed
 from infra.roles.process import Absence
@@ -26,7 +25,6 @@ from schemas import Closure, Directive, Drawn, EvalResult, Issued, PolicyEvent, 
 from schemas.errors import FencedOut
 from schemas.fields import MasterPhase
 from schemas.ids import group_id, task_of
-from schemas.topics import TASKS
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +106,6 @@ class Plan:
                 in_flight=pacing.groups_in_flight,
             )
         )  # fmt: skip
-        self.placing = Placing()
         self.clock_ms = 0
         self.active_s = 0.0
         self.running_ms = 0
@@ -185,15 +182,11 @@ class Plan:
         self.gate.progress(progress, timestamp_ms)
         if progress.is_canary:
             self._canary_ms = max(timestamp_ms, self._canary_ms or 0)
-        if progress.role == "explore" and progress.life == "ended":
-            self.placing.left(progress.instance)
         if progress.role != "explore" or progress.life not in ("working", None):
             return  # None, of an older explorer: a group issued again too early costs less than a group never issued again
         if self._explorer_ms is not None:
             self.active_s += max(0, min(timestamp_ms - self._explorer_ms, _MAX_GAP_MS)) / 1000
         self._explorer_ms = max(timestamp_ms, self._explorer_ms or 0)
-        num_held = None if progress.holds is None else len(progress.holds)
-        self.placing.heard(progress.instance, progress.partitions.get(TASKS.name), timestamp_ms, num_held)
         for group, attempt in (progress.holds or {}).items():
             if parse_eval_group(group) is not None:
                 self.evals.held(group, self.active_s)

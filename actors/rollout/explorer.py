@@ -89,7 +89,7 @@ async def run_explorer(
             follower.read(),
             _hear(runtime, scheduler),
             follower.load(),
-            _report(runtime, scheduler, follower, reader),
+            _report(runtime, scheduler, follower),
             _drain(scheduler, config.drain_s, role.stop, halt),
         )
         await log.publish(REPORTS, _progress(runtime, "stopped", "ended"))
@@ -190,7 +190,7 @@ async def _drain(scheduler: Scheduler, drain_s: float, stop: asyncio.Event, halt
     halt.set()
 
 
-async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: PolicyFollower, reader: Reader) -> None:
+async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: PolicyFollower) -> None:
     """Report every few seconds, often enough that the master reissues no held group if a single report is lost."""
     metrics, clock = runtime.role.metrics, asyncio.get_running_loop().time
     report_every_s, reported_s = runtime.role.floor.pacing.reissue_s / 3, -math.inf
@@ -209,7 +209,6 @@ async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: Polic
             _progress(runtime, "serving", "working"),
             holds=holds,
             refused=follower.refused,
-            partitions={TASKS.name: tuple(sorted(partition.index for partition in reader.positions()))},
         )
         await runtime.role.log.publish(REPORTS, report)
         await asyncio.sleep(runtime.config.report_s)

@@ -149,12 +149,8 @@ ALARMS = (
         "canary-missing", "No canary answers", r"no canary has been heard of", "headrace_canary_missing_seconds > 0",
         "{{ $labels.instance }} waits for a canary", wait="1m", severity="ticket",
     ),
-    _of_master("idle-explorers", "Explorers have no partition", r"explorers read no partition"),
-    _of_master("few-people", "Few people rate answers", r"ratings are of \d+ people"),
     _of_master("clumps", "Bad words come in clumps", r"in clumps of one version"),
     _of_master("customers-stay", "Complaints rose with a promotion", r"customers stay with it"),
-    _of_master("late-ratings", "Ratings come too late", r"come later than"),
-    _of_master("one-tenant", "One tenant decides by itself", r"people heard are of tenant"),
 )  # fmt: skip
 
 STILL = tuple(alarm.counter for alarm in ALARMS if alarm.counter)

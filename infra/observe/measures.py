@@ -87,7 +87,6 @@ MEASURES = (
     _gauge("issued_groups", "master", "groups issued since the app began"),
     _gauge("stable_version", "master", "version on the stable channel, as the gate decided; -1 for none"),
     _gauge("trial_version", "master", "version on the canary channel; -1 if canaries serve the stable version"),
-    _gauge("explorers_without_partition", "master", "explorers that read no partition of tasks"),
     _gauge("tasks", "master", "tasks of the taskset"),
     _gauge("evals_missed", "master", "eval tasks that no engine can answer any more"),
     _gauge("alarm_raised", "master", "1 while the alarm is raised", "alarm"),

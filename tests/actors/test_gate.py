@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from actors.config import CanaryConfig, GateConfig, GateSuite, PeopleConfig
 from actors.gateway.config import CanaryShare
 from actors.gateway.http.canary import SILENT_S, Canary
-from actors.master.gate.alarms import MANY
 from actors.master.gate.gate import REMEMBERED, Gate
 from infra.cli.look.status import read_status
 from infra.log.log import Log
@@ -35,6 +34,7 @@ STABLE, TRIAL = 3, 5
 
 
 HOUR_MS, DAY_MS = 3_600_000, 86_400_000
+MANY = 200  # people
 
 
 def new_gate(config: GateConfig = CONFIG) -> Gate:

@@ -82,7 +82,7 @@ def test_a_late_word_counts_for_nothing_whether_good_or_bad() -> None:
     in_time = after(rated("ann", 5, 0.0, late_ms=HOUR_MS, trial=7), rated("bob", 5, 1.0, late_ms=HOUR_MS, trial=7))
     assert heard(in_time) == {5: (2, 1)}
     late = after(*(rated(name, 5, value, late_ms=HOUR_MS + 1, trial=7) for name, value in (("ann", 0.0), ("bob", 1.0))))
-    assert heard(late) == {} and late.comparison(7).counts == [0, 1, 1]
+    assert heard(late) == {}
 
 
 def test_a_complaint_is_below_the_threshold_of_its_source() -> None:

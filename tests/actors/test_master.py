@@ -1,6 +1,7 @@
 """The master on the memory log, with explorers on the scripted engine and a stand-in for streams and trainer."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -113,6 +114,8 @@ def test_master_explorers_and_a_trainer_turn_within_the_staleness_bound(tmp_path
         roles = (master(log), first, second, asyncio.create_task(streams(log)))
         async with running(*roles, *listening(tasks, heard)):
             oldest = await train(log, store, steps=12)
+        places = Counter([message.partition async for message in log.read_all(TASKS)])
+        assert len(places) == 2 and max(places.values()) - min(places.values()) <= 1, "explorers get as many groups"
         return oldest, issues_heard(tasks), heard.experiences
 
     oldest, issued, experiences = run_virtual(run())

@@ -14,11 +14,9 @@ from infra.cli.look.status import alarms, failing, unread
 from infra.observe.alarms import ALARMS, OF_MASTER, RUNBOOK, STILL, Alarm, parse_alarm, raised, rules
 from infra.observe.measures import MEASURES
 from infra.observe.metrics import Metrics
-from infra.roles.process import MISSING_S
 from schemas import Progress
 from tests.actors.rig import crowd, rated
-from tests.actors.test_evals_and_placing import placing
-from tests.actors.test_gate import HOUR_MS, MANY, alarms_after
+from tests.actors.test_gate import MANY, alarms_after
 from tests.own_sources import ROOT
 
 PROMTOOL = shutil.which("promtool")
@@ -74,26 +72,15 @@ def of_status() -> dict[str, list[str]]:
 
 def of_master() -> dict[str, list[str]]:
     """Lines that the master says."""
-    idle = placing((0,), ())
-    for at_ms in (1000, 1000 + int(1000 * MISSING_S)):
-        for at, held in enumerate(((0,), ())):
-            idle.heard(f"e{at}", held, at_ms)
-        idle.look(at_ms)
     named = {
-        "few-people": [rated(f"s{number % 12}", 5, 1.0, trial=5, number=number) for number in range(MANY)],
         "clumps": [
             rated(f"p{number}/{version}", version, float(number // run % 2), trial=5, at_ms=number * 40_000)
             for number in range(2500)
             for version, run in ((5, 100), (3, 1))
         ],
         "customers-stay": [*crowd("a", 3, MANY, 0), *crowd("b", 5, MANY, MANY)],
-        "late-ratings": [*crowd("a", 3, MANY, 0, trial=5), *crowd("b", 3, MANY, MANY, trial=5, late_ms=2 * HOUR_MS)],
-        "one-tenant": [*crowd("a", 3, MANY, 0, trial=5), *crowd("b", 3, 10, 0, tenant="dev", trial=5)],
     }
-    return {
-        "idle-explorers": idle.alarms(1000 + int(1000 * MISSING_S)),
-        **{name: alarms_after(said, promoted=name == "customers-stay") for name, said in named.items()},
-    }
+    return {name: alarms_after(said, promoted=name == "customers-stay") for name, said in named.items()}
 
 
 SAID = {**of_status(), **of_master()}
@@ -129,8 +116,8 @@ def test_every_line_that_status_can_make_is_of_some_alarm() -> None:
 
 
 def test_the_master_tells_prometheus_of_the_alarms_that_it_alone_sees() -> None:
-    told = raised([SAID["few-people"][0], SAID["lag"][0]])
-    assert told == {one.name: float(one.name == "few-people") for one in OF_MASTER}
+    told = raised([SAID["clumps"][0], SAID["lag"][0]])
+    assert told == {one.name: float(one.name == "clumps") for one in OF_MASTER}
     assert {one.name for one in OF_MASTER} == set(of_master())
 
 

@@ -43,7 +43,7 @@ class RatedAnswer(msgspec.Struct):
     """An answer of production.
 
     version: that answered. trial: that canaries served then. answered_ms: when. revision: of the newest closure counted, -1
-    for none. people: who spoke of it in time. counts: ratings in time, bad ones that came late, and good ones.
+    for none. people: who spoke of it in time.
     """
 
     version: int
@@ -51,20 +51,17 @@ class RatedAnswer(msgspec.Struct):
     answered_ms: int
     revision: int = -1
     people: tuple[str, ...] = ()
-    counts: tuple[int, int, int] = (0, 0, 0)
 
 
 class Comparison(msgspec.Struct):
     """Sums of the time while canaries served one version.
 
     words: by person. rated: people and complaints. served: sessions, those with a failed answer, and with a refused one.
-    counts: ratings as in RatedAnswer.
     """
 
     words: dict[str, Word] = {}
     rated: dict[int, dict[Place, list[int]]] = {}
     served: dict[int, dict[Place, list[int]]] = {}
-    counts: list[int] = msgspec.field(default_factory=lambda: [0, 0, 0])
 
     def restart(self, at_ms: int, at_block: int) -> None:
         """Forget what was answered before a time: the same version was compared before."""
@@ -163,22 +160,20 @@ class Counts:
     def _revise(self, group: str, answer: RatedAnswer, ratings: tuple[Rating, ...]) -> None:
         comparison = self._stored(answer.trial)
         deadline_ms = answer.answered_ms + self._window_ms
-        in_time = [rating for rating in ratings if rating.time_ms <= deadline_ms]
-        late = [rating for rating in ratings if rating.time_ms > deadline_ms]
-        bad = {identify_person(group, rating): self._is_bad(rating) for rating in reversed(in_time)}
+        bad = {
+            identify_person(group, rating): self._is_bad(rating)
+            for rating in reversed(ratings)
+            if rating.time_ms <= deadline_ms
+        }
         # A word replaced after its time stays as it was; one taken back counts no more.
-        stays = {identify_person(group, rating) for rating in late} - bad.keys()
+        late = {identify_person(group, rating) for rating in ratings if rating.time_ms > deadline_ms}
+        stays = late - bad.keys()
         gone = [person for person in answer.people if person not in bad and person not in stays]
         answer.people = (*bad, *(person for person in answer.people if person in stays))
         for person, said in [*bad.items(), *((person, None) for person in gone)]:
             # Outside of comparisons nothing is tested, and every answer counts.
             who = person if answer.trial >= 0 else f"{group}/{person}"
             self._speak(comparison, who, Word(answer.answered_ms, group, answer.version, said))
-        late_bad = sum(map(self._is_bad, late))
-        counts = (len(in_time), late_bad, len(late) - late_bad)
-        for number, (new, old) in enumerate(zip(counts, answer.counts, strict=True)):
-            comparison.counts[number] += new - old
-        answer.counts = counts
 
     def _speak(self, comparison: Comparison, person: str, word: Word) -> None:
         known = comparison.words.get(person)

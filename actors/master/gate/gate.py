@@ -99,8 +99,8 @@ class Gate:
         past, config = self.counts.comparison(-1), self._config.canary
         found = alarms.history_alarms(config or CanaryConfig(), past, self.stable)
         if config is None or self.stable.trial < 0:
-            return found + alarms.late_ratings(past.counts)
-        return found + alarms.comparison_alarms(self.counts.comparison(self.stable.trial), self._evidence(config)[0])
+            return found
+        return found + alarms.clump_alarms(self._evidence(config)[0])
 
     def decisions(self) -> list[PolicyEvent]:
         """Decisions to publish now, under this master's lease; they count once they are an `event`."""

@@ -1,6 +1,5 @@
-"""Evals pinned to a version, and the placing of groups on the explorer with the least to do."""
+"""Evals pinned to a version."""
 
-from collections import Counter
 from itertools import combinations
 
 import pytest
@@ -8,8 +7,6 @@ from msgspec.structs import replace
 
 from actors.config import EvalSuite
 from actors.master.evaluation import VERSION_PASSED, EvalBook, eval_group, interval, pass_at, verdict
-from actors.master.placing import SILENT_MS, Placing
-from infra.roles.process import MISSING_S
 from schemas import (
     Closure,
     Experience,
@@ -155,44 +152,3 @@ def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_answer() -> None:
 
 def test_answers_to_one_task_do_not_narrow_the_interval_as_independent_ones_would() -> None:
     assert interval([8, 0, 8, 0], 8) == pytest.approx(interval([1, 0, 1, 0], 1)), "worth one answer each"
-
-
-def placing(*partitions: tuple[int, ...]) -> Placing:
-    made = Placing()
-    for at, held in enumerate(partitions):
-        made.heard(f"e{at}", held, 0)
-    return made
-
-
-def test_a_task_goes_to_the_explorer_that_holds_the_fewest_groups() -> None:
-    made = placing((0,), (1,), (2,))
-    assert Counter(made.place(0) for _ in range(9)) == {0: 3, 1: 3, 2: 3}, "what was sent counts until they report"
-    made.heard("e1", (1,), 1, 0)
-    made.heard("e2", (2,), 1)
-    assert [made.place(1) for _ in range(4)] == [1, 1, 1, 0]
-
-
-def test_who_is_silent_or_has_ended_or_reads_nothing_gets_nothing() -> None:
-    made = placing((0,), (1,), (2,), ())
-    made.heard("e1", (1,), SILENT_MS)
-    made.left("e2")
-    assert {made.place(SILENT_MS) for _ in range(4)} == {1}
-    made.left("e1")
-    assert made.place(SILENT_MS) is None, "by its key"
-
-
-def test_more_explorers_than_partitions_is_an_alarm_that_says_what_to_do_and_is_over_when_it_is() -> None:
-    made = placing((0,), (1,), ())
-
-    def look(at_s: float, *held: tuple[int, ...]) -> bool:
-        for at, partitions in enumerate(held):
-            made.heard(f"e{at}", partitions, int(1000 * at_s))
-        return made.look(int(1000 * at_s))
-
-    assert not look(1, (0,), (1,), ())
-    assert made.alarms(1000) == []
-    assert look(1 + MISSING_S, (0,), (1,), ())
-    (alarm,) = made.alarms(int(1000 * (1 + MISSING_S)))
-    assert alarm.startswith("1 of 3 explorers read no partition of tasks and do nothing, such as e2:")
-    assert "kafka.partitions" in alarm
-    assert not look(40, (0,), (1,), (2,)) and made.alarms(40_000) == []
