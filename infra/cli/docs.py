@@ -89,7 +89,7 @@ def tables(struct: type[msgspec.Struct], path: str, header: str = "") -> Iterato
             continue
         name, meaning = field.encode_name, meanings.get(field.encode_name, "")
         found = nested_section(field.type)
-        if found is None or field.encode_name in ("engine", "learner", "agent", "environment"):
+        if found is None or field.encode_name in ("engine", "learner", "environment"):
             rows.append((name, words_of(field.type), default_text(field), meaning))
             continue
         section, form = found

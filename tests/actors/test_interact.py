@@ -11,11 +11,10 @@ from actors.config import ExploreConfig
 from actors.engines.engine import ContextFull
 from actors.engines.scripted import ScriptedEngine
 from actors.master.plan import rollout
-from actors.rollout.agent import COMPLAINT
 from actors.rollout.environment import EnvironmentFailed, Outcome
 from actors.rollout.workflow import Workflow
 from infra.settings.plugin import load
-from schemas import Message, Task
+from schemas import Task
 from schemas.errors import ConfigError
 from schemas.topics import EXPERIENCES, TASKS
 from tests.actors.rig import EOS, EXPLORE, MASTER, TopicArrivals, explorer, folder_store, memory_log, running, until
@@ -176,15 +175,12 @@ def test_an_environment_that_is_none_stops_the_role_at_its_start() -> None:
         interact({"use": "actors.rollout.environments.guess:Guess", "options": {"turn": 3}})
 
 
-def test_react_shows_the_environment_only_the_action() -> None:
-    def thinks(heard: str) -> str:
-        return "Thought: hm\nAction: 8" if COMPLAINT in heard else "I think it is 8."
-
-    engine = RecordingEngine(thinks)
-    workflow = interact(GUESS, agent={"use": "actors.rollout.agent:React", "options": {"system": "act. "}})
-    (experience,) = play(workflow, engine, issued("8"))
-    assert experience.messages[0] == Message(role="system", content="act. ")
-    assert [m.content for m in experience.messages if m.role == "user"] == ["go ", COMPLAINT]
+def test_a_system_message_comes_before_the_messages_of_the_task() -> None:
+    (experience,) = play(interact(GUESS, system="act. "), RecordingEngine(lambda heard: "8"), issued("8"))
+    assert [(message.role, message.content) for message in experience.messages[:2]] == [
+        ("system", "act. "),
+        ("user", "go "),
+    ]
     assert experience.score("environment") == 1.0 and experience.end == "terminal"
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 
 from headrace import (
-    Act,
     Chunk,
     Completion,
     ContextFull,
@@ -25,7 +24,6 @@ from headrace import (
     Sampling,
     SchemaRefused,
     Score,
-    Section,
     Session,
     Span,
     Store,
@@ -93,19 +91,6 @@ class Door:
 
     def step(self, action: str) -> Outcome:
         return Outcome(reward=float(action == self._word), end="terminal")
-
-
-class Terse(Section, frozen=True):
-    """An agent. words: it says no more than these."""
-
-    words: int = 1
-
-    def opening(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        return tuple(messages)
-
-    async def act(self, session: Session, conversation: Sequence[Message]) -> Act:
-        reply = await session.reply(conversation)
-        return Act(reply=reply, action=" ".join(reply.content.split()[: self.words]))
 
 
 async def twice(task: Task, session: Session, *, again: str = "sure?") -> tuple[Score, ...]:

@@ -124,9 +124,9 @@ def played(use: str, options: dict[str, Any]) -> Experience:
     return asyncio.run(run())
 
 
-def test_an_environment_an_agent_and_an_engine_of_a_plugin_play_an_episode() -> None:
-    environment, agent = {"use": f"{HERE}:Door", "options": {"word": "yes"}}, {"use": f"{HERE}:Terse"}
-    one = played("actors.rollout.workflows.interact:Interact", {"environment": environment, "agent": agent})
+def test_an_environment_and_an_engine_of_a_plugin_play_an_episode() -> None:
+    environment = {"use": f"{HERE}:Door", "options": {"word": "yes"}}
+    one = played("actors.rollout.workflows.interact:Interact", {"environment": environment})
     assert [(score.name, score.value) for score in one.scores] == [("environment", 1.0)] and one.end == "terminal"
     assert [message.content for message in one.messages] == ["go \n knock", "yes"]
 

@@ -1,17 +1,14 @@
-"""Workflow of an agent and an environment that take turns.
+"""Workflow of a policy and an environment that take turns.
 
-    reset ─> [agent: session.reply] ─> action ─> step ─> reward at the turn's last token ─> observation ─> again
+    reset ─> [session.reply] ─> action ─> step ─> reward at the turn's last token ─> observation ─> again
 
 Ends: terminal (the environment's result), truncated (its limit, `max_turns`, or a full context; `truncated` has the cause),
 failed (an exception; `failure` has it).
 """
 
-from typing import cast
-
 import msgspec
 
 from actors.engines.engine import ContextFull
-from actors.rollout.agent import Agent
 from actors.rollout.environment import Environment, EnvironmentFailed, GuardedEnvironment, world_seed
 from actors.rollout.parts import Conversation
 from actors.rollout.session import Session
@@ -20,66 +17,58 @@ from infra.settings.plugin import load
 from schemas import Message, Score, Task
 from schemas.errors import ConfigError
 
-CHAT = Use(use="actors.rollout.agent:Chat")
-
 
 class Interact(Section, frozen=True):
-    """Turns of an agent and an environment, until the environment ends the episode or `max_turns` is reached.
+    """Turns of the policy and an environment, until the environment ends the episode or `max_turns` is reached. An action is
+    the whole reply, without blanks around it.
 
-    environment: Plugin of the environment. agent: Plugin of the agent. max_turns: Maximum turns of the agent. score: Name of
-    the score with the environment's rewards. timeout_s: Maximum seconds of a reset or a step. observations: Role of the
-    messages with observations.
+    environment: Plugin of the environment. system: System message before the messages of every task. "" for none. max_turns:
+    Maximum turns of the policy. score: Name of the score with the environment's rewards. timeout_s: Maximum seconds of a reset
+    or a step. observations: Role of the messages with observations.
 
     Example: Interact(environment=Use(use="actors.rollout.environments.guess:Guess"), max_turns=4)
     """
 
     environment: Use
-    agent: Use = CHAT
+    system: str = ""
     max_turns: Positive = 8
     score: str = "environment"
     timeout_s: Seconds = 30.0
     observations: str = "user"
 
     def __post_init__(self) -> None:
-        """Find both plugins at the start of the role rather than in its first episode. Raises ConfigError."""
-        self._agent()
+        """Find the plugin at the start of the role rather than in its first episode. Raises ConfigError."""
         environment: Environment = load(self.environment.use, self.environment.options, "environment")
         if not callable(getattr(environment, "reset", None)) or not callable(getattr(environment, "step", None)):
             raise ConfigError(f"environment: {self.environment.use} has no reset and step; expected an Environment")
 
     async def __call__(self, task: Task, session: Session) -> tuple[Score, ...]:
         """Play one episode."""
-        agent = self._agent()
+        opening = (Message(role="system", content=self.system),) if self.system else ()
         async with GuardedEnvironment(
             self.environment.use, self.environment.options, timeout_s=self.timeout_s
         ) as world:
             outcome = await world.reset(task, seed=world_seed(task.issued.group if task.issued else task.id))
             if outcome.end is not None:
                 raise EnvironmentFailed(f"environment {self.environment.use}: ended before the first turn")
-            conversation = agent.opening(self._observed(task.messages, outcome.observation))
+            conversation = (*opening, *self._observed(task.messages, outcome.observation))
             for _ in range(self.max_turns):
                 try:
-                    act = await agent.act(session, conversation)
+                    reply = await session.reply(conversation)
                 except ContextFull:
                     if not session.num_sampled:
                         raise
                     session.finish("truncated", "context is full")
                     return ()
-                observation = act.complaint
-                if act.action is not None:
-                    outcome = await world.step(act.action)
-                    if outcome.reward is not None:
-                        session.score(self.score, outcome.reward)
-                    if outcome.end is not None:
-                        session.finish(outcome.end, "environment" if outcome.end == "truncated" else "")
-                        return ()
-                    observation = outcome.observation
-                conversation = self._observed((*conversation, act.reply), observation)
+                outcome = await world.step(reply.content.strip())
+                if outcome.reward is not None:
+                    session.score(self.score, outcome.reward)
+                if outcome.end is not None:
+                    session.finish(outcome.end, "environment" if outcome.end == "truncated" else "")
+                    return ()
+                conversation = self._observed((*conversation, reply), outcome.observation)
         session.finish("truncated", "max_turns")
         return ()
-
-    def _agent(self) -> Agent:
-        return cast(Agent, load(self.agent.use, self.agent.options, "agent"))
 
     def _observed(self, conversation: Conversation, observation: str) -> Conversation:
         """The conversation with an observation; it joins a message of the same role, since few templates take two."""

@@ -20,7 +20,6 @@ HOMES: dict[str, dict[str, str]] = {
     },
     "tasksets": dict.fromkeys(("Demonstration", "Preference", "Taskset"), "actors.tasksets.taskset"),
     "environments": dict.fromkeys(("Environment", "Outcome"), "actors.rollout.environment"),
-    "agents": dict.fromkeys(("Act", "Agent"), "actors.rollout.agent"),
     "workflows": {"Session": "actors.rollout.session", "Workflow": "actors.rollout.workflow"},
     "engines": {
         **dict.fromkeys(

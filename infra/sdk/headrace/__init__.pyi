@@ -10,8 +10,6 @@ from actors.engines.engine import OnChunk as OnChunk
 from actors.engines.engine import Sampling as Sampling
 from actors.engines.engine import SchemaRefused as SchemaRefused
 from actors.engines.torch import TorchEngine as TorchEngine
-from actors.rollout.agent import Act as Act
-from actors.rollout.agent import Agent as Agent
 from actors.rollout.environment import Environment as Environment
 from actors.rollout.environment import Outcome as Outcome
 from actors.rollout.session import Session as Session
