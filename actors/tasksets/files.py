@@ -1,14 +1,13 @@
 """Tasks and demonstrations from files, one per row, with columns renamed by the options.
 
-    .jsonl .json   one JSON object a line           .parquet            columns as they are
-    .csv .tsv      a header line, then rows
+    .parquet       columns as they are
+    any other      one JSON object a line
 
 A conversation is `messages` (objects with role and content) or `prompt` (a string: one user message). The id of a row without
 an id is a hash of its conversation. Guarantee: a broken row goes to `on_broken` with file, line and reason, and reading
 continues; an unreadable file is a ConfigError.
 """
 
-import csv
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,8 +21,6 @@ from schemas.errors import ConfigError
 
 Row = TypeVar("Row", Task, Demonstration, Preference)
 
-MAX_CELL_CHARS = 16 * 1024 * 1024
-SEPARATORS = {".csv": ",", ".tsv": "\t"}
 TEXTS = ("id", "answer", "response", "chosen", "rejected")
 
 
@@ -95,7 +92,7 @@ def count_rows(path: Path) -> int:
         return count_parquet(path)
     try:
         with path.open("rb") as file:
-            return sum(1 for line in file if line.strip()) - (path.suffix in SEPARATORS)
+            return sum(1 for line in file if line.strip())
     except OSError as error:
         raise _unreadable(path, error) from error
 
@@ -105,8 +102,6 @@ def _cells(path: Path) -> Iterator[tuple[str, Cells | Broken]]:
         from actors.tasksets.arrow import read_parquet
 
         yield from read_parquet(path)
-    elif path.suffix in SEPARATORS:
-        yield from _csv(path, SEPARATORS[path.suffix])
     else:
         yield from _json_lines(path)
 
@@ -126,35 +121,6 @@ def _object(line: bytes, where: str) -> Cells | Broken:
         return msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         return Broken(where, f"{error}; expected one JSON object")
-
-
-def _csv(path: Path, separator: str) -> Iterator[tuple[str, Cells | Broken]]:
-    csv.field_size_limit(MAX_CELL_CHARS)
-    try:
-        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
-            rows = csv.reader(lines, delimiter=separator, strict=True)
-            header = next(rows, [])
-            while True:
-                where = f"{path}:{rows.line_num + 1}"
-                try:
-                    row = next(rows)
-                except StopIteration:
-                    return
-                except csv.Error as error:
-                    yield where, Broken(where, str(error))
-                    continue
-                if row:
-                    yield where, _named(header, row, where)
-    except (OSError, csv.Error) as error:
-        raise _unreadable(path, error) from error
-
-
-def _named(header: list[str], row: list[str], where: str) -> Cells | Broken:
-    if len(row) != len(header):
-        return Broken(where, f"got {len(row)} columns, expected {len(header)} as in the header")
-    if any("\udc80" <= character <= "\udcff" for cell in row for character in cell):
-        return Broken(where, "got bytes that are not UTF-8")
-    return {name: cell for name, cell in zip(header, row, strict=True) if cell}
 
 
 def _row(cells: Cells, kind: type[Row], fields: Mapping[str, str], split: str, where: str) -> Row | Broken:
@@ -193,6 +159,5 @@ def _row_id(messages: object) -> str:
     return hashlib.sha256(msgspec.json.encode(messages)).hexdigest()[:16]
 
 
-def _unreadable(path: Path, error: Exception) -> ConfigError:
-    why = error.strerror if isinstance(error, OSError) else str(error)
-    return ConfigError(f"{path}: cannot be read ({why}); expected JSONL, CSV or Parquet")
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path}: cannot be read ({error.strerror}); expected JSONL or Parquet")

@@ -72,32 +72,6 @@ def test_a_line_that_is_wrong_is_named_and_the_next_one_read(tmp_path: Path, lin
         list(tasks(path=str(path)))
 
 
-CSV = """question,answer,level
-"What is 1+1?
-Take care.",2,easy
-only one
-1+2?,3,
-"1+3?"x,4,hard
-"""
-
-
-def test_a_csv_file_names_the_line_of_a_broken_row(tmp_path: Path) -> None:
-    path = tmp_path / "tasks.csv"
-    path.write_bytes(CSV.encode() + b"1+\xff?,5,hard\n1+4?,5,007\n")
-    fields = {"prompt": "question", "meta.level": "level"}
-    broken: list[Broken] = []
-    first, last = read_rows(path, Task, fields=fields, on_broken=broken.append)
-    assert (first.messages[0].content, first.answer, first.meta) == ("What is 1+1?\nTake care.", "2", {"level": "easy"})
-    assert last.meta == {"level": "007"}
-    assert [(fault.where, fault.reason) for fault in broken] == [
-        (f"{path}:4", "got 1 columns, expected 3 as in the header"),
-        (f"{path}:5", "no field 'level', which meta.level is mapped to; there are question, answer"),
-        (f"{path}:6", "',' expected after '\"'"),
-        (f"{path}:7", "got bytes that are not UTF-8"),
-    ]
-    assert count_rows(path) == 7  # lines, an upper bound
-
-
 ROWS = [
     {"question": "1+1?", "answer": 2, "messages": None, "difficulty": 0.25},
     {"question": None, "answer": 3, "messages": [{"role": "user", "content": "1+2?"}], "difficulty": None},
@@ -105,24 +79,16 @@ ROWS = [
 ]
 
 
-def check_table(path: Path, row: str, num_rows: int) -> None:
-    """What ROWS must come back as."""
-    broken: list[Broken] = []
-    fields = {"prompt": "question"}
-    first, second = read_rows(path, Task, fields=fields, split="dev", on_broken=broken.append)
-    assert (first.messages[0].content, first.answer, first.difficulty) == ("1+1?", "2", 0.25)
-    assert (second.messages, second.answer) == ((Message(role="user", content="1+2?"),), "3")
-    assert [fault.where for fault in broken] == [row] and "no conversation" in broken[0].reason
-    assert count_rows(path) == num_rows
-    assert first.split == second.split == "dev"
-
-
 def test_parquet_rows_are_read_and_a_broken_one_named(tmp_path: Path) -> None:
     from pyarrow import Table, parquet
 
-    path = tmp_path / "tasks.parquet"
+    path, broken = tmp_path / "tasks.parquet", list[Broken]()
     parquet.write_table(Table.from_pylist(ROWS), path)
-    check_table(path, f"{path}: row 3", 3)
+    first, second = read_rows(path, Task, fields={"prompt": "question"}, split="dev", on_broken=broken.append)
+    assert (first.messages[0].content, first.answer, first.difficulty) == ("1+1?", "2", 0.25)
+    assert (second.messages, second.answer) == ((Message(role="user", content="1+2?"),), "3")
+    assert [fault.where for fault in broken] == [f"{path}: row 3"] and "no conversation" in broken[0].reason
+    assert count_rows(path) == 3 and first.split == second.split == "dev"
     path.write_bytes(b"PAR1 and nothing more")
     with pytest.raises(ConfigError, match="expected a Parquet file"):
         list(tasks(path=str(path)))

@@ -35,7 +35,7 @@ FIELDS = (
 MAX_NAMED = 20
 
 
-FileArgument = Annotated[Path, typer.Argument(help="JSONL, CSV or Parquet.")]
+FileArgument = Annotated[Path, typer.Argument(help="JSONL or Parquet.")]
 MapOption = Annotated[list[str], typer.Option("--map", help="Column of a field, as field=column; also for meta.name.")]
 SplitOption = Annotated[str, typer.Option(help="Split of rows without a split.")]
 
@@ -43,7 +43,7 @@ SplitOption = Annotated[str, typer.Option(help="Split of rows without a split.")
 class TaskSource(msgspec.Struct, frozen=True):
     """The options that say where tasks come from."""
 
-    file: Annotated[Path | None, typer.Argument(help="JSONL, CSV or Parquet.")] = None
+    file: Annotated[Path | None, typer.Argument(help="JSONL or Parquet.")] = None
     dataset: Annotated[str, typer.Option(help="Hugging Face data set, as owner/name or owner/name:configuration.")] = ""
     use: Annotated[str, typer.Option(help="Taskset, as module:name.")] = ""
     options: Annotated[list[str], typer.Option("--option", help="Option of the taskset, as name=value.")] = []
