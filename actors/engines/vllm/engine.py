@@ -21,7 +21,7 @@ no request is sent between the pause and the change of the salt.
 import asyncio
 import gc
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,7 +29,6 @@ from typing import Any, NoReturn, cast
 
 from actors.engines.checks import (
     ProbeGate,
-    changed_names,
     check_images,
     check_probe_sequences,
     check_request,
@@ -42,12 +41,10 @@ from actors.engines.vllm.adapters import Adapters, Attempts, check_adapted
 from actors.engines.vllm.requests import Requests, layer_name
 from actors.engines.vllm.settings import (
     GRAMMARS,
-    ChildErrors,
     argument_names,
     check_release,
     engine_arguments,
     environment,
-    errors_of_children,
     give_cache,
 )
 from infra.model.adapter import adapter_shapes, find_adapter, write_adapter_folder
@@ -62,8 +59,6 @@ from schemas.errors import ConfigError, PolicyRefused
 
 Scores = list[tuple[float, ...]]
 Loaded = tuple[float, str]  # of a worker, see `actors.engines.vllm.worker`
-# Above this share of the bytes everything is sent: a partial load makes vLLM complain about each layer left out.
-WHOLE_MODEL_SHARE = 0.5
 PART_BYTES = 32 * 2**20  # loaded between two steps on a CPU, some tens of milliseconds; one layer or module at least
 
 
@@ -102,7 +97,7 @@ class Swap:
         """
         core = self._llm.engine_core
         longest_ms = 0.0
-        for index, names in enumerate([[], *parts] if self._is_staged and parts else ()):
+        for index, names in enumerate([[], *parts] if self._is_staged else ()):
             longest_ms = max(longest_ms, await self._ask(label, "headrace_stage", str(path), names, index == 0))
         if self._is_overlapped:
             await core.pause_scheduler_async(mode="keep", clear_cache=False)
@@ -161,31 +156,22 @@ class Swap:
         return [self._llm.reset_prefix_cache(reset_running_requests=True), *pictures]
 
 
-def reload_parts(
-    changed: Iterable[str], tensors: Mapping[str, Tensor], part_bytes: int = PART_BYTES
-) -> list[list[str]]:
-    """Names of the tensors to send, in the order of `tensors`, in parts of about `part_bytes`. tensors: tensors of vLLM's
-    model.
-
-    vLLM rebuilds a module from all its sources, so each layer with a changed tensor is sent whole, in a single part.
+def reload_parts(tensors: Mapping[str, Tensor], part_bytes: int = PART_BYTES) -> list[list[str]]:
+    """Names of the tensors of vLLM's model in parts of about `part_bytes`; a layer is in a single part, since vLLM rebuilds a
+    module from all its sources.
     """
-    layers = {layer_name(name) for name in changed if name in tensors}
     by_layer: dict[str, list[str]] = {}
     for name in tensors:
         by_layer.setdefault(layer_name(name), []).append(name)
-    sizes = {layer: sum(tensors[name].num_bytes for name in names) for layer, names in by_layer.items()}
-    if sum(sizes[layer] for layer in layers) >= WHOLE_MODEL_SHARE * sum(sizes.values()):
-        layers = set(by_layer)
     parts: list[list[str]] = []
     room = 0
-    for layer, names in by_layer.items():
-        if layer not in layers:
-            continue
-        if not parts or sizes[layer] > room:
+    for names in by_layer.values():
+        size = sum(tensors[name].num_bytes for name in names)
+        if not parts or size > room:
             parts.append([])
             room = part_bytes
         parts[-1] += names
-        room -= sizes[layer]
+        room -= size
     return parts
 
 
@@ -248,14 +234,9 @@ class VllmEngine:
         return self._requests.num_running if self._requests else 0
 
     async def start(self) -> None:
-        """Start vLLM and let it answer once: the first step of each kind is slow."""
-        with errors_of_children() as errors:
-            try:
-                await self._start(errors)
-            except RuntimeError as error:
-                raise errors.explained(error, str(self._folder)) from error
-
-    async def _start(self, errors: ChildErrors) -> None:
+        """Start vLLM and let it answer once: the first step of each kind is slow. vLLM's processes log why they do not
+        start.
+        """
         self._folder = await asyncio.to_thread(model_folder, self._model)
         self._vision = await asyncio.to_thread(load_vision, self._folder)
         if self._keeps and self._vision is not None:
@@ -264,7 +245,7 @@ class VllmEngine:
                 'are still being read with; expected "rebuild", or the torch engine'
             )
         await asyncio.to_thread(self._read_folder)
-        await asyncio.to_thread(self._build, errors)
+        await asyncio.to_thread(self._build)
         config = self._llm.model_config
         self._num_vocabulary = int(config.get_vocab_size())
         # Published under both names; vLLM would keep two copies.
@@ -367,7 +348,7 @@ class VllmEngine:
         self._held = folder_tensors(self._folder) if self._vision is None else model_tensors(load_model(self._folder))
         self._names = tuple(self._held)
 
-    def _build(self, errors: ChildErrors) -> None:
+    def _build(self) -> None:
         from vllm import __version__
 
         check_release(__version__)
@@ -393,7 +374,6 @@ class VllmEngine:
             if on_cpu:
                 _check_on_cpu(self._folder, config.model_config)
                 give_cache(config)
-            errors.listen(config)
             # Not returned: the thread's future would keep it alive after `close`.
             self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=bool(arguments["disable_log_stats"]))
 
@@ -456,8 +436,7 @@ class VllmEngine:
         try:
             file = await asyncio.to_thread(in_a_file, self.version_files, self._held)
             label = self._attempts.begin(self._version, proved=True)
-            parts = self._parts(self._held, self._held)
-            await self._started_swap().put(file.path, parts, label, None, keep=False, clears=True)
+            await self._started_swap().put(file.path, self._parts(self._held), label, None, keep=False, clears=True)
         except PolicyRefused as error:
             raise EngineStopped(str(error)) from error
 
@@ -469,10 +448,10 @@ class VllmEngine:
     def _check(self, policy: Policy) -> list[list[str]]:
         check_tensors(policy, {name: tuple(tensor.shape) for name, tensor in self._held.items()})
         check_probe_sequences(policy.probe, self._num_vocabulary, self._max_model_len - 1)
-        return self._parts(changed_names(self._held, policy.tensors), policy.tensors)
+        return self._parts(policy.tensors)
 
-    def _parts(self, changed: Iterable[str], tensors: Mapping[str, Tensor]) -> list[list[str]]:
-        return reload_parts(changed, {name: tensor for name, tensor in tensors.items() if name not in self._tied})
+    def _parts(self, tensors: Mapping[str, Tensor]) -> list[list[str]]:
+        return reload_parts({name: tensor for name, tensor in tensors.items() if name not in self._tied})
 
 
 def in_a_file(files: VersionFiles, tensors: Mapping[str, Tensor]) -> FileTensors:

@@ -17,8 +17,8 @@ and keep several versions.
 
 The sums are exact: the bits of each row and of each column are added as integers, so every changed or moved value shows. On a
 CPU vLLM packs a matrix into a kernel that cannot be read. There the output for a one-hot input is a column of the matrix to the
-bit, since all other products are zero; each load compares other columns. A module that a load does not send must be unchanged
-since the start of the engine. A module that a load sends must be loaded. The comparison trusts vLLM's loaders with a tensor's
+bit, since all other products are zero; each load compares other columns. A module that a load sends must be loaded. The
+comparison trusts vLLM's loaders with a tensor's
 place in its module; the probe finds errors of that kind.
 """
 

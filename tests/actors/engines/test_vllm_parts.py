@@ -1,7 +1,6 @@
 """The parts of the vLLM engine that decide, without vLLM."""
 
 import asyncio
-import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +21,6 @@ from actors.engines.vllm.settings import (
     REQUIRED,
     SEEING,
     TRIED,
-    ChildErrors,
-    ErrorFile,
     argument_names,
     check_release,
     engine_arguments,
@@ -196,7 +193,7 @@ def tensors(*sizes: tuple[str, int]) -> dict[str, Tensor]:
     return {name: from_numpy(np.zeros(size, np.float32)) for name, size in sizes}
 
 
-def test_a_partial_reload_sends_whole_layers_and_modules_each_in_one_part() -> None:
+def test_a_reload_sends_each_layer_in_one_part() -> None:
     model = tensors(
         ("model.embed_tokens.weight", 1000),
         ("model.layers.0.self_attn.q_proj.weight", 10),
@@ -205,16 +202,9 @@ def test_a_partial_reload_sends_whole_layers_and_modules_each_in_one_part() -> N
         ("model.layers.1.self_attn.q_proj.weight", 10),
         ("lm_head.weight", 10),
     )
-    first = [name for name in model if ".layers.0." in name]
-    assert reload_parts({"model.layers.0.self_attn.k_proj.weight"}, model) == [first]
-    assert reload_parts({"lm_head.weight"}, model) == [["lm_head.weight"]]
-    assert reload_parts((), model) == []
-    assert reload_parts({"model.embed_tokens.weight"}, model) == [list(model)]
-    assert reload_parts({"tied.weight"}, model) == []
     embedding, *others = model
-    assert reload_parts(model, model, part_bytes=120) == [[embedding], others[:3], others[3:]]
-    model = tensors(("embed.weight", 1000), ("projector.linear_1.bias", 1), ("projector.linear_1.weight", 10))
-    assert reload_parts({"projector.linear_1.weight"}, model) == [list(model)[1:]]
+    assert reload_parts(model) == [list(model)]
+    assert reload_parts(model, part_bytes=120) == [[embedding], others[:3], others[3:]]
 
 
 def test_a_model_that_keeps_the_memory_of_the_file_is_refused_and_one_with_copies_is_not() -> None:
@@ -282,28 +272,6 @@ def test_a_request_that_memory_does_not_hold_is_refused_with_the_settings_that_m
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         give_cache(config, free_bytes=lambda: free)
-
-
-@pytest.mark.parametrize(
-    ("raised", "expected"),
-    [
-        (ValueError("the model's max seq len is too long"), ConfigError),
-        (MemoryError("no memory"), EngineStopped),
-        (None, RuntimeError),
-    ],
-)
-def test_the_error_of_vllms_process_is_raised_instead_of_a_hint_at_it(
-    raised: Exception | None, expected: type[Exception], tmp_path: Path
-) -> None:
-    said = RuntimeError("Engine core initialization failed. See root cause above.")
-    errors = ChildErrors(str(tmp_path))
-    log = logging.Logger("child")
-    log.addHandler(ErrorFile(str(errors.log)))
-    log.error("no exception")
-    for error in (raised, RuntimeError("a worker failed")) if raised else ():
-        log.error("EngineCore failed to start.", exc_info=error)
-    found = errors.explained(said, "model")
-    assert isinstance(found, expected) and (found is said if raised is None else str(raised) in str(found))
 
 
 def test_options_reach_vllm_and_those_that_would_break_the_contract_do_not() -> None:
