@@ -34,30 +34,24 @@ class RequestImages:
         return hash(self._digest)
 
 
-class Start(msgspec.Struct, frozen=True):
-    """The start of a run of tokens. version: policy that sampled it. at: index of its first token. kv: as in Span."""
-
-    version: int
-    at: int
-    kv: int = -1
-
-
 class Trace(msgspec.Struct):
     """Grows by one token at a time; a change of version, or of the age of keys and values, begins a new span.
 
-    sampling: of all its tokens. tokens: sampled ones. logprobs: one for each. starts: of runs, ascending. taken: how
-    many tokens were handed on.
+    sampling: of all its tokens. tokens: sampled ones. logprobs: one for each. runs: first token, version and age of keys and
+    values (as in Span) of each. taken: how many tokens were handed on.
     """
 
     sampling: Sampling
     tokens: list[int] = []
     logprobs: list[float] = []
-    starts: list[Start] = []
+    runs: list[tuple[int, int, int]] = []
     taken: int = 0
 
     def add(self, token: int, logprob: float, version: int, kv: int = -1) -> bool:
         """Record a token; True where it ends the sequence. kv: oldest version of its keys and values, -1 for `version`."""
-        begin(self.starts, version, len(self.tokens), kv)
+        run = (version, -1 if kv == version else kv)
+        if not self.runs or self.runs[-1][1:] != run:
+            self.runs.append((len(self.tokens), *run))
         self.tokens.append(token)
         self.logprobs.append(logprob)
         return token in self.sampling.stop or len(self.tokens) >= self.sampling.max_tokens
@@ -67,38 +61,26 @@ class Trace(msgspec.Struct):
         return Completion(
             tokens=tuple(self.tokens),
             logprobs=tuple(self.logprobs),
-            spans=spans(self.starts, len(self.tokens), self.sampling),
+            spans=self.spans(),
             stopped=bool(self.tokens) and self.tokens[-1] in self.sampling.stop,
         )
 
     def take_chunks(self) -> list[Chunk]:
         """Tokens recorded since the last call, one chunk per version."""
         before, self.taken = self.taken, len(self.tokens)
-        runs = spans(self.starts, len(self.tokens), self.sampling)
-        cuts = [(max(before, run.start), run) for run in runs if run.stop > before]
+        cuts = [(max(before, run.start), run) for run in self.spans() if run.stop > before]
         return [
             Chunk(tuple(self.tokens[start : run.stop]), tuple(self.logprobs[start : run.stop]), run.version, run.kv)
             for start, run in cuts
         ]
 
-
-def begin(starts: list[Start], version: int, at: int, kv: int) -> None:
-    """Note that the tokens from `at` on are of a version, with keys and values from `kv` on."""
-    kv = -1 if kv == version else kv
-    if not starts or (starts[-1].version, starts[-1].kv) != (version, kv):
-        starts.append(Start(version, at, kv))
-
-
-def spans(starts: Sequence[Start], num_tokens: int, sampling: Sampling) -> tuple[Span, ...]:
-    """Runs of one version each. starts: ascending.
-
-    Greedy tokens have no ratio: their recorded logprob is the policy's at temperature 1, but they were not drawn.
-    Neither have those of a truncated distribution, or of one that a schema masks.
-    """
-    temperature, ratio = sampling.temperature, sampling.has_ratio
-    stops = [start.at for start in starts[1:]] + [num_tokens]
-    return tuple(
-        Span(start.at, stop, start.version, temperature=temperature, ratio=ratio, kv=start.kv)
-        for start, stop in zip(starts, stops, strict=True)
-        if stop > start.at
-    )
+    def spans(self) -> tuple[Span, ...]:
+        """Greedy tokens have no ratio: their recorded logprob is the policy's at temperature 1, but they were not drawn.
+        Neither have those of a truncated distribution, or of one that a schema masks.
+        """
+        temperature, ratio = self.sampling.temperature, self.sampling.has_ratio
+        stops = [at for at, *_ in self.runs[1:]] + [len(self.tokens)]
+        return tuple(
+            Span(at, stop, version, temperature=temperature, ratio=ratio, kv=kv)
+            for (at, version, kv), stop in zip(self.runs, stops, strict=bool(self.runs))
+        )

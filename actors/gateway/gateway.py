@@ -23,7 +23,7 @@ from actors.gateway.access.concurrency import (
 )
 from actors.gateway.access.keys import ApiKey, Train
 from actors.gateway.answering.conversation import ConversationCache, decoded_pictures
-from actors.gateway.answering.in_flight import InFlight, SampledAnswer, Watch, sample_choices
+from actors.gateway.answering.in_flight import NOT_SAMPLED, InFlight, Watch, sample_choices
 from actors.gateway.answering.parsing import answer_parser, ready, render
 from actors.gateway.answering.requests import ParsedRequest
 from actors.gateway.answering.sessions import Continuation, Sessions, held
@@ -297,10 +297,9 @@ class Gateway:
 
     def _ended(self, in_flight: InFlight) -> None:
         if not in_flight.answers:
-            in_flight.answers = [
-                growing.answer if growing is not None else SampledAnswer() for growing in in_flight.growing
-            ]
-        whole = bool(in_flight.answers) and all(answer.finish for answer in in_flight.answers)
+            known = [growing.answer(ended=False) for growing in in_flight.growing]
+            in_flight.answers = known or [NOT_SAMPLED] * in_flight.request.choices
+        whole = all(answer.finish for answer in in_flight.answers)
         metrics = self.metrics
         metrics.counter("answers", end="whole" if whole else "broken off").inc(len(in_flight.answers))
         metrics.counter("tokens").inc(in_flight.num_sampled)
@@ -326,19 +325,19 @@ class Gateway:
         if in_flight.failed:
             self.tallies.failed(self.engine.version, in_flight.trial, in_flight.request.choices, *asker)
         elif whole:
-            version = min(answer.starts[0].version for answer in in_flight.answers)
+            version = min(answer.completion.spans[0].version for answer in in_flight.answers)
             self.tallies.answered(version, in_flight.trial, [answer.text for answer in in_flight.answers], *asker)
 
     def _remember(self, in_flight: InFlight, whole: bool) -> None:
-        answer = in_flight.answers[0] if in_flight.answers else SampledAnswer()
-        if not whole or answer.cut or len(in_flight.answers) > 1:
+        if not whole or in_flight.answers[0].cut or len(in_flight.answers) > 1:
             return  # a turn that continues it continues the turn before it
-        text, tokens = in_flight.request.force + answer.text, [*in_flight.prefix, *answer.tokens]
+        answer, completion = in_flight.answers[0], in_flight.answers[0].completion
+        text, tokens = in_flight.request.force + answer.text, [*in_flight.prefix, *completion.tokens]
         self.sessions.keep(
             in_flight.session,
             held(
-                [*in_flight.tokens, *answer.tokens],
-                SampledTurn(in_flight.rendered, tokens, text, answer.stopped),
+                [*in_flight.tokens, *completion.tokens],
+                SampledTurn(in_flight.rendered, tokens, text, completion.stopped),
                 (*in_flight.request.prompt.plain, in_flight.said(0)),
                 in_flight.turn + 1,
             ),

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from actors.engines.engine import Completion, ContextFull, EngineStopped, Sampling
+from actors.engines.engine import ContextFull, EngineStopped, Sampling
 from actors.gateway.access.concurrency import ConcurrencyLimiter
 from actors.gateway.access.keys import ApiKey
 from actors.gateway.answering.conversation import ConversationCache, decoded_pictures
-from actors.gateway.answering.in_flight import InFlight, SampledAnswer, Watch, sample_choices
+from actors.gateway.answering.in_flight import InFlight, Watch, sample_choices
 from actors.gateway.answering.parsing import AnswerParser, ready, render
 from actors.gateway.answering.requests import ParsedRequest
 from actors.gateway.answering.sessions import behind_answer
@@ -172,21 +172,15 @@ class ProgramEpisode:
         return True
 
     def _record(self, in_flight: InFlight, index: int, part: GrowingPart) -> None:
-        answer: SampledAnswer = in_flight.answers[index]
+        answer = in_flight.answers[index]
         if in_flight.parsed(index).unread:
             self._num_unread += 1
             self._session.note("calls_unread", self._num_unread)
         known = part.conversation
-        completion = Completion(
-            tokens=tuple(answer.tokens),
-            logprobs=tuple(answer.logprobs),
-            spans=answer.spans(in_flight.sampling),
-            stopped=answer.stopped,
-        )
         part.add(
             in_flight.tokens,
             in_flight.rendered,
-            completion,
+            answer.completion,
             (*known, *in_flight.request.prompt.plain[len(known) :], in_flight.said(index)),
             forced=in_flight.prefix,
             said=in_flight.request.force + answer.text,

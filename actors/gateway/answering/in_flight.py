@@ -5,55 +5,50 @@ is kept with its logprob and version, streamed or not.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
 
 import msgspec
 
 from actors.engines.engine import Chunk, Completion, Engine, Sampling
-from actors.engines.trace import Start, begin, spans
+from actors.engines.trace import Trace
 from actors.gateway.access.concurrency import TakenSlots
 from actors.gateway.access.keys import ApiKey
 from actors.gateway.answering.conversation import spelled, written
 from actors.gateway.answering.parsing import AnswerParser, OwnPieces, Parsed, ParsedPieces, SampledText
 from actors.gateway.answering.requests import ParsedRequest
 from actors.gateway.answering.text import Detokenizer, StopStrings
+from infra.roles.process import unless
 from infra.store.images import Pixels
-from schemas import Message, Span
+from schemas import Message
 
 Decode = Callable[[Sequence[int]], str]
 OnText = Callable[[str, Sequence[int], Sequence[float]], None]
 Watch = Callable[[int], OnText]  # gives the listener of a choice
 
 
-class SampledAnswer(msgspec.Struct):
-    """What was sampled so far. text: without stop token and stop string. finish: "" while it runs.
-
-    stopped: a stop token ended it. cut: a stop string did, so the text is shorter than the tokens. tokens: sampled
-    ones. logprobs: one for each. starts: of runs of one version.
+class SampledAnswer(msgspec.Struct, frozen=True):
+    """What was sampled so far. text: without stop token and stop string. finish: "" while it runs. cut: a stop string ended
+    it, so the text is shorter than the tokens.
     """
 
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    starts: list[Start] = []
+    completion: Completion
     text: str = ""
     finish: str = ""
-    stopped: bool = False
     cut: bool = False
 
-    def spans(self, sampling: Sampling) -> tuple[Span, ...]:
-        """Runs of one version each, counted from the first sampled token."""
-        return spans(self.starts, len(self.tokens), sampling)
+
+NOT_SAMPLED = SampledAnswer(Completion(tokens=(), logprobs=(), spans=(), stopped=False))
 
 
 class Growing:
     """An answer while it is sampled: takes chunks, tells text. may_stop: a stop string may end it before the engine does."""
 
     def __init__(self, decode: Decode, sampling: Sampling, stops: Sequence[str], tell: OnText) -> None:
-        self.answer = SampledAnswer()
         self.found_stop = asyncio.Event()
-        self._sampling = sampling
+        self._trace = Trace(sampling)
+        self._text = ""
         self._detokenizer = Detokenizer(decode)
         self._stops = StopStrings(stops)
         self._tell = tell
@@ -61,32 +56,27 @@ class Growing:
 
     def take(self, chunk: Chunk) -> None:
         """Take the next sampled tokens."""
-        answer = self.answer
         if self._stops.found:
             return
-        begin(answer.starts, chunk.version, len(answer.tokens), chunk.kv)
-        answer.tokens += chunk.tokens
-        answer.logprobs += chunk.logprobs
-        answer.stopped = chunk.tokens[-1] in self._sampling.stop
-        seen = len(chunk.tokens) - answer.stopped
+        for token, logprob in zip(chunk.tokens, chunk.logprobs, strict=True):
+            self._trace.add(token, logprob, chunk.version, chunk.kv)
+        seen = len(chunk.tokens) - (chunk.tokens[-1] in self._trace.sampling.stop)
         piece = self._stops.add(self._detokenizer.add(chunk.tokens[:seen]))
         self._stream(piece, chunk.tokens[:seen], chunk.logprobs[:seen])
         if self._stops.found:
-            answer.cut, answer.finish = True, "stop"
             self.found_stop.set()
 
-    def finish(self) -> SampledAnswer:
-        """The engine has ended: tell what was held."""
-        answer = self.answer
-        if not self._stops.found:
+    def answer(self, *, ended: bool) -> SampledAnswer:
+        """The answer so far. ended: the engine has ended, so what was held is told."""
+        if ended and not self._stops.found:
             held = self._stops.add(self._detokenizer.flush())
             self._stream(held if self._stops.found else held + self._stops.flush(), (), ())
-            answer.cut = self._stops.found
-            answer.finish = "stop" if answer.stopped or answer.cut else "length"
-        return answer
+        completion, cut = self._trace.completion(), self._stops.found
+        finish = "stop" if cut or (ended and completion.stopped) else "length" if ended else ""
+        return SampledAnswer(completion, self._text, finish, cut)
 
     def _stream(self, piece: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        self.answer.text += piece
+        self._text += piece
         if piece or tokens:
             self._tell(piece, tokens, logprobs)
 
@@ -100,7 +90,7 @@ class InFlight(msgspec.Struct, kw_only=True):
     turn: earlier turns that these tokens go on from exactly. sampling: the same for all choices. trial: the version on
     trial, -1 where none is or the request was not drawn for it. subject: the user whose key it is sealed under, "" for
     none. parser: reads calls and thoughts. images: of the prompt, ready for the engine. reason: why it does not go on
-    from earlier turns. growing: one for each choice, None for one that is sampled whole. answers: of choices that
+    from earlier turns. growing: one for each choice, none where they are sampled whole. answers: of choices that
     ended, by index. failed: by the engine. read: what choices say, once it was asked for.
     """
 
@@ -120,23 +110,27 @@ class InFlight(msgspec.Struct, kw_only=True):
     parser: AnswerParser
     images: tuple[Pixels, ...] = ()
     reason: str = ""
-    growing: list[Growing | None] = []
+    growing: list[Growing] = []
     answers: list[SampledAnswer] = []
     failed: bool = False
     read: dict[int, Parsed] = {}
 
     @property
     def num_sampled(self) -> int:
-        return sum([len(answer.tokens) for answer in self.answers])
+        return sum(len(answer.completion.tokens) for answer in self.answers)
 
     def parsed(self, index: int) -> Parsed:
         """Thought, words and calls of a choice that has ended."""
         if index not in self.read:
-            answer = self.answers[index]
-            seen = len(answer.tokens) - answer.stopped
-            written = self._written(answer.text, answer.tokens[:seen])
+            written = self._written(self.answers[index].text, self.seen(index)[0])
             self.read[index] = self.parser.parse(written) if self._is_parsed else Parsed(said=written.text)
         return self.read[index]
+
+    def seen(self, index: int) -> tuple[Sequence[int], Sequence[float]]:
+        """Tokens of a choice that has ended, without its stop token, and their logprobs."""
+        completion = self.answers[index].completion
+        seen = len(completion.tokens) - completion.stopped
+        return completion.tokens[:seen], completion.logprobs[:seen]
 
     def said(self, index: int) -> Message:
         """The same as a message in the one spelling that answers of every model have, so that it can be compared."""
@@ -166,7 +160,11 @@ class InFlight(msgspec.Struct, kw_only=True):
 async def sample_choices(engine: Engine, decode: Decode, in_flight: InFlight, watch: Watch | None) -> None:
     """Sample all choices into `in_flight`; cancelled, what there is stays in its `growing`."""
     request = in_flight.request
-    in_flight.growing = [_growing(decode, in_flight, index, watch) for index in range(request.choices)]
+    if watch is not None or request.stops:
+        in_flight.growing = [
+            Growing(decode, in_flight.sampling, request.stops, watch(index) if watch is not None else _unheard)
+            for index in range(request.choices)
+        ]
     if request.choices == 1:
         in_flight.answers = [await _choice(engine, decode, in_flight, 0)]
         return
@@ -175,61 +173,26 @@ async def sample_choices(engine: Engine, decode: Decode, in_flight: InFlight, wa
     in_flight.answers = [task.result() for task in tasks]
 
 
-def _growing(decode: Decode, in_flight: InFlight, index: int, watch: Watch | None) -> Growing | None:
-    if watch is None and not in_flight.request.stops:
-        return None
-    tell = watch(index) if watch is not None else _unheard
-    return Growing(decode, in_flight.sampling, in_flight.request.stops, tell)
-
-
-def _choice(engine: Engine, decode: Decode, in_flight: InFlight, index: int) -> Coroutine[Any, Any, SampledAnswer]:
-    sampling, growing = in_flight.sampling, in_flight.growing[index]
+async def _choice(engine: Engine, decode: Decode, in_flight: InFlight, index: int) -> SampledAnswer:
+    sampling = in_flight.sampling
     if sampling.seed is not None:
         sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + index) & (2**63 - 1))
-    if growing is None:
-        return _sample_whole(engine, decode, in_flight.tokens, sampling, in_flight.images)
-    return _sample(engine, growing, in_flight.tokens, sampling, in_flight.images)
+    generate = partial(engine.generate, in_flight.tokens, sampling, images=in_flight.images)
+    if not in_flight.growing:  # the cheapest way, where nobody listens and there is no stop string to look for
+        completion = await generate()
+        text = decode(completion.tokens[:-1] if completion.stopped else completion.tokens)
+        return SampledAnswer(completion, text, "stop" if completion.stopped else "length")
+    growing = in_flight.growing[index]
+    if growing.may_stop:
+        with suppress(_StopFound):
+            await unless(growing.found_stop.wait(), generate(on_chunk=growing.take), _StopFound)
+    else:  # nothing but the engine ends it, so nothing has to watch
+        await generate(on_chunk=growing.take)
+    return growing.answer(ended=True)
+
+
+class _StopFound(Exception): ...
 
 
 def _unheard(piece: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
     return
-
-
-async def _sample_whole(
-    engine: Engine, decode: Decode, prompt: Sequence[int], sampling: Sampling, images: Sequence[Pixels] = ()
-) -> SampledAnswer:
-    """An answer that is not streamed: the cheapest way, where there is no stop string to look for."""
-    completion = await engine.generate(prompt, sampling, images=images)
-    text_tokens = completion.tokens[:-1] if completion.stopped else completion.tokens
-    return SampledAnswer(
-        tokens=list(completion.tokens),
-        logprobs=list(completion.logprobs),
-        starts=[Start(span.version, span.start, span.kv) for span in completion.spans],
-        text=decode(text_tokens),
-        finish="stop" if completion.stopped else "length",
-        stopped=completion.stopped,
-    )
-
-
-async def _sample(
-    engine: Engine, growing: Growing, prompt: Sequence[int], sampling: Sampling, images: Sequence[Pixels] = ()
-) -> SampledAnswer:
-    """An answer that is streamed as it grows. Cancelling the call frees the engine's request; `growing` keeps the rest."""
-    if not growing.may_stop:  # nothing but the engine ends it, so nothing has to watch
-        await engine.generate(prompt, sampling, on_chunk=growing.take, images=images)
-        return growing.finish()
-    running: asyncio.Task[Completion] = asyncio.create_task(
-        engine.generate(prompt, sampling, on_chunk=growing.take, images=images)
-    )
-    stop = asyncio.create_task(growing.found_stop.wait())
-    try:
-        await asyncio.wait((running, stop), return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            running.result()
-    finally:
-        stop.cancel()
-        if not running.done():
-            running.cancel()
-            with suppress(asyncio.CancelledError):
-                await running
-    return growing.finish()

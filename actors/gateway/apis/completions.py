@@ -99,15 +99,9 @@ def _choice(reply: Reply, index: int) -> Object:
         "index": index,
         "message": message,
         "finish_reason": "tool_calls" if calls else reply.in_flight.answers[index].finish,
-        "logprobs": _logprobs(reply.request, reply.decode, *_seen(reply, index)),
+        "logprobs": _logprobs(reply.request, reply.decode, *reply.in_flight.seen(index)),
         "answer_id": reply.answer_ids[index],
     }
-
-
-def _seen(reply: Reply, index: int) -> tuple[Sequence[int], Sequence[float]]:
-    answer = reply.in_flight.answers[index]
-    seen = len(answer.tokens) - answer.stopped
-    return answer.tokens[:seen], answer.logprobs[:seen]
 
 
 def _delta(index: int, delta: Object, finish: str | None = None, logprobs: Object | None = None) -> Object:

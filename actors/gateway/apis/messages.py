@@ -261,7 +261,7 @@ def _ended(reply: Reply, calls: Sequence[Called]) -> Object:
 
 def _found(reply: Reply) -> str | None:
     answer = reply.in_flight.answers[0]
-    rest = reply.decode(answer.tokens)[len(answer.text) :]
+    rest = reply.decode(answer.completion.tokens)[len(answer.text) :]
     return next((stop for stop in reply.request.stops if rest.startswith(stop)), None)
 
 

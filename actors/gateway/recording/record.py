@@ -55,7 +55,7 @@ class Recorder:
 
     async def block(self, served: InFlight) -> Block | None:
         """The block to write of a request that was answered; None if all of it was dropped, with the reason counted."""
-        num_tokens = len(served.tokens) + sum(len(answer.tokens) for answer in served.answers)
+        num_tokens = len(served.tokens) + served.num_sampled
         num_chars = sum(len(part.content) for part in served.request.prompt.plain) + sum(
             len(answer.text) for answer in served.answers
         )
@@ -95,7 +95,7 @@ class Recorder:
             self._drop("pictures of a named user" if served.subject else "pictures", len(served.answers))
             return kept
         for index, answer in enumerate(served.answers):
-            if not answer.tokens:
+            if not answer.completion.tokens:
                 self._drop("nothing was sampled")
                 continue
             experience = self._experience(served, answer, index)
@@ -115,12 +115,12 @@ class Recorder:
     def _experience(self, served: InFlight, answer: SampledAnswer, index: int) -> Experience:
         start = len(served.tokens)
         spans = tuple(
-            replace(span, start=start + span.start, stop=start + span.stop) for span in answer.spans(served.sampling)
+            replace(span, start=start + span.start, stop=start + span.stop) for span in answer.completion.spans
         )
         plain = served.request.prompt.plain
         return make_experience(
-            tokens=[*served.tokens, *answer.tokens],
-            logprobs=answer.logprobs,
+            tokens=[*served.tokens, *answer.completion.tokens],
+            logprobs=answer.completion.logprobs,
             messages=(*plain, Message(role="assistant", content=served.request.force + answer.text)),
             id=experience_id(served.group, 0, index),
             group=served.group,
