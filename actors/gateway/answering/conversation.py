@@ -48,11 +48,7 @@ class ImageUrl(msgspec.Struct, frozen=True):
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """One part of a message's content: text, or a picture.
-
-    type: text or image_url, which names the field that is set. text: as the client wrote it. image_url: the picture
-    itself, as a data URL.
-    """
+    """One part of a message's content. type: text or image_url, which names the field that is set."""
 
     type: Annotated[str, Meta(max_length=64)]
     text: str | None = None
@@ -67,10 +63,7 @@ class Called(msgspec.Struct, frozen=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A tool call in an assistant's message.
-
-    function: with its arguments. id: that the tool's message answers. type: the only one there is.
-    """
+    """A tool call in an assistant's message."""
 
     function: Called
     id: Short = ""
@@ -78,11 +71,9 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of a request; what a client got from us, it may send back as it is.
+    """One message of a request; a client may send a message of the gateway back as it is.
 
-    role: who speaks. content: text, or parts of it with pictures. name: of the speaker, as the template takes it.
-    tool_calls: what an assistant asked for. tool_call_id: which of these calls a tool's message answers. reasoning,
-    reasoning_content: thoughts of an assistant; the second is an older name. refusal: text instead of content.
+    reasoning, reasoning_content: thoughts of an assistant; the second is an older name. refusal: text instead of content.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -102,9 +93,7 @@ def assistant_message(thought: str, texts: Sequence[str], calls: Sequence[ToolCa
 
 
 class Function(msgspec.Struct, frozen=True):
-    """A function the model may call. name: by which it is called. description: what the model reads of it. parameters:
-    a JSON schema.
-    """
+    """A function the model may call. parameters: JSON schema of its arguments."""
 
     name: Name
     description: str | None = None

@@ -43,36 +43,30 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """stream_options of the OpenAI API. include_usage: whether the last piece counts tokens."""
+    """stream_options of the OpenAI API."""
 
     include_usage: bool | None = None
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
-    """json_schema of a response_format. name: of the schema, for people. schema: JSON schema of the answer."""
+    """json_schema of a response_format."""
 
     name: Annotated[str, Meta(max_length=256)] = ""
     schema: dict[str, Any] | None = None
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """response_format of the OpenAI API. type: text, any JSON object, or JSON of a schema. json_schema: that schema."""
+    """response_format of the OpenAI API."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of /v1/chat/completions.
+    """Body of /v1/chat/completions, as OpenAI's API and vLLM's define it.
 
-    messages: the conversation so far. model: a served model. n: choices, 1 by default. stream: whether the answer comes piece
-    by piece. stream_options: what a stream says beside it. stop: texts that end it. seed: of the sampling. temperature, top_p:
-    of the sampling, 1 by default. max_tokens: of the answer. max_completion_tokens: a newer name of max_tokens, which it goes
-    before. frequency_penalty, presence_penalty, repetition_penalty, logit_bias, top_k, min_p: change the distribution, so such
-    an answer is not trained by losses that form a ratio. user, safety_identifier: the person behind the request; the second
-    counts where both are there. store: false records nothing of the answer. logprobs: whether the answer has them.
-    top_logprobs: how many other tokens it shows at each place. response_format: format of the answer. tools: that may be
-    called. tool_choice: whether one must be. modalities: text alone. audio: null.
+    Penalties, logit_bias, top_k and min_p change the distribution, so losses that form a ratio do not train such an answer.
+    max_completion_tokens goes before max_tokens, safety_identifier before user. store: false records nothing of the answer.
     """
 
     messages: list[ChatMessage]
@@ -107,17 +101,12 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
 class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request as the gateway serves it.
 
-    prompt: the conversation or text. model: as the client called it. stream: whether the answer goes out piece by piece. usage:
-    whether the last piece counts tokens. choices: how many. stops: texts that end one. seed, temperature, top_p, shaping: of
-    the sampling. max_tokens: None where the client named none. logprobs: wanted in the answer. top_logprobs: so many others
-    at each place. store: whether it may be recorded. user: the person behind
-    it, as the client calls them. num_chars: of the prompt, tools included.
-
-    must_call: the tool that the answer must call, "" for any, None for no must. force: the text it then begins with.
-    json_schema: of the answer, "" for none. shows_thoughts: thoughts are sent, apart from the words. said: the
-    conversation, to go on from by the answer's id; () where it is not kept. goes_on: the session of the answer that it
-    continues. ends_session: no turn of its session follows. echo: fields that the response repeats. ignored: fields of the
-    request that change nothing here.
+    usage: whether the last piece of a stream counts tokens. store: whether it may be recorded. user: the person behind it, as
+    the client calls them. num_chars: of the prompt, tools included. must_call: the tool that the answer must call, "" for any,
+    None for no must. force: the text it then begins with. json_schema: of the answer, "" for none. shows_thoughts: thoughts
+    are sent, apart from the words. said: the conversation, to go on from by the answer's id; () where it is not kept. goes_on:
+    the session of the answer that it continues. ends_session: no turn of its session follows. echo: fields that the response
+    repeats. ignored: fields of the request that change nothing here.
     """
 
     prompt: Prompt

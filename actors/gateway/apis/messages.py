@@ -70,28 +70,21 @@ _REQUIRED = {
 
 
 class MessageParam(msgspec.Struct, frozen=True):
-    """A message of the conversation. role: who speaks. content: text, or blocks of it."""
+    """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[_Block]
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """tool_choice of the Messages API.
-
-    type: whether tools may be called (auto), must be (any), one must be (tool), or none may. name: of that one.
-    """
+    """tool_choice of the Messages API. name: of the tool to call, for type "tool"."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool. Those that a server runs have another type than "custom" and are left out.
-
-    name: by which it is called. input_schema: JSON schema of its arguments. description: what the model reads of it. type: of
-    the tool.
-    """
+    """A tool. Those that a server runs have another type than "custom" and are left out."""
 
     name: Short
     input_schema: dict[str, Any] | None = None
@@ -108,19 +101,13 @@ class ThinkingChoice(msgspec.Struct, frozen=True):
 
 
 class Metadata(msgspec.Struct, frozen=True):
-    """metadata of the Messages API. user_id: whose data this is."""
+    """metadata of the Messages API."""
 
     user_id: Short | None = None
 
 
 class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of /v1/messages, and without max_tokens of /v1/messages/count_tokens.
-
-    model: a served model. messages: the conversation so far. max_tokens: of the answer. system: text before the
-    conversation. stop_sequences: texts that end the answer. stream: whether it comes piece by piece. temperature, top_p, top_k:
-    of the sampling. tools: that may be called. tool_choice: whether one must be. thinking: whether thoughts are sent.
-    metadata: who the user is.
-    """
+    """Body of /v1/messages, and without max_tokens of /v1/messages/count_tokens."""
 
     model: Short
     messages: list[MessageParam]

@@ -66,11 +66,7 @@ _REQUIRED = {
 
 
 class ResponsesTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool. Those that a server runs have another type than "function" and are left out.
-
-    type: of the tool. name: by which it is called. parameters: JSON schema of its arguments. description: what the model
-    reads of it.
-    """
+    """A tool. Those that a server runs have another type than "function" and are left out."""
 
     type: Text
     name: Name | None = None
@@ -79,9 +75,7 @@ class ResponsesTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """text.format, as response_format of a chat completion. type: text, any JSON object, or JSON of a schema. name: of the
-    schema. schema: JSON schema of the answer.
-    """
+    """text.format, as response_format of a chat completion."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Meta(max_length=256)] = ""
@@ -89,7 +83,7 @@ class TextFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextSettings(msgspec.Struct, frozen=True):
-    """text of the Responses API. format: of the answer."""
+    """text of the Responses API."""
 
     format: TextFormat | None = None
 
@@ -97,12 +91,8 @@ class TextSettings(msgspec.Struct, frozen=True):
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Body of /v1/responses.
 
-    model: a served model. input: a text of the user, or items. instructions: text before the input; not kept for the
-    next request. previous_response_id: the answer whose conversation continues. max_output_tokens: of the answer.
-    temperature, top_p: of the sampling. stream: whether it comes piece by piece. store: false keeps and records nothing.
-    tools: that may be called. tool_choice: whether one must be. parallel_tool_calls, metadata, reasoning: are repeated in the
-    response, and change nothing. text: the format of the answer. include: logprobs where it names them. user,
-    safety_identifier: the person behind the request.
+    instructions: not kept for the next request. store: false keeps and records nothing. parallel_tool_calls, metadata,
+    reasoning: are repeated in the response, and change nothing. include: only logprobs count.
     """
 
     model: Short
