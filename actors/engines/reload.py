@@ -41,20 +41,23 @@ _MAX_SAMPLES = 4096
 SLOW_S = 60.0
 
 
-class ReloadGate(Protocol):
-    """Permission for an engine to change its version, given by the work that needs one."""
+class ReloadGate:
+    """Permission for an engine to change its version. This one always gives it; work that needs a version overrides it."""
 
     async def known(self) -> None:
         """Return once it is known what waits; nothing is loaded before."""
 
     def wanted(self) -> frozenset[int]:
         """Versions that a newer one must not pass over."""
+        return frozenset()
 
     async def released(self, version: int, timeout_s: float) -> bool:
         """Wait at most `timeout_s` until nothing needs `version`; True if so."""
+        return True
 
     def reload(self) -> AbstractContextManager[None]:
         """While it is entered, nothing begins that needs a version."""
+        return nullcontext()
 
 
 @runtime_checkable
@@ -67,21 +70,6 @@ class ReadsFiles(Protocol):
 
 class _Lacking(Exception):
     """The version to load follows only from events before a summary."""
-
-
-class OpenGate:
-    """The gate of a role whose work takes any version."""
-
-    async def known(self) -> None: ...
-
-    def wanted(self) -> frozenset[int]:
-        return frozenset()
-
-    async def released(self, version: int, timeout_s: float) -> bool:
-        return True
-
-    def reload(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 class ReloadTimes:
@@ -125,7 +113,7 @@ class PolicyFollower:
     ) -> None:
         self._role = role
         self._engine = engine
-        self._gate: ReloadGate = gate or OpenGate()
+        self._gate = gate or ReloadGate()
         self._hold_s = hold_s
         self._policy = role.floor.policy.name
         self._channel: Channel = channel
@@ -136,13 +124,12 @@ class PolicyFollower:
         self._files = engine.version_files if isinstance(engine, ReadsFiles) else None
         if self._files is not None:
             self._files.metrics = role.metrics
-        self._follower = self._new_follower()
+        self._fetcher = self._new_fetcher()
         self._published_ms: dict[int, int] = {}
         self._since_ms = time.time() * 1000
         self._refused: dict[int, str] = {}
-        self._unsound: set[int] = set()
-        self._store_tries: dict[int, int] = {}
-        self._refusals: dict[int, int] = {}
+        self._doubted: set[int] = set()  # refused once
+        self._num_failures = 0  # of the store, in a row
         self._changed = asyncio.Event()
         self._lacks = asyncio.Event()
         self.caught_up = asyncio.Event()
@@ -232,30 +219,27 @@ class PolicyFollower:
         """The verified policy; None if it was refused, or if the store failed and a retry is due. A refused version is fetched
         once more as a full copy.
         """
-        follower = self._new_follower() if event.version in self._unsound else self._follower
+        fetcher = self._new_fetcher() if event.version in self._doubted else self._fetcher
         try:
-            policy = await self._fetched(follower, event)
+            policy = await self._fetched(fetcher, event)
         except PolicyRefused as error:
-            self._unsound.add(event.version)
             self._refuse(event, error)
             return None
         except StoreError as error:
-            tries = self._store_tries.get(event.version, 0)
-            self._store_tries[event.version] = tries + 1
             self._role.metrics.counter("policy_fetch_failed").inc()
-            _log.warning("policy_fetch_failed version=%d try=%d error=%s", event.version, tries + 1, error)
-            await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
+            _log.warning("policy_fetch_failed version=%d error=%s", event.version, error)
+            await asyncio.sleep(_RETRY_S[min(self._num_failures, len(_RETRY_S) - 1)])
+            self._num_failures += 1
             return None
-        self._store_tries.pop(event.version, None)
-        self._follower = follower
+        self._fetcher, self._num_failures = fetcher, 0
         return policy
 
-    def _new_follower(self) -> PolicyFetcher:
+    def _new_fetcher(self) -> PolicyFetcher:
         return PolicyFetcher(self._role.store, self._policy, self._files)
 
-    async def _fetched(self, follower: PolicyFetcher, event: PolicyEvent) -> Policy:
+    async def _fetched(self, fetcher: PolicyFetcher, event: PolicyEvent) -> Policy:
         """The verified policy; a fetch that still runs is counted and logged every `slow_s`."""
-        fetching = asyncio.ensure_future(asyncio.to_thread(follower.fetch, event))
+        fetching = asyncio.ensure_future(asyncio.to_thread(fetcher.fetch, event))
         began = time.monotonic()
         try:
             while not (await asyncio.wait([fetching], timeout=self._slow_s))[0]:
@@ -301,7 +285,6 @@ class PolicyFollower:
         """Count a refusal. The first leads to another fetch; the second gives the version up, which the role's reports say."""
         self._role.metrics.counter("policies_refused").inc()
         _log.warning("policy_refused version=%d error=%s", event.version, error)
-        self._refusals[event.version] = self._refusals.get(event.version, 0) + 1
-        if self._refusals[event.version] < 2:
-            return
-        self._refused[event.version] = str(error)
+        if event.version in self._doubted:
+            self._refused[event.version] = str(error)
+        self._doubted.add(event.version)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from heapq import heapify, heappop, heappush
 
+from actors.engines.reload import ReloadGate
 from schemas import Closure, Drawn, Issued, Task
 
 _MAX_REMEMBERED = 20_000
@@ -132,11 +133,11 @@ def groups_over(record: object) -> tuple[str, ...]:
     return tuple(record.dropped) if isinstance(record, Drawn) else ()
 
 
-class Scheduler:
+class Scheduler(ReloadGate):
     """Bounds what runs, knows which evals run under which version, and counts idle time.
 
     changed: set on every change; the dispatcher waits on it. settled: what was in the log at the start has been taken.
-    closed: nothing begins any more. Also the ReloadGate of its explorer's engine: evals need exactly one version.
+    closed: nothing begins any more. As the gate of its explorer's engine: evals need exactly one version.
     """
 
     def __init__(self, *, max_episodes: int) -> None:
