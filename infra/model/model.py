@@ -226,12 +226,13 @@ def load_model(folder: str | Path, *, dtype: str = "float32") -> "torch.nn.Modul
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = AutoModelForImageTextToText if takes_pictures(folder) else AutoModelForCausalLM
-    return _loaded(kind, "model", folder, "config.json", dtype)[0]
+    return _loaded(kind, "model", folder, "config.json", dtype)
 
 
-def _loaded(kind: Any, what: str, folder: str | Path, config: str, dtype: str) -> "tuple[torch.nn.Module, list[str]]":
-    """The model of a folder as this class of transformers, and the names of weights that its files lack."""
+def _loaded(kind: Any, what: str, folder: str | Path, config: str, dtype: str) -> "torch.nn.Module":
+    """The model of a folder as this class of transformers. Raises ConfigError where its files lack a weight."""
     import torch
+    from safetensors import SafetensorError
 
     try:
         with no_progress_bars():
@@ -244,9 +245,12 @@ def _loaded(kind: Any, what: str, folder: str | Path, config: str, dtype: str) -
                 use_safetensors=True,
                 output_loading_info=True,
             )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise not_loadable(what, folder, f"{config} and *.safetensors", error) from error
-    return model.eval(), sorted(found["missing_keys"])
+    if missing := sorted(found["missing_keys"]):
+        raise ConfigError(f"{what}: {folder} has no weights of {missing[0]} ({len(missing)} are missing)")
+    loaded: torch.nn.Module = model.eval()
+    return loaded
 
 
 def meta_model(folder: str | Path, *, dtype: str = "float32") -> "torch.nn.Module":
@@ -402,16 +406,12 @@ def not_loadable(what: str, folder: str | Path, expected: str, error: Exception)
 
 
 def load_classifier(folder: str | Path) -> Callable[[Sequence[int]], list[float]]:
-    """The sequence classifier of a folder, in float32: logits of tokens. Raises ConfigError, also where a weight is not in its
-    files.
-    """
+    """The sequence classifier of a folder, in float32: logits of tokens. Raises ConfigError."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
     kind, described = AutoModelForSequenceClassification, "config.json of a sequence classifier"
-    module, missing = _loaded(kind, "classifier", folder, described, "float32")
-    if missing:
-        raise ConfigError(f"classifier: {folder} has no weights of {missing[0]} ({len(missing)} are missing)")
+    module = _loaded(kind, "classifier", folder, described, "float32")
 
     def logits(tokens: Sequence[int]) -> list[float]:
         with torch.inference_mode():

@@ -96,11 +96,6 @@ def test_a_model_that_begins_in_shards_is_the_one_that_one_process_opens(agree, 
 
 
 @pytest.mark.full
-def test_no_rank_holds_a_whole_model_while_it_is_loaded(agree, tmp_path):
-    agree(3, "memory", folder=str(build_char_model(tmp_path / "large", seed=1, size=Size(hidden=1024, layers=9))))
-
-
-@pytest.mark.full
 def test_no_rank_keeps_what_a_probe_gathered(agree, tmp_path):
     agree(3, "probed", folder=str(build_char_model(tmp_path / "wide", seed=1, size=Size(hidden=512, layers=2))))
 

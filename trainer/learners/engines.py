@@ -1,22 +1,20 @@
 """DeepSpeed: its settings, and the engines of a learner with a model in each: policy, frozen reference, critic.
 
-At stage 3 a model begins in shards: ZeRO partitions each tensor when it is loaded. Guarantees: rank 0 reads the folder once,
-one part at a time; no rank ever holds more than its shards and one part (see `infra.model.parts`); the weights are those that
-one process loads, to the bit.
+At stage 3 each rank reads the whole model into the host's memory once, and keeps its shards on its device, one tensor after
+the other. Guarantee: the weights are those that one process loads, to the bit.
 """
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from infra.model.parts import FolderParts, hollow_model, put
+from infra.model.model import load_model
 from infra.policies.policy import Adapter
-from infra.policies.tensors import Tensor, from_torch, to_torch
 from infra.roles.memory import give_back_large_blocks
 from schemas.errors import ConfigError
 from trainer.batch.batch import Microbatch
@@ -100,76 +98,6 @@ def reference_settings(dtype: str) -> dict[str, Any]:
         "bf16": {"enabled": dtype == "bfloat16"},
         "steps_per_print": 10**9,
     }
-
-
-class _Part(msgspec.Struct, frozen=True):
-    """Rank 0's message about a part. names: of parameters, whose values follow, none in the last part. buffers: whole. tied: of
-    the whole model. error: why there are no more.
-    """
-
-    names: tuple[str, ...] = ()
-    buffers: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
-    tied: tuple[str, ...] = ()
-    error: str = ""
-
-
-def load_sharded(
-    deepspeed: Any, channel: Channel, module: Any, folder: str, *, device: str, settings: Mapping[str, Any]
-) -> None:
-    """Give a hollow model the folder's weights, each rank its shards. Collective. settings: of the engine it will be in.
-
-    Raises ConfigError, on all ranks the same.
-    """
-    wanted: torch.dtype = module.dtype
-    dtype = str(wanted).removeprefix("torch.")
-    parts = None if channel.rank else _reading(module, folder, dtype)
-    partitioned: Any = None  # a parameter that is, which knows how to do it
-    while True:
-        sent = channel.broadcast(None if parts is None else msgspec.msgpack.encode(next(parts)))
-        part = msgspec.msgpack.decode(sent, type=_Part)
-        if part.error:
-            raise ConfigError(part.error)
-        for name, buffer in part.buffers.items():
-            put(module, name, to_torch(Tensor(*buffer)))
-        if not (part.names or part.buffers):
-            break
-        for name in part.names if channel.rank else ():
-            put(module, name, torch.empty(module.get_parameter(name).shape, dtype=wanted))
-        values = [module.get_parameter(name) for name in part.names]
-        for value in values:
-            value.data = value.data.to(wanted)
-        partitioned = _partition(deepspeed, settings, partitioned, values)
-    module.tie_weights(missing_keys=set(part.tied), recompute_mapping=False)
-    for layer in module.modules():
-        for name, value in layer._buffers.items():
-            layer._buffers[name] = None if value is None else value.to(device)
-
-
-def _reading(module: Any, folder: str, dtype: str) -> Iterator[_Part]:
-    """On rank 0: fill the model part by part, and say what each holds."""
-    try:
-        parts = FolderParts(module, folder, dtype=dtype)
-        for names in parts:
-            held = {name for name, _ in module.named_buffers()}.intersection(names)
-            found = {name: from_torch(module.get_buffer(name)) for name in sorted(held)}
-            buffers = {name: (tensor.dtype, tensor.shape, bytes(tensor.data)) for name, tensor in found.items()}
-            yield _Part(names=tuple(name for name in names if name not in held), buffers=buffers)
-        yield _Part(tied=tuple(sorted(parts.tied)))
-    except ConfigError as error:
-        yield _Part(error=str(error))
-
-
-def _partition(
-    deepspeed: Any, settings: Mapping[str, Any], partitioned: Any, values: Sequence[torch.nn.Parameter]
-) -> Any:
-    """Leave each rank its shard of these parameters, which are rank 0's; one of those that are partitioned."""
-    if not values:
-        return partitioned
-    if partitioned is None:
-        deepspeed.zero.Init(module=torch.nn.ParameterList(values), config_dict_or_path=dict(settings))
-        return values[0]
-    partitioned.convert_to_zero_parameters(param_list=values)
-    return partitioned
 
 
 Named = list[tuple[str, torch.nn.Parameter]]
@@ -310,10 +238,14 @@ class Engines:
         """The model; at stage 3 in shards, and its reading is yet to be found. engine: settings of where it will be."""
         if self._stage < 3:
             return self._open_packed(**settings)
-        packed = self._open_packed(module=hollow_model(self._folder, dtype=settings["dtype"]), **settings)
-        load_sharded(self._deepspeed, self._channel, packed.module, self._folder, device=self._device, settings=engine)
+        packed = self._open_packed(module=load_model(self._folder, dtype=settings["dtype"]), **settings)
+        for value in packed.module.parameters():
+            value.data = value.data.to(packed.module.dtype)
+        self._deepspeed.zero.Init(module=packed.module, config_dict_or_path=dict(engine))
         for layer in packed.module.modules():
             _let_go_in_forward(layer)
+            for name, buffer in layer._buffers.items():
+                layer._buffers[name] = None if buffer is None else buffer.to(self._device)
         return packed
 
     def _trained(

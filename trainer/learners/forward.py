@@ -36,8 +36,8 @@ class PackedModel:
     """A causal language model and how its sampled tokens are read. device: where it runs.
 
     max_logits: held at once; beyond it the head runs in pieces that are computed again in the backward.
-    activation_checkpointing: so do the layers. module: the folder's model, whose weights may come later (`infra.model.parts`);
-    it is read only after `find_reading`.
+    activation_checkpointing: so do the layers. module: the folder's model; it is read only
+    after `find_reading`.
     """
 
     def __init__(
