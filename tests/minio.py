@@ -13,7 +13,9 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import minio
 import msgspec
 
 from infra.local.broker import HOST, choose_address
@@ -39,15 +41,12 @@ class MinioServer(msgspec.Struct, frozen=True):
 
     def store(self, bucket: str, prefix: str = "") -> S3Store:
         """A store in a bucket of this server, which is made where it is absent."""
-        store = S3Store(
-            bucket,
-            prefix=prefix,
-            endpoint=self.endpoint,
-            credentials=fixed_keys(self.access_key, self.secret_key),
-            region=REGION,
-        )
-        store.make_bucket()
-        return store
+        keys = fixed_keys(self.access_key, self.secret_key)
+        host = urlsplit(self.endpoint)
+        client = minio.Minio(host.netloc, credentials=keys, secure=host.scheme == "https", region=REGION)
+        if not client.bucket_exists(bucket):
+            client.make_bucket(bucket)
+        return S3Store(bucket, prefix=prefix, endpoint=self.endpoint, credentials=keys, region=REGION)
 
 
 def default_cache() -> Path:

@@ -14,10 +14,10 @@ Credentials are the first of these that is there; a role's keys are asked for ag
     AWS_SHARED_CREDENTIALS_FILE (AWS_PROFILE)                          keys in a file, read again when it changes
     AWS_WEB_IDENTITY_TOKEN_FILE and AWS_ROLE_ARN                       a role for a token, as a Kubernetes service account has
     AWS_CONTAINER_CREDENTIALS_RELATIVE_URI or ..._FULL_URI             a role of the container
-    none of them, at Amazon itself                                     a role of the machine
+    AWS_EC2_METADATA_SERVICE_ENDPOINT, or nothing at Amazon itself      a role of the machine
 
-AWS_ENDPOINT_URL_STS and AWS_EC2_METADATA_SERVICE_ENDPOINT name other servers to ask for a role. Guarantee: no error and no
-repr shows a key or a token.
+The client asks for a role by `minio.credentials.IamAwsProvider`; AWS_ENDPOINT_URL_STS and AWS_EC2_METADATA_SERVICE_ENDPOINT
+name other servers to ask. Guarantee: no error and no repr shows a key or a token.
 """
 
 import io
@@ -25,11 +25,9 @@ import logging
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -37,12 +35,17 @@ from infra.store.store import Pieces, Store, check_key, check_prefix, total_byte
 from schemas.errors import ConfigError, NotInStore, StoreError
 
 if TYPE_CHECKING:
-    from minio.credentials import Credentials, Provider
+    from minio.credentials import Credentials
     from urllib3 import PoolManager
 
 
 ANSWER_S = 5.0  # for a server that gives roles
 REMEMBERED = 4  # keys of a role that an error may still quote
+METADATA = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
+# Each names a role that the platform gives.
+PLATFORM = (
+    "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI", METADATA,
+)  # fmt: skip
 
 _STATUS = re.compile(r"HTTP status code (\d+)")
 
@@ -101,60 +104,31 @@ def fixed_keys(access_key: str, secret_key: str, session_token: str | None = Non
 
 def keys_of(environment: Mapping[str, str], *, is_amazon: bool) -> S3Keys:
     """The keys that the environment names. is_amazon: no other server is named. Raises ConfigError where there are none."""
+    from minio.credentials import AWSConfigProvider, IamAwsProvider
+
     access_key, secret_key = environment.get("AWS_ACCESS_KEY_ID"), environment.get("AWS_SECRET_ACCESS_KEY")
     if access_key and secret_key:
         return fixed_keys(access_key, secret_key, environment.get("AWS_SESSION_TOKEN") or None)
     if access_key or secret_key:
         raise ConfigError("only one of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY is set; set both")
     if file := environment.get("AWS_SHARED_CREDENTIALS_FILE"):
-        return _keys_in_file(Path(file), environment.get("AWS_PROFILE") or "default")
-    if token_file := environment.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
-        return _keys_for_token(Path(token_file), environment)
-    container = "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"
-    if named := next((name for name in container if environment.get(name)), None):
-        return _keys_of_platform(None, f"the container's role ({named})")
-    metadata = environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT")
-    if (is_amazon or metadata) and environment.get("AWS_EC2_METADATA_DISABLED", "").lower() != "true":
-        return _keys_of_platform(
-            metadata, "the machine's role; AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set"
+        profile = environment.get("AWS_PROFILE") or "default"
+        what = f"AWS_SHARED_CREDENTIALS_FILE {file}, profile {profile}"
+        return S3Keys(AWSConfigProvider(file, profile).retrieve, what)
+    named = next((name for name in PLATFORM if environment.get(name)), "")
+    if not named and not is_amazon:
+        raise ConfigError(
+            "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment, or name a role there"
         )
-    raise ConfigError(
-        "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment, or name a role there"
-    )
-
-
-def _keys_in_file(path: Path, profile: str) -> S3Keys:
-    from minio.credentials import AWSConfigProvider
-
-    def read() -> "Credentials":
-        path.stat()  # one that is not there would be an empty one
-        return AWSConfigProvider(str(path), profile).retrieve()
-
-    return S3Keys(read, f"AWS_SHARED_CREDENTIALS_FILE {path}, profile {profile}")
-
-
-def _keys_for_token(path: Path, environment: Mapping[str, str]) -> S3Keys:
-    from minio.credentials import WebIdentityProvider
-
-    region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
-    at_amazon = f"https://sts.{region}.amazonaws.com" if region else "https://sts.amazonaws.com"
-    server = environment.get("AWS_ENDPOINT_URL_STS") or at_amazon
-    role = environment.get("AWS_ROLE_ARN")
-    provider = WebIdentityProvider(
-        jwt_provider_func=lambda: {"access_token": path.read_text("utf-8").strip(), "expires_in": "0"},
-        sts_endpoint=server,
-        role_arn=role,
-        role_session_name=environment.get("AWS_ROLE_SESSION_NAME") or "headrace",
+    server = {"AWS_WEB_IDENTITY_TOKEN_FILE": "AWS_ENDPOINT_URL_STS", METADATA: METADATA}.get(named, "")
+    role = IamAwsProvider(
+        custom_endpoint=environment.get(server) or None,
+        token_file=environment.get("AWS_WEB_IDENTITY_TOKEN_FILE"),
+        role_arn=environment.get("AWS_ROLE_ARN"),
+        role_session_name="headrace",
         http_client=_asking(),
     )
-    return S3Keys(provider.retrieve, f"{server} for AWS_ROLE_ARN {role} with the token in {path}")
-
-
-def _keys_of_platform(endpoint: str | None, what: str) -> S3Keys:
-    from minio.credentials import IamAwsProvider
-
-    provider: Provider = IamAwsProvider(custom_endpoint=endpoint, http_client=_asking())
-    return S3Keys(provider.retrieve, what)
+    return S3Keys(role.retrieve, f"a role ({named or 'of the machine; AWS_ACCESS_KEY_ID is not set'})")
 
 
 def _asking() -> "PoolManager":
@@ -167,10 +141,8 @@ def _asking() -> "PoolManager":
 
 log = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 20.0  # also for all of the first body that a new connection sends: 400 kB/s for a part
 READ_TIMEOUT_S = 60.0
-SLOWEST = 16 * 1024  # bytes a second; a slower connection is opened again
-CHUNK_BYTES = 256 * 1024
 NUM_RETRIES = 3
 PART_BYTES = 8 * 1024 * 1024  # of an upload
 MAX_PARTS = 10_000  # of an object, says S3
@@ -223,6 +195,7 @@ class S3Store(Store):
     ) -> None:
         import certifi
         import minio
+        import urllib3
 
         parts = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or "@" in parts.netloc:
@@ -233,7 +206,13 @@ class S3Store(Store):
         self._num_retries = num_retries
         self._tidied = False
         self._keys = credentials
-        pool = connections(ca_file or certifi.where(), num_retries)
+        pool = urllib3.PoolManager(
+            maxsize=CONNECTIONS,
+            timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),
+            retries=urllib3.Retry(total=num_retries, backoff_factor=0.2, status_forcelist=[500, 502, 503, 504]),
+            cert_reqs="CERT_REQUIRED",
+            ca_certs=ca_file or certifi.where(),
+        )
         try:
             self._client: Any = minio.Minio(
                 parts.netloc,
@@ -315,15 +294,6 @@ class S3Store(Store):
             log.warning("unfinished_uploads_kept error=%s", error)
             return 0
 
-    def make_bucket(self) -> None:
-        """Create the bucket; an existing bucket is no error. Raises StoreError."""
-
-        def make() -> None:
-            if not self._client.bucket_exists(self._bucket):
-                self._client.make_bucket(self._bucket)
-
-        self._call("make bucket", self._bucket, make)
-
     def _name(self, key: str) -> str:
         return self._prefix + check_key(key)
 
@@ -335,12 +305,13 @@ class S3Store(Store):
         for tries_left in range(self._num_retries, -1, -1):
             try:
                 with closing(self._client.get_object(self._bucket, name, start, length)) as answer:
-                    return b"".join(body_of(answer, int(answer.headers.get("Content-Length", length))))
+                    data: bytes = answer.read()
+                    return data
             except S3Error as error:
                 if error.code == "InvalidRange":  # it begins at or after the end
                     return b""
                 raise
-            except (ProtocolError, ReadTimeoutError, TimeoutError):
+            except (ProtocolError, ReadTimeoutError):
                 if not tries_left:
                     raise
         raise AssertionError("unreachable: the last try returns or raises")
@@ -372,52 +343,3 @@ class S3Store(Store):
         for secret in self._keys.secrets:
             text = text.replace(secret, "[secret]")
         return text
-
-
-def body_of(answer: Any, length: int, clock: Callable[[], float] = time.monotonic) -> Iterator[bytes]:
-    """The bytes of an answer, at most `length`, as they come. Raises TimeoutError where they come more slowly than SLOWEST."""
-    allowed_s, got = READ_TIMEOUT_S + length / SLOWEST, 0
-    deadline = clock() + allowed_s
-    while piece := answer.read1(CHUNK_BYTES):
-        got += len(piece)
-        if clock() > deadline:
-            raise TimeoutError(f"got {got:,} of {length:,} bytes in {allowed_s:.0f} s")
-        yield piece
-
-
-def connections(
-    ca_file: str, num_retries: int, connect_s: float = CONNECT_TIMEOUT_S, answer_s: float = READ_TIMEOUT_S
-) -> "PoolManager":
-    """A pool whose connections may take `answer_s` to send a body.
-
-    urllib3 allows a new connection only `connect_s` to send its first request, and Python counts the whole body: a part of
-    an upload over a slow network would never arrive.
-    """
-    import urllib3
-    from urllib3.connection import HTTPConnection, HTTPSConnection
-
-    class SlowSend(HTTPConnection):
-        def connect(self) -> None:
-            super().connect()
-            self.sock.settimeout(answer_s)
-
-    class SlowSendTls(HTTPSConnection):
-        def connect(self) -> None:
-            super().connect()
-            self.sock.settimeout(answer_s)
-
-    class Pool(urllib3.HTTPConnectionPool):
-        ConnectionCls = SlowSend
-
-    class TlsPool(urllib3.HTTPSConnectionPool):
-        ConnectionCls = SlowSendTls
-
-    manager = urllib3.PoolManager(
-        maxsize=CONNECTIONS,
-        timeout=urllib3.Timeout(connect=connect_s, read=answer_s),
-        retries=urllib3.Retry(total=num_retries, backoff_factor=0.2, status_forcelist=[500, 502, 503, 504]),
-        cert_reqs="CERT_REQUIRED",
-        ca_certs=ca_file,
-    )
-    manager.pool_classes_by_scheme = {"http": Pool, "https": TlsPool}
-    return manager

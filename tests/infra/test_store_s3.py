@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,14 +18,13 @@ from pathlib import Path
 from typing import ClassVar
 from urllib.parse import parse_qs, urlsplit
 
-import certifi
 import pytest
 from minio.credentials import Credentials
 
 from infra.files import free_and_usable
 from infra.store.directory import STALE_AFTER_S, DirectoryStore
 from infra.store.open import open_store
-from infra.store.s3 import S3Store, body_of, connections, fixed_keys, keys_of, open_s3
+from infra.store.s3 import S3Store, fixed_keys, keys_of, open_s3
 from schemas.errors import ConfigError, StoreError
 from tests import minio
 from tests.infra.platform_server import CONTAINER, Platform, platform
@@ -107,48 +105,6 @@ def test_an_object_whose_connection_breaks_is_read_again() -> None:
     with serving(Unreliable) as store:
         assert store.get("weights/1") == LARGE
     assert Unreliable.asked == 2
-
-
-class Dripping:
-    """An answer that gives a byte every time it is asked."""
-
-    def read1(self, amount: int) -> bytes:
-        return b"x"
-
-
-def test_a_connection_that_gives_a_byte_now_and_then_is_given_up() -> None:
-    asked = itertools.count(0.0, 59.0)  # seconds
-    with pytest.raises(TimeoutError, match=r"got \d+ of 8,388,608 bytes in 572 s"):
-        b"".join(body_of(Dripping(), 8 * 1024 * 1024, lambda: next(asked)))
-
-
-class Slow(BaseHTTPRequestHandler):
-    """Reads what it is sent after a second."""
-
-    got: ClassVar[list[bytes]] = []
-
-    def do_PUT(self) -> None:
-        time.sleep(1.0)
-        self.got.append(self.rfile.read(int(self.headers["Content-Length"])))
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-def test_a_body_may_take_longer_to_be_sent_than_a_connection_to_be_made() -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            pool = connections(certifi.where(), num_retries=0, connect_s=0.2, answer_s=30.0)
-            answer = pool.request("PUT", f"http://127.0.0.1:{server.server_port}/key", body=LARGE)
-        finally:
-            server.shutdown()
-            thread.join()
-    assert answer.status == 200 and Slow.got == [LARGE]
 
 
 class Uploads(BaseHTTPRequestHandler):
@@ -249,7 +205,7 @@ def mint() -> Credentials:
 
 
 def identity(folder: Path, here: Platform, token: str = "token-1") -> dict[str, str]:
-    (folder / "token").write_text(f"{token}\n", "utf-8")
+    (folder / "token").write_text(token, "utf-8")
     return {
         "AWS_WEB_IDENTITY_TOKEN_FILE": str(folder / "token"), "AWS_ROLE_ARN": "arn:explorer", "AWS_ENDPOINT_URL_STS": here.url,
     }  # fmt: skip
@@ -290,9 +246,6 @@ def test_keys_in_a_file_are_read_again_when_it_changes(tmp_path: Path) -> None:
     in_file(path, 3, "others")
     with pytest.raises(ValueError, match=f"no keys from AWS_SHARED_CREDENTIALS_FILE {path}, profile team"):
         keys.retrieve()
-    path.unlink()
-    with pytest.raises(ValueError, match="FileNotFoundError"):
-        keys.retrieve()
 
 
 @pytest.mark.parametrize("case", ["refused", "away", "no token"])
@@ -310,7 +263,7 @@ def test_a_role_that_cannot_be_had_is_said_in_one_line_that_shows_no_token(
         assert "refused with HTTP status 403" in said
     else:
         said = refusal(environment)
-    assert "no keys from http://127.0.0.1:" in said and "AWS_ROLE_ARN arn:explorer" in said
+    assert "no keys from a role (AWS_WEB_IDENTITY_TOKEN_FILE)" in said
     assert "hunter2" not in said + caplog.text and "\n" not in said
 
 
