@@ -1,8 +1,5 @@
 """A backup: a bundle of an app that others may still write to, and apart from it its keys; and putting one back.
 
-    log/<topic>/<partition>/<from>-<to>   the sha256 of those records, beside the bundle: a backup that is begun again takes
-    it over
-
 The order of a backup makes every reference resolve, while all roles write:
 
 1. Whatever names offsets: committed offsets, then all of the store but what 3 names (checkpoints, snapshots, identity).
@@ -12,21 +9,20 @@ The order of a backup makes every reference resolve, while all roles write:
 3. What the log names (NAMED): it was stored before the record that names it, so it is there.
 
 A restore goes into a broker and a store that have nothing of the app: objects first, then the log, then committed offsets,
-then which log the store belongs to.
+then the name of the log that the store belongs to.
 
-Guarantees: begun again, a backup stores nothing twice, and a restore continues; keys lie in the place named for them, or
-nowhere. A restore puts every record at its offset with its time, compares every byte with its hash, and replaces nothing: a
-key that is there stays as it is, so a user forgotten since is not remembered. Objects that are removed during a backup are
-missing from the copy; `headrace backup` checks at the end that the checkpoint it copied is still the log's.
+Guarantees: keys lie in the place named for them, or nowhere. A restore puts every record at its offset with its time, compares
+every byte with its hash, and replaces nothing: a key that is there stays as it is, so a user forgotten since is not remembered.
+Objects that are removed during a backup are missing from the copy; `headrace backup` checks at the end that the checkpoint it
+copied is still the log's.
 """
 
 import asyncio
-import hashlib
+import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from infra.ledger.bundle import (
-    WHOLE,
     Bundle,
     PartitionRange,
     StoredRecord,
@@ -45,7 +41,10 @@ from schemas.errors import ConfigError, NotInStore, OffsetOutOfRange
 from schemas.topics import ALL, POLICIES, Topic, by_name, topic_config
 
 NAMED = (BLOBS, "policies/")
+LAST = "identity/"  # put back when all else is there
 TRIES = 5
+ROUND = 10_000  # records held at once, and bytes of them
+ROUND_BYTES = 16 * 1024 * 1024
 
 
 def open_backup(place: Store, app: str) -> Bundle:
@@ -83,35 +82,18 @@ async def _ends(log: Log) -> dict[str, dict[int, int]]:
 
 async def _copy_partition(log: Log, topic: Topic, index: int, end: int, writer: StoreWriter) -> PartitionRange:
     for _ in range(TRIES):
-        begin = (await log.bounds(topic))[0][index]
+        begin, parts = (await log.bounds(topic))[0][index], list[str]()
+
+        def on_part(start: int, stop: int, sha256: str, parts: list[str] = parts, begin: int = begin) -> None:
+            parts.append(sha256)
+            writer.tell(f"{topic.name}/{index}: {stop - begin:,} of {end - begin:,} records")
+
         try:
-            return await _copy_range(log, topic, index, (begin, max(begin, end)), writer)
+            await writer.copy_records(log, topic, index, begin, end, on_part)
         except OffsetOutOfRange:  # retention went on meanwhile: what is left is copied
             continue
+        return PartitionRange(begin, max(begin, end), tuple(parts))
     raise ConfigError(f"{topic.name}/{index}: retention removes records faster than they can be copied")
-
-
-async def _copy_range(
-    log: Log, topic: Topic, index: int, bounds: tuple[int, int], writer: StoreWriter
-) -> PartitionRange:
-    """Parts that an earlier, unfinished run has put there are taken over as far as they follow one another."""
-    begin, end = bounds
-    prefix = f"log/{topic.name}/{index}/"
-    at, first, parts = begin, begin, list[str]()
-    for key in await asyncio.to_thread(lambda: list(writer.place.keys(prefix))):
-        there, stop = map(int, key.removeprefix(prefix).split("-"))
-        if there <= at < stop <= end and (not parts or there == at):
-            first = min(first, there)
-            parts.append((await asyncio.to_thread(writer.place.get, key)).decode())
-            at = stop
-
-    def on_part(start: int, stop: int, sha256: str) -> None:
-        writer.place.put(f"{prefix}{start:020d}-{stop:020d}", sha256.encode())
-        parts.append(sha256)
-        writer.tell(f"{topic.name}/{index}: {stop - first:,} of {end - first:,} records")
-
-    await writer.copy_records(log, topic, index, at, end, on_part)
-    return PartitionRange(first, end, tuple(parts))
 
 
 async def committed_offsets(log: Log, groups: list[str]) -> dict[str, dict[str, dict[int, int]]]:
@@ -122,17 +104,6 @@ async def committed_offsets(log: Log, groups: list[str]) -> dict[str, dict[str, 
             if offsets := await log.bus.committed(group, log.name(topic)):
                 found.setdefault(group, {})[topic.name] = {at.index: offset for at, offset in offsets.items()}
     return found
-
-
-def find_partition(log: Log, name: str, index: int) -> Partition:
-    """A partition of the app's topic called `name`."""
-    return Partition(f"{log.app}.{name}", index)
-
-
-MARK = "restoring.json"
-LAST = "identity/"
-ROUND = 10_000  # records held at once, and bytes of them
-ROUND_BYTES = 16 * 1024 * 1024
 
 
 async def restore(
@@ -147,95 +118,69 @@ async def restore(
     tell: Tell,
 ) -> None:
     """Put everything back but keys. Raises ConfigError where something of the app is there, BadFrame, OffsetOutOfRange."""
-    mark = hashlib.sha256(await asyncio.to_thread(place.get, WHOLE)).hexdigest().encode()
-    await begin(log, store, mark)
-    await asyncio.to_thread(_put_objects, store, place, backup, tell)
-    for name, stretches in backup.topics.items():
+    await require_empty(log, store)
+    await asyncio.to_thread(_put, store, place, backup, lambda key: not key.startswith((LAST, *PRIVATE)), tell)
+    for name, partitions in backup.topics.items():
         topic = by_name(name)
         config = topic_config(topic, keep_ms, replication)
-        await log.bus.create_topic(log.name(topic), len(stretches), config | OPEN, replication)
-        for index, stretch in enumerate(stretches):
-            await _put_partition(log, placing, find_partition(log, name, index), place, stretch, tell)
+        await log.bus.create_topic(log.name(topic), len(partitions), config | OPEN, replication)
+        for index, held in enumerate(partitions):
+            await _put_partition(log, placing, Partition(log.name(topic), index), place, held, tell)
         await placing.settle(log.name(topic), config)
     await _commit(log, backup)
-    await asyncio.to_thread(_put_identity, store, place, backup)
+    await asyncio.to_thread(_put, store, place, backup, lambda key: key.startswith(LAST), tell)
 
 
-async def begin(log: Log, store: Store, mark: bytes) -> None:
-    """Mark the store as one that this backup goes into. Raises ConfigError where it, or the log, has something else."""
-    try:
-        there = await asyncio.to_thread(store.get, MARK)
-    except NotInStore:
-        there = b""
-    if there == mark:
-        return
-    if there:
-        raise ConfigError(
-            f"{store!r} has part of another backup: name an empty place in [store], or finish that backup"
-        )
+async def require_empty(log: Log, store: Store) -> None:
+    """Raise ConfigError where the store or the log has data of an app."""
     taken = await asyncio.to_thread(lambda: next((key for key in store.keys("") if not key.startswith(PRIVATE)), ""))
     if taken:
         raise ConfigError(
             f"{store!r} is not empty: it has {taken}; name an empty place in [store], nothing was changed"
         )
-    if name := await _first_there(log):
-        raise ConfigError(
-            f"topic {name} is there: delete the app's topics, or name another broker; nothing was changed"
-        )
-    await asyncio.to_thread(store.put, MARK, mark)
+    for topic in ALL:
+        if await log.holds(topic):
+            raise ConfigError(
+                f"topic {log.name(topic)} is there: delete the app's topics, or name another broker; nothing was changed"
+            )
 
 
 def put_keys(store: Store, place: Store, backup: Bundle) -> int:
     """Put keys back that are not there; how many. Raises BadFrame."""
+
+    def is_missing(key: str) -> bool:
+        try:
+            store.size(key)
+        except NotInStore:
+            return key.startswith(PRIVATE)
+        return False
+
+    return _put(store, place, backup, is_missing, lambda words: None)
+
+
+def _put(store: Store, place: Store, backup: Bundle, wanted: Callable[[str], bool], tell: Tell) -> int:
     count = 0
     for entry in listed(place, backup):
-        if entry.key.startswith(PRIVATE) and not _has(store, entry.key, None):
+        if wanted(entry.key):
             store.put(entry.key, checked(place, entry.sha256))
             count += 1
+            tell(f"{count:,} of {backup.num_objects:,} objects: {entry.key}")
     return count
 
 
-async def _first_there(log: Log) -> str:
-    for topic in ALL:
-        if await log.holds(topic):
-            return log.name(topic)
-    return ""
-
-
-def _put_objects(store: Store, place: Store, backup: Bundle, tell: Tell) -> None:
-    for number, entry in enumerate(listed(place, backup), 1):
-        if not entry.key.startswith((LAST, *PRIVATE)) and not _has(store, entry.key, entry.num_bytes):
-            store.put(entry.key, checked(place, entry.sha256))
-        tell(f"{number:,} of {backup.num_objects:,} objects: {entry.key}")
-
-
-def _put_identity(store: Store, place: Store, backup: Bundle) -> None:
-    for entry in listed(place, backup):
-        if entry.key.startswith(LAST):
-            store.put(entry.key, checked(place, entry.sha256))
-    store.delete(MARK)
-
-
-def _has(store: Store, key: str, num_bytes: int | None) -> bool:
-    try:
-        return store.size(key) == num_bytes or num_bytes is None
-    except NotInStore:
-        return False
-
-
 async def _put_partition(
-    log: Log, placing: PlacingConnection, partition: Partition, place: Store, stretch: PartitionRange, tell: Tell
+    log: Log, placing: PlacingConnection, partition: Partition, place: Store, held: PartitionRange, tell: Tell
 ) -> None:
-    at = (await log.bus.end_offsets(partition.topic))[partition]
-    empty: Iterator[Placed] = ((0, b"", b"", ()) for _ in range(at, stretch.begin))
+    at = 0
+    empty: Iterator[Placed] = ((0, b"", b"", ()) for _ in range(held.begin))
     while chunk := _round(empty):
         at = await placing.place(partition, at, chunk)
-    there = placed(recorded(place, stretch), at, stretch)
+    there = placed(recorded(place, held), held)
     while chunk := await asyncio.to_thread(_round, there):
         at = await placing.place(partition, at, chunk)
-        tell(f"{partition.topic}/{partition.index}: {at - stretch.begin:,} of {stretch.end - stretch.begin:,} records")
-    if stretch.begin:
-        await log.bus.delete_records(partition, stretch.begin)
+        tell(f"{partition.topic}/{partition.index}: {at - held.begin:,} of {held.end - held.begin:,} records")
+    if held.begin:
+        await log.bus.delete_records(partition, held.begin)
 
 
 def _round(records: Iterator[Placed]) -> list[Placed]:
@@ -248,24 +193,24 @@ def _round(records: Iterator[Placed]) -> list[Placed]:
     return taken
 
 
-def placed(records: Iterator[StoredRecord], at: int, stretch: PartitionRange) -> Iterator[Placed]:
-    """Records to write at each offset from `at` to the end of the stretch: in a hole the record behind it, once more."""
+def placed(records: Iterator[StoredRecord], held: PartitionRange) -> Iterator[Placed]:
+    """A record for each offset of the partition: in a hole the record behind it, once more."""
+    at = held.begin
     last: Placed = (0, b"", b"", ())
     for record in records:
         last = (record.timestamp_ms, record.key, record.value, record.headers)
-        while at <= record.offset:
-            yield last
-            at += 1
-    while at < stretch.end:
-        yield last
-        at += 1
+        yield from itertools.repeat(last, record.offset + 1 - at)
+        at = record.offset + 1
+    yield from itertools.repeat(last, held.end - at)
 
 
 async def _commit(log: Log, backup: Bundle) -> None:
     for group, topics in backup.committed.items():
         for name, offsets in topics.items():
             ends = backup.topics[name]
-            starts = {find_partition(log, name, at): min(offset, ends[at].end) for at, offset in offsets.items()}
+            starts = {
+                Partition(log.name(by_name(name)), at): min(offset, ends[at].end) for at, offset in offsets.items()
+            }
             reader = await log.bus.assigned(starts, group=group)
             try:
                 await reader.commit(starts)

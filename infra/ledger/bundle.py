@@ -158,8 +158,12 @@ class BundleWriter:
 
 
 class StoreWriter(BundleWriter):
+    """A bundle in a store. Raises ConfigError where the store is not empty."""
+
     def __init__(self, place: Store, tell: Tell = lambda words: None) -> None:
         super().__init__(tell)
+        if taken := next(place.keys(""), ""):
+            raise ConfigError(f"{place!r} holds {taken}: choose another place, which is empty")
         self.place = place
 
     def has(self, name: str) -> bool:
@@ -170,15 +174,6 @@ class StoreWriter(BundleWriter):
 
     def put(self, name: str, data: bytes | memoryview) -> None:
         self.place.put(name, data)
-
-
-def require_unfinished(place: Store) -> None:
-    """Raises ConfigError where a bundle is whole: the next one has a place of its own."""
-    try:
-        place.size(WHOLE)
-    except NotInStore:
-        return
-    raise ConfigError(f"{place!r} holds a complete backup: choose another place")
 
 
 def open_bundle(place: Store) -> Bundle:

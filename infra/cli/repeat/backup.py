@@ -16,7 +16,7 @@ from infra.cli.settings import Settings
 from infra.cli.terminal import Screen, printable
 from infra.ledger.backup import committed_offsets, copy_all, open_backup, put_keys
 from infra.ledger.backup import restore as put_back
-from infra.ledger.bundle import Bundle, StoreWriter, Tell, describe, require_unfinished
+from infra.ledger.bundle import Bundle, StoreWriter, Tell, describe
 from infra.log.access import kafka_access
 from infra.log.placing import PlacingConnection
 from infra.settings.config import duration_s
@@ -26,44 +26,41 @@ from schemas.errors import ConfigError
 from trainer.journal import checkpoint
 
 FOLLOWS = (
-    "The checkpoint that was copied is gone: the trainer has written newer ones. Type the command again; it goes on."
+    "The checkpoint that was copied is gone: the trainer has written newer ones. Back up again, into an empty place."
 )
 
 
 @command
 async def backup(
     chosen: SettingsFile,
-    to: Annotated[str, typer.Argument(help="Folder or s3://bucket/prefix, empty or with an unfinished backup.")],
+    to: Annotated[str, typer.Argument(help="Empty folder or s3://bucket/prefix.")],
     keys: Annotated[
         str, typer.Option(help="Place for keys: another folder or s3://bucket/prefix. Default: no keys.")
     ] = "",
 ) -> int:
     """Copy an app, its topics and its store, while it runs.
 
-    After an interruption, run the command again to continue. Without --keys, a restored app cannot decrypt named users' texts
-    and needs new API keys.
+    After an interruption, use another empty place. Without --keys, a restored app cannot decrypt named users' texts and needs
+    new API keys.
 
     Example: [cyan]headrace backup s3://backups/support-11-23 --keys /safe/support-11-23[/]
     """
     settings = chosen.load()
     store, place = app_store(settings), open_store(to, base=Path.cwd())
     secrets = _apart(keys, to)
-    for target in (place, secrets):
-        if target is not None:
-            require_unfinished(target)
     with _telling(f"backup of {settings.app}") as tell:
+        shelf = StoreWriter(place, tell)
+        private = None if secrets is None else StoreWriter(secrets, tell)
         async with (
             reading(settings) as log,
             PlacingConnection(broker_address(settings), access=kafka_access(settings)) as placing,
         ):
             committed = await committed_offsets(log, await placing.groups(log.group("")))
             newest = await asyncio.to_thread(_newest, settings, store)
-            shelf = StoreWriter(place, tell)
             copied = await copy_all(log, store, shelf, committed)
             if newest and newest not in await asyncio.to_thread(_manifests, settings, store):
                 raise ConfigError(FOLLOWS)
-        if secrets is not None:
-            private = StoreWriter(secrets, tell)
+        if private is not None:
             await asyncio.to_thread(private.copy, store, lambda key: key.startswith(PRIVATE))
             private.finish(msgspec.structs.replace(copied, topics={}, committed={}))
         whole = shelf.finish(copied)
@@ -87,7 +84,7 @@ async def restore(
     """Restore a backup into a broker and a store without data of the app.
 
     Every record gets its offset and time back; the command compares every byte with its hash. Stop all roles first. After an
-    interruption, run the command again to continue. It does not replace existing keys.
+    interruption, empty the store, delete the topics and run it again. It does not replace existing keys.
 
     Example: [cyan]headrace restore s3://backups/support-11-23 --keys /safe/support-11-23[/]
     """

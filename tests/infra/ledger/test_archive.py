@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.ledger.archive import MANIFEST, restore_log, unpack, writing
-from infra.ledger.backup import MARK, begin, copy_all, open_backup, placed, put_keys
+from infra.ledger.backup import copy_all, open_backup, placed, put_keys, require_empty
 from infra.ledger.bundle import (
     MAX_PART_BYTES,
     Bundle,
@@ -23,7 +23,6 @@ from infra.ledger.bundle import (
     checked,
     listed,
     recorded,
-    require_unfinished,
 )
 from infra.log.blobs import deposit
 from infra.log.bus import Partition, Record
@@ -327,22 +326,13 @@ async def test_a_backup_holds_every_record_and_object_and_no_key() -> None:
     ]
 
 
-async def test_a_backup_that_is_begun_again_takes_over_the_parts_that_are_there() -> None:
+async def test_a_backup_that_was_not_finished_is_refused_and_its_place_is_not_used_again() -> None:
     store, place = MemoryStore(), MemoryStore()
-    log = await filled_log(store)
-    writer = StoreWriter(place, silent)
-    await copy_all(log, store, writer, {})
+    await copy_all(await filled_log(store), store, StoreWriter(place, silent), {})
     with pytest.raises(ConfigError, match="was not finished"):
         open_backup(place, "t")
-    before = list(place.keys("log/buffer/"))
-    records = [message.record async for message in log.read_all(topics.BUFFER)]
-    await log.bus.send(records[0].topic, records[0].value, key=records[0].key)
-    backup = await copied(log, store, place)
-    (buffer,) = backup.topics["buffer"]
-    assert len(buffer.parts) == 2 and next(iter(place.keys("log/buffer/"))) == before[0]
-    assert [one.offset for one in recorded(place, buffer)] == list(range(len(records) + 1))
     with pytest.raises(ConfigError, match="choose another place"):
-        require_unfinished(place)
+        StoreWriter(place, silent)
 
 
 def test_damaged_bytes_of_a_backup_are_refused_by_their_name() -> None:
@@ -359,18 +349,13 @@ def test_damaged_bytes_of_a_backup_are_refused_by_their_name() -> None:
 async def test_nothing_is_restored_over_topics_or_objects_that_are_there() -> None:
     store = MemoryStore()
     with pytest.raises(ConfigError, match="is there: delete the app's topics"):
-        await begin(await filled_log(MemoryStore()), store, b"one")
-    assert list(store.keys("")) == []
+        await require_empty(await filled_log(MemoryStore()), store)
     store.put("keys/u/1", b"secret")
     empty = Log(MemoryBus(), "t")
-    await begin(empty, store, b"one")
-    await begin(await filled_log(MemoryStore()), store, b"one")  # begun again
-    with pytest.raises(ConfigError, match="part of another backup"):
-        await begin(empty, store, b"two")
-    store.delete(MARK)
+    await require_empty(empty, store)
     store.put("blobs/a", b"a")
     with pytest.raises(ConfigError, match="it has blobs/a"):
-        await begin(empty, store, b"one")
+        await require_empty(empty, store)
 
 
 def test_keys_come_back_where_none_are_and_one_that_was_destroyed_since_does_not() -> None:
@@ -390,8 +375,4 @@ def test_keys_come_back_where_none_are_and_one_that_was_destroyed_since_does_not
 def test_in_a_hole_of_a_compacted_topic_lies_the_record_behind_it_once_more() -> None:
     records = [StoredRecord(12, 5, b"a", b"A"), StoredRecord(15, 6, b"b", b"B")]
     a, b = (5, b"a", b"A", ()), (6, b"b", b"B", ())
-    stretch = PartitionRange(10, 17)
-    whole = [a, a, a, b, b, b, b]
-    assert list(placed(iter(records), 10, stretch)) == whole
-    for at in range(10, 18):  # where a restore that is begun again goes on
-        assert list(placed(iter(records), at, stretch)) == whole[at - 10 :]
+    assert list(placed(iter(records), PartitionRange(10, 17))) == [a, a, a, b, b, b, b]
