@@ -3,15 +3,14 @@
 Encoders, one per tensor:
 
     ulps  16-bit: the values that changed. For each the gap to the one before (u32), and by how many ulps it moved (u16,
-          zigzag): values are mapped to integers of the same order, so that neighbours differ by one ulp. Each byte of these
-          numbers is a plane of its own, compressed with zstd level 1 where that is smaller. Made for reinforcement learning:
-          few values change, nearly all by one ulp, so most planes are constant
+          zigzag): values are mapped to integers of the same order, so that neighbours differ by one ulp. The first bytes of
+          all these numbers, then the second ones and so on are compressed together with zstd level 1. Made for reinforcement
+          learning: few values change, nearly all by one ulp, so most of these planes are constant
     raw   the new bytes: for other dtypes, and where many values change
 
 Decoding is bounded by the size of the tensor; a payload that does not fit is a ValueError.
 """
 
-import struct
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -19,15 +18,11 @@ import numpy as np
 import zstandard
 
 from infra.policies.tensors import CHUNK_VALUES, ITEM_BYTES, Tensor, bits, chunks
-from infra.store.store import joined
 
 LEVEL = 1
 MAX_SHARE = 0.25  # of the values changed: more make the tensor raw, and its version an anchor
 MAX_VALUES = 2**31 - 1  # of a tensor: its gaps and counts then fit a u32; larger tensors are sent raw
 GAP_BYTES, ULPS_BYTES = 4, 2
-# Number of changed values; bytes of each plane, as many as changed values if it is not compressed.
-_HEAD = struct.Struct(f"<{1 + GAP_BYTES + ULPS_BYTES}I")
-
 Part = tuple[str, bytes | memoryview]
 """Encoder and payload."""
 Moves = tuple[np.ndarray, np.ndarray]
@@ -117,50 +112,29 @@ def _moves_between(before: np.ndarray, after: np.ndarray) -> Moves | None:
     return np.concatenate(places), np.concatenate(ulps)
 
 
-def _pack(at: np.ndarray, ulps: np.ndarray) -> memoryview:
+def _pack(at: np.ndarray, ulps: np.ndarray) -> bytes:
     signed = ulps.view(np.int16)
     zigzag = (signed << 1 ^ signed >> 15).astype("<i2")
     gaps = np.diff(at, prepend=-1).astype("<u4")
-    compressor = zstandard.ZstdCompressor(level=LEVEL)
-    bodies: list[bytes | memoryview] = []
-    for plane in (*_planes(gaps, GAP_BYTES), *_planes(zigzag, ULPS_BYTES)):
-        compressed = compressor.compress(plane.data)
-        bodies.append(compressed if len(compressed) < plane.size else plane.data)
-    return joined([_HEAD.pack(at.size, *map(len, bodies)), *bodies])
-
-
-def _planes(numbers: np.ndarray, num_bytes: int) -> np.ndarray:
-    return np.ascontiguousarray(numbers.view(np.uint8).reshape(-1, num_bytes).T)
+    planes = [numbers.view(np.uint8).reshape(at.size, numbers.itemsize).T for numbers in (gaps, zigzag)]
+    return zstandard.ZstdCompressor(level=LEVEL).compress(np.ascontiguousarray(np.concatenate(planes)).data)
 
 
 def _unpack(payload: bytes | memoryview, dtype: str, size: int) -> Moves:
-    view = memoryview(payload)
     if ITEM_BYTES[dtype] != 2 or size > MAX_VALUES:
         raise ValueError(f"delta: got ulps for {size} values of {dtype}, expected at most {MAX_VALUES} of 16 bits")
-    if len(view) < _HEAD.size:
-        raise ValueError(f"delta: payload of {len(view)} bytes, expected at least {_HEAD.size}")
-    count, *lengths = _HEAD.unpack_from(view)
-    if count > size or sum(lengths) != len(view) - _HEAD.size:
-        raise ValueError(f"delta: {count} changes of {size} values, {len(view)} bytes for planes of {sum(lengths)}")
-    planes = np.empty((GAP_BYTES + ULPS_BYTES, count), np.uint8)
-    start = _HEAD.size
-    for plane, length in zip(planes, lengths, strict=True):
-        plane[:] = np.frombuffer(_plane(view[start : start + length], count), np.uint8)
-        start += length
+    try:
+        num_bytes = zstandard.frame_content_size(payload)
+        count, odd = divmod(num_bytes, GAP_BYTES + ULPS_BYTES)
+        if num_bytes < 0 or odd or count > size:
+            raise ValueError(f"delta: got {num_bytes} bytes of changes, expected a multiple of 6, for {size} values")
+        plain = zstandard.ZstdDecompressor().decompress(payload, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"delta: does not decompress: {error}") from error
+    planes = np.frombuffer(plain, np.uint8).reshape(GAP_BYTES + ULPS_BYTES, count)
     gaps = np.ascontiguousarray(planes[:GAP_BYTES].T).view("<u4").ravel()
     at = np.cumsum(gaps, dtype=np.int64) - 1
     if count and (gaps.min() == 0 or at[-1] >= size):
         raise ValueError(f"delta: positions up to {at[-1]} or twice the same, expected ascending ones below {size}")
     zigzag = np.ascontiguousarray(planes[GAP_BYTES:].T).view("<u2").ravel()
     return at, zigzag >> 1 ^ -(zigzag & 1)
-
-
-def _plane(body: memoryview, count: int) -> bytes | memoryview:
-    if len(body) == count:
-        return body
-    try:
-        if zstandard.frame_content_size(body) != count:
-            raise ValueError(f"delta: a plane declares another size than {count} bytes")
-        return zstandard.ZstdDecompressor().decompress(body, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise ValueError(f"delta: a plane does not decompress: {error}") from error

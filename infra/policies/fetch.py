@@ -28,7 +28,7 @@ from infra.policies.manifest import (
 from infra.policies.policy import Adapter, Policy, described
 from infra.policies.tensors import Tensor, in_threads, load_tensors
 from infra.policies.version_files import Put, VersionFiles
-from infra.store.store import Store
+from infra.store.store import Store, digest_of
 from schemas.errors import NotInStore, PolicyRefused
 from schemas.records import PolicyEvent
 
@@ -210,10 +210,10 @@ def _payload(shards: list[memoryview], part: DeltaPart) -> memoryview:
     return payload
 
 
-def _read_shard(store: Store, manifest: PolicyManifest, shard: Shard) -> bytes | memoryview:
+def _read_shard(store: Store, manifest: PolicyManifest, shard: Shard) -> bytes:
     check_within(manifest, shard.key)
-    data, digest = store.get_hashed(shard.key)
-    if len(data) != shard.num_bytes or digest != shard.digest:
+    data = store.get(shard.key)
+    if (digest := digest_of((data,))) != shard.digest or len(data) != shard.num_bytes:
         raise PolicyRefused(f"{shard.key}: got {len(data)} bytes with digest {digest}, expected {shard.digest}")
     return data
 

@@ -20,7 +20,7 @@ import xxhash
 from infra.policies.policy import Adapter, Probe, described
 from infra.policies.tensors import ITEM_BYTES, Tensor, are_finite, byte_count, chunks, in_threads
 
-FORMAT = 6
+FORMAT = 7
 
 
 class Shard(msgspec.Struct, frozen=True):

@@ -35,7 +35,7 @@ from infra.policies.manifest import (
 )
 from infra.policies.policy import Adapter, Probe
 from infra.policies.tensors import ITEM_BYTES, Tensor, in_threads, pieces_of
-from infra.store.store import Pieces, Store, check_key, digest_of, name_of, total_bytes
+from infra.store.store import Pieces, Store, check_key, digest_of, joined, name_of
 from schemas.errors import NotInStore, PolicyRefused
 from schemas.records import PolicyEvent
 
@@ -231,14 +231,15 @@ def _put(store: Store, shards: list[_NewShard]) -> tuple[Shard, ...]:
     """Store the objects, several at once. Raises StoreError."""
 
     def put(new: _NewShard) -> Shard:
-        digest = digest_of(new.pieces)
+        data = joined(new.pieces)
+        digest = digest_of((data,))
         key = f"{new.folder}/{name_of(digest)}.{new.suffix}"
         reach("weights.before_shard")
-        store.put_pieces(key, new.pieces)
+        store.put(key, data)
         reach("weights.after_shard")
-        return Shard(key=key, num_bytes=total_bytes(new.pieces), digest=digest)
+        return Shard(key=key, num_bytes=len(data), digest=digest)
 
-    return tuple(in_threads(put, shards, most=PUT_AT_ONCE, size=lambda shard: total_bytes(shard.pieces)))
+    return tuple(in_threads(put, shards, most=PUT_AT_ONCE, size=lambda shard: sum(map(len, shard.pieces))))
 
 
 def split_runs(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:

@@ -12,13 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-from blake3 import blake3
-
 from infra.files import PRIVATE_MODE, PUBLIC_MODE, free_and_usable, replacing, sync_folder
 from infra.observe.failpoint import reach
 from infra.observe.failpoint import write as write_all
-from infra.store.store import PRIVATE, READ_BYTES, Hashed, Pieces, Store, check_key, check_prefix, finished
+from infra.store.store import PRIVATE, Store, check_key, check_prefix
 from schemas.errors import NotInStore, StoreError
 
 INCOMING = ".incoming"
@@ -43,9 +40,6 @@ class DirectoryStore(Store):
         return f"DirectoryStore({str(self._root)!r})"
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        self.put_pieces(key, (data,))
-
-    def put_pieces(self, key: str, pieces: Pieces) -> None:
         target = self._path(key)
         temporary = self._incoming / uuid.uuid4().hex
         is_private = key.startswith(PRIVATE)
@@ -53,8 +47,7 @@ class DirectoryStore(Store):
         def write() -> None:
             self._make_folders(target.parent, 0o700 if is_private else 0o777)
             with replacing(target, mode=PRIVATE_MODE if is_private else PUBLIC_MODE, temporary=temporary) as file:
-                for piece in pieces:
-                    write_all("store.write", piece, file.write)
+                write_all("store.write", data, file.write)
                 file.flush()
                 reach("store.before_rename")
             reach("store.after_rename")
@@ -63,10 +56,6 @@ class DirectoryStore(Store):
 
     def get(self, key: str) -> bytes:
         return self._guard("get", key, self._path(key).read_bytes)
-
-    def get_hashed(self, key: str) -> Hashed:
-        path = self._path(key)
-        return self._guard("get", key, lambda: read_hashed(path))
 
     def read(self, key: str, start: int, length: int) -> bytes:
         path = self._path(key)
@@ -135,18 +124,6 @@ class DirectoryStore(Store):
             folders[:] = [name for name in folders if not name.startswith(".")]
             relative = Path(folder).relative_to(self._root)
             yield from ((relative / name).as_posix() for name in files if not name.startswith("."))
-
-
-def read_hashed(path: Path) -> Hashed:
-    """The bytes of a file and their digest, in one pass. A copy, not a mapping: a file may be written to after it was read."""
-    hasher = blake3()
-    with open(path, "rb", buffering=0) as file:
-        data = np.empty(os.fstat(file.fileno()).st_size, np.uint8)  # numpy asks for large pages, which bytes do not
-        view, start = memoryview(data.data), 0
-        while num_read := file.readinto(view[start : start + READ_BYTES]):
-            hasher.update(view[start : start + num_read])
-            start += num_read
-    return view[:start].toreadonly(), finished(hasher)
 
 
 def _remove_stale(incoming: Path) -> None:

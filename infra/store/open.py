@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 from infra.observe.metrics import Metrics
 from infra.store.directory import DirectoryStore
 from infra.store.s3 import open_s3
-from infra.store.store import PRIVATE, Hashed, Pieces, Store, WrappedStore, total_bytes
+from infra.store.store import PRIVATE, Store, WrappedStore
 from schemas.errors import ConfigError, NotInStore, StoreError
 
 
@@ -48,14 +48,8 @@ class MeasuredStore(WrappedStore):
     def put(self, key: str, data: bytes | memoryview) -> None:
         self._counted("put", lambda: self.inner.put(key, data), lambda done: len(data))
 
-    def put_pieces(self, key: str, pieces: Pieces) -> None:
-        self._counted("put", lambda: self.inner.put_pieces(key, pieces), lambda done: total_bytes(pieces))
-
     def get(self, key: str) -> bytes:
         return self._counted("get", lambda: self.inner.get(key), len)
-
-    def get_hashed(self, key: str) -> Hashed:
-        return self._counted("get", lambda: self.inner.get_hashed(key), lambda found: len(found[0]))
 
     def read(self, key: str, start: int, length: int) -> bytes:
         return self._counted("get", lambda: self.inner.read(key, start, length), len)

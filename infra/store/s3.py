@@ -31,7 +31,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from infra.store.store import Pieces, Store, check_key, check_prefix, total_bytes
+from infra.store.store import Store, check_key, check_prefix
 from schemas.errors import ConfigError, NotInStore, StoreError
 
 if TYPE_CHECKING:
@@ -228,11 +228,8 @@ class S3Store(Store):
         return f"S3Store(s3://{self._bucket}/{self._prefix} at {self._endpoint})"
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        self.put_pieces(key, (data,))
-
-    def put_pieces(self, key: str, pieces: Pieces) -> None:
         """Upload a large object in parts over several connections; a part that fails is sent again alone."""
-        name, num_bytes = self._name(key), total_bytes(pieces)
+        name, num_bytes = self._name(key), len(data)
         part_bytes = max(PART_BYTES, -(-num_bytes // MAX_PARTS))
 
         if num_bytes > part_bytes and not self._tidied:
@@ -243,7 +240,7 @@ class S3Store(Store):
             self._client.put_object(
                 self._bucket,
                 name,
-                io.BytesIO(b"".join(pieces)),
+                io.BytesIO(data),
                 num_bytes,
                 part_size=part_bytes,
                 num_parallel_uploads=CONNECTIONS,

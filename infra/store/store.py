@@ -14,12 +14,9 @@ MAX_SEGMENT_BYTES = 255  # of file systems, and of MinIO
 PRIVATE = ("keys/", "gateway/")  # encryption keys, API keys and signing secrets: for the owner of the store alone
 API_KEYS = "gateway/keys/"  # of clients of the gateway
 BLOBS = "blobs/"  # images, and frames too large for the log
-READ_BYTES = 256 * 1024  # hashed while they are in the processor's cache
 DIGEST_LETTERS = 32  # of a digest in an object's name: 128 bits
 
 Pieces = Sequence[bytes | memoryview]
-Hashed = tuple[bytes | memoryview, str]
-"""The bytes of an object, perhaps as a read-only view, and their digest."""
 
 
 class Store(ABC):
@@ -49,18 +46,6 @@ class Store(ABC):
     def delete(self, key: str) -> None:
         """Remove an object; an absent object is no error. Raises StoreError."""
 
-    def put_pieces(self, key: str, pieces: Pieces) -> None:
-        """Store an object of these bytes, one piece after the other. Raises StoreError.
-
-        Override it where a store can write pieces without joining them, such as the tensors of a large model.
-        """
-        self.put(key, joined(pieces))
-
-    def get_hashed(self, key: str) -> Hashed:
-        """Return the whole object and its digest. Raises NotInStore, StoreError."""
-        data = self.get(key)
-        return data, digest_of((data,))
-
     def disk_usage(self) -> tuple[int, int] | None:
         """Free and usable bytes of the disk that holds the objects; None where no disk of this machine bounds the store."""
         return None
@@ -82,14 +67,8 @@ class WrappedStore(Store):
     def put(self, key: str, data: bytes | memoryview) -> None:
         self.holder(key).put(key, data)
 
-    def put_pieces(self, key: str, pieces: Pieces) -> None:
-        self.holder(key).put_pieces(key, pieces)
-
     def get(self, key: str) -> bytes:
         return self.holder(key).get(key)
-
-    def get_hashed(self, key: str) -> Hashed:
-        return self.holder(key).get_hashed(key)
 
     def read(self, key: str, start: int, length: int) -> bytes:
         return self.holder(key).read(key, start, length)
@@ -141,11 +120,6 @@ def digest_of(pieces: Pieces) -> str:
     hasher = blake3()
     for piece in pieces:
         hasher.update(piece)
-    return finished(hasher)
-
-
-def finished(hasher: blake3) -> str:
-    """The digest of all bytes that a hasher took."""
     return f"blake3:{hasher.hexdigest()}"
 
 
@@ -161,15 +135,10 @@ def name_of(digest: str) -> str:
 
 def joined(pieces: Pieces) -> memoryview:
     """The bytes of all pieces, read-only. Other threads run meanwhile, unlike in `b"".join`."""
-    room, start = np.empty(total_bytes(pieces), np.uint8), 0
+    room, start = np.empty(sum(map(len, pieces)), np.uint8), 0
     for piece in pieces:
         if piece:
             np.copyto(room[start : start + len(piece)], np.frombuffer(piece, np.uint8))
         start += len(piece)
     room.flags.writeable = False
     return room.data
-
-
-def total_bytes(pieces: Pieces) -> int:
-    """Bytes of all pieces."""
-    return sum(len(piece) for piece in pieces)

@@ -20,7 +20,6 @@ from infra.policies.tensors import Tensor
 from infra.settings.config import Keep
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
-from infra.store.store import Pieces
 from schemas import Batch, topics
 from schemas.errors import StoreError
 from tests.role import role_of
@@ -380,8 +379,8 @@ class WatchedStore(DirectoryStore):
 
     most = 0
 
-    def put_pieces(self, key: str, pieces: Pieces) -> None:
-        super().put_pieces(key, pieces)
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        super().put(key, data)
         self.most = max(self.most, stored_bytes(self, FOLDERS))
 
 

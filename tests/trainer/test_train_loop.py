@@ -14,7 +14,7 @@ from infra.log.memory import MemoryBus
 from infra.policies.tensors import Tensor
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
-from infra.store.store import Pieces, Store
+from infra.store.store import Store
 from schemas import Batch, Block, Drawn, Fence, PolicyEvent, Rollback, Saved, Skip, Span, ids, topics
 from schemas.errors import OffsetOutOfRange
 from tests.trainer.memory_run import (
@@ -195,9 +195,9 @@ async def test_a_resume_whose_segment_was_deleted_says_so_and_overwrites_nothing
 class KillingFolder(PutsThatKill, DirectoryStore):
     """A store in a folder whose process dies at the n-th put."""
 
-    def put_pieces(self, key: str, pieces: Pieces) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         with self.put_counted():
-            super().put_pieces(key, pieces)
+            super().put(key, data)
 
 
 async def drawn(log: Log) -> set[str]:
