@@ -82,7 +82,7 @@ BUDGETS = {
     "infra/cli/console": 1_787,
     "infra/cli/demo": 1_217,
     "streams": 8_498,
-    "actors": 15_713,
+    "actors": 15_717,
     "actors/master/gate": 771,
     "trainer": 10_791,
     "tests": 58_774,
