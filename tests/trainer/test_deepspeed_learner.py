@@ -14,7 +14,7 @@ from trainer_samples import CRITIC, random_items, rewarded, tiny_model
 
 from infra.cli.demo.char_model import Size, build_char_model
 from infra.local.ranks import RankGroup, run_ranks
-from infra.policies.tensors import save_tensors, to_numpy
+from infra.policies.tensors import to_numpy
 from infra.store.directory import DirectoryStore
 from schemas.errors import ConfigError
 from tests.infra.tiny_families import build_family
@@ -88,11 +88,11 @@ def test_ranks_publish_experts_under_the_names_that_one_process_gives_them(agree
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [("gemma2", "float32"), ("llava", "float32"), ("tied", "bfloat16"), ("gpt-oss", "bfloat16")],
+    [("gemma2", ""), ("llava", ""), ("tied", " bfloat16"), ("gpt-oss", " bfloat16")],
 )
 def test_a_model_that_begins_in_shards_is_the_one_that_one_process_opens(agree, tmp_path, family, dtype):
     kind, settings = ("qwen3", {"tie_word_embeddings": True}) if family == "tied" else (family, {})
-    agree(3, "opens", dtype, folder=tiny_model(tmp_path, kind, **settings))
+    agree(3, f"opens{dtype}", folder=tiny_model(tmp_path, kind, **settings))
 
 
 @pytest.mark.full
@@ -145,10 +145,10 @@ def test_what_losses_want_comes_out_as_in_one_process(agree, what, stage):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("stage", "offload", "num_ranks"), [(2, "", 1), (2, "offload", 2), (3, "", 2), (3, "offload", 2)]
+    ("stage", "offload", "num_ranks"), [(2, [], 1), (2, ["offload"], 2), (3, [], 2), (3, ["offload"], 2)]
 )
 def test_gradients_of_many_microbatches_in_bfloat16_are_summed_in_float32(agree, stage, offload, num_ranks):
-    agree(stage, "sums", offload, num_ranks=num_ranks)
+    agree(stage, "sums", *offload, num_ranks=num_ranks)
 
 
 @pytest.mark.full
@@ -157,34 +157,22 @@ def test_a_critic_of_ranks_is_that_of_one_process(agree, stage, num_ranks):
     agree(stage, "critic", num_ranks=num_ranks)
 
 
-@pytest.mark.slow
-def test_a_state_goes_on_under_either_learner_and_another_number_of_ranks(agree, model, tmp_path):
-    """torch → two ranks of ZeRO 3 → one rank of ZeRO 1 → torch, each step compared with one process."""
-    config = TrainerConfig(threads=1)
-    alone = TorchLearner(model, config, device="cpu")
-    usual = [item for item in random_items(0) if item.item.lane == "usual"]
-    alone.step(pack(usual, max_tokens=40, version=5), learning_rate=1e-4, seed=0)
-    (tmp_path / "state").write_bytes(save_tensors(alone.save()))
-    agree(3, "states", str(tmp_path), num_ranks=2)
-    agree(1, "states", str(tmp_path), num_ranks=1)
-
-
 GROUPS = ((3, 3), (2, 2), (1, 2), (0, 3), (2, 3), (3, 2), (1, 1))  # stage, ranks
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("what", "groups"), [("reference", GROUPS), ("critic", ((3, 2), (2, 1), (0, 3), (3, 1)))])
+@pytest.mark.parametrize(("what", "groups"), [("shards", GROUPS), ("shards critic", ((3, 2), (2, 1), (0, 3), (3, 1)))])
 def test_any_number_of_ranks_and_any_stage_restores_what_any_other_wrote(agree, model, tmp_path, what, groups):
     """Each group reads the state of the one before with an equal hash, steps, and writes its own pieces for the next."""
     lanes = {"usual": LaneConfig(loss="grpo", options={"kl": 0.1}), "expert": LaneConfig(loss="sft", weight=0.1)}
-    config = CRITIC if what == "critic" else TrainerConfig(lanes=lanes, threads=1)
-    items = rewarded if what == "critic" else random_items
+    is_critic = what == "shards critic"
+    config, items = (CRITIC, rewarded) if is_critic else (TrainerConfig(lanes=lanes, threads=1), random_items)
     alone = TorchLearner(model, config, device="cpu")
     alone.step(pack(items(0), max_tokens=40, version=5), learning_rate=1e-4, seed=0)
     store = DirectoryStore(tmp_path / "store")
     save(store, "r", Checkpoint(Position(step=0), alone.save(), Uses(), ()))
     for stage, num_ranks in groups:
-        agree(stage, "shards", str(tmp_path / "store"), what, num_ranks=num_ranks)
+        agree(stage, what, str(tmp_path / "store"), num_ranks=num_ranks)
     for step in range(1, len(groups) + 1):
         alone.step(pack(items(step), max_tokens=40, version=5), learning_rate=1e-4, seed=step)
     found = load_newest(store, "r")
@@ -202,26 +190,17 @@ def test_any_number_of_ranks_and_any_stage_restores_what_any_other_wrote(agree, 
     [
         *(("refused", stage) for stage in range(4)),
         *(("refused minibatch", stage) for stage in (0, 2, 3)),
-        *(("refused offload", stage) for stage in (2, 3)),
     ],
 )
 def test_a_gradient_above_the_limit_changes_nothing_on_any_rank(agree, what, stage):
     agree(stage, what)
+    if what == "refused" and stage > 1:
+        agree(stage, what, "offload")
 
 
 @pytest.mark.full
 def test_idle_ranks_outlive_a_silence_longer_than_their_timeout(agree):
     agree(2, "silence")
-
-
-@pytest.mark.full
-def test_a_rank_that_hangs_while_all_wait_is_named_and_ends_the_group(ranks, model, tmp_path):
-    ranks.stdin.write(json.dumps([str(tmp_path / "said"), 2, model, 2, "hang"]) + "\n")
-    ranks.stdin.flush()
-    assert ranks.stdout.readline().strip() == "1"
-    said = (tmp_path / "said").read_text(errors="replace")
-    assert "ranks do not answer" in said and "1" in said.partition("ranks do not answer")[2], said[-4000:]
-    assert "the answer of all ranks to a heartbeat did not end within 4 s" in said
 
 
 @pytest.mark.full
@@ -233,6 +212,7 @@ def test_a_group_whose_rank_hangs_ends_and_the_next_group_goes_on(model, tmp_pat
     said = (tmp_path / "train-rank-0.log").read_text(errors="replace")
     assert first and code == 0 and (tmp_path / "hung").exists(), said[-4000:]
     assert "ranks do not answer" in said and "stage 2 agrees" in said
+    assert "the answer of all ranks to a heartbeat did not end within 4 s" in said
 
 
 def test_a_stage_that_does_not_go_with_the_settings_is_refused():
