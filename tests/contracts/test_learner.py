@@ -1,11 +1,13 @@
 """The contract of `trainer.learners.learner.Learner`, held by the learner of one process."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from infra.cli.demo.char_model import build_char_model
 from infra.policies.tensors import Tensor
-from schemas import BatchItem, Lane, Span, make_experience
+from schemas import Lane, Span
+from tests.trainer.trainer_samples import make_item
 from trainer.batch.batch import PackedBatch, TrainItem, pack
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.learner import Learner
@@ -35,25 +37,19 @@ def items(seed: int, *, groups: int = 4, size: int = 4, advantage: float | None 
         lane: Lane = "usual" if g < groups else "expert"
         prompt = [1, *random.integers(10, 30, 5).tolist()]
         for episode in range(size if lane == "usual" else 1):
-            tokens = [*prompt, *random.integers(10, 20, random.integers(2, 5)).tolist()]
-            num = len(tokens) - len(prompt)
-            name = f"{lane}-{g}.0.0-{episode}-0"
-            experience = make_experience(
-                id=name,
-                group=f"{lane}-{g}.0",
-                episode=episode,
-                group_size=size,
-                lane=lane,
-                tokens=tokens,
-                logprobs=-np.log(128) + random.normal(0, 0.1, num) if lane == "usual" else np.zeros(num),
-                messages=(),
-                spans=(Span(len(prompt), len(tokens), 0, 1.0, lane == "usual"),),
+            answer = random.integers(10, 20, random.integers(2, 5)).tolist()
+            num = len(answer)
+            found.append(
+                make_item(
+                    [*prompt, *answer],
+                    [Span(len(prompt), len(prompt) + num, 0, 1.0, lane == "usual")],
+                    group=f"{lane}-{g}.0",
+                    episode=episode,
+                    lane=lane,
+                    logprobs=-np.log(128) + random.normal(0, 0.1, num) if lane == "usual" else np.zeros(num),
+                    advantage=float(random.normal()) if advantage is None else advantage,
+                )
             )
-            item = BatchItem(
-                id=name, partition=0, offset=g, index=episode, lane=lane,
-                advantage=float(random.normal()) if advantage is None else advantage,
-            )  # fmt: skip
-            found.append(TrainItem(experience, item))
     return found
 
 
@@ -87,17 +83,13 @@ def test_a_step_that_is_not_finite_changes_nothing_and_says_so(model, lanes, ste
     before = learner.save()
     poisoned = items(7)
     last = poisoned[12]  # of the last usual group: with minibatches, some steps may have been taken before it
-    poisoned[12] = TrainItem(last.experience, BatchItem(**{**_fields(last.item), "advantage": bad}))
+    poisoned[12] = TrainItem(last.experience, msgspec.structs.replace(last.item, advantage=bad))
     stats = learner.step(pack(poisoned, max_tokens=10), learning_rate=1e-3, seed=7)
     assert not stats.finite
     assert same(learner.save(), before)
     learner.step(batch(9), learning_rate=1e-3, seed=9)
     twin.step(batch(9), learning_rate=1e-3, seed=9)
     assert same(learner.save(), twin.save())
-
-
-def _fields(item: BatchItem) -> dict:
-    return {name: getattr(item, name) for name in item.__struct_fields__}
 
 
 @pytest.mark.parametrize("lanes", [LANES, DECOUPLED], ids=["one step", "minibatches"])
@@ -186,7 +178,7 @@ def test_greedy_accuracy_counts_sequences_whose_every_token_is_the_argmax(model)
     only = pack([one], max_tokens=100)
     assert learner.greedy_accuracy(pack(items(0), max_tokens=30)) < 0.5
     learner.begin_phase("warmup")
-    supervised = TrainItem(one.experience, BatchItem(**{**_fields(one.item), "lane": "expert"}))
+    supervised = TrainItem(one.experience, msgspec.structs.replace(one.item, lane="expert"))
     for step in range(20):
         learner.step(pack([supervised], max_tokens=100), learning_rate=3e-3, seed=step)
     assert learner.greedy_accuracy(only) == 1.0

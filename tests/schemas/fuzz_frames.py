@@ -25,22 +25,9 @@ from tests.schemas.record_samples import CONTROL_KINDS, example_of, group_block
 
 PREFIX_BYTES = 8
 INTEGERS = (
-    0,
-    1,
-    -1,
-    2,
-    63,
-    64,
-    65,
-    127,
-    128,
-    255,
-    *(2**bits for bits in (15, 16, 24, 31, 53)),
-    2**24 - 1,
-    2**24 + 1,
-    2**32 - 1,
+    0, 1, -1, 2, 63, 64, 65, 127, 128, 255, *(2**bits for bits in (15, 16, 24, 31, 53)), 2**24 - 1, 2**24 + 1, 2**32 - 1,
     2**63 - 1,
-)
+)  # fmt: skip
 BYTES = (0x00, 0x01, 0x7F, 0x80, 0x90, 0x91, 0xA0, 0xC0, 0xC1, 0xC4, 0xC7, 0xCB, 0xD3, 0xD9, 0xDD, 0xDF, 0xFF)
 ODD = (
     *INTEGERS, math.nan, math.inf, -math.inf, 0.5, "", "x", "x" * 300, "\ud7ff", b"", b"\xff" * 9, None, True, [], {},

@@ -343,7 +343,9 @@ COMPARE: dict[str, Callable[..., None]] = {
 
 
 def check(model: str, stage: int, what: str, *words: str) -> None:
-    """Compare a learner of ranks with one process. what: a key of CONFIGS, or "refusal" for a model that cannot be opened; words: of that check."""
+    """Compare a learner of ranks with one process. what: a key of CONFIGS, or "refusal" for a model that does not open; words:
+    of that check.
+    """
     if what == "refusal":
         print(refused_with(ConfigError, lambda: DeepSpeedLearner(model, config(), stage=stage)))
         print(f"stage {stage} agrees")
