@@ -15,7 +15,6 @@ from infra.cli.console.answers import Spell, beside, list_scores, shown
 from infra.cli.console.flow import MAX_ALARMS, alarms, figures, sentence
 from infra.cli.console.reading import PAGE_S, NotReadYet, Reading, has_answer
 from infra.cli.console.search import Query, choices, parse_query, search
-from infra.cli.govern.channel import decision_word
 from infra.cli.look.status import shown_rates
 from infra.ledger.index_fold import MAX_TEXT
 from infra.ledger.trace import AnswerTrace
@@ -143,7 +142,7 @@ async def all_versions(console: Console, request: Request) -> Values:
     rows = versions.version_rows(history, await reading.rows(versions.evals), query.before, every=every)
     return {
         "rows": rows, "history": history, "stable": history.stable, "timeline": versions.timeline(history), "every": every,
-        "decisions": history.decisions[-30:][::-1], "word": decision_word, "is_whole": history.is_whole,
+        "decisions": history.decisions[-30:][::-1], "is_whole": history.is_whole,
         "learning": (await reading.status(PAGE_S))["learning"],
         "more": rows[-1]["version"] if len(rows) == versions.SHOWN else None,
     }  # fmt: skip
@@ -164,7 +163,7 @@ async def version(console: Console, request: Request) -> Values:
     learned = await reading.rows(search, Query(learned=number))
     gate = reading.settings.master.gate
     return {
-        "number": number, "events": events, "made": made, "word": decision_word, "decision_numbers": versions.decision_numbers,
+        "number": number, "events": events, "made": made, "decision_numbers": versions.decision_numbers,
         "decided": [each for each in history.decisions if each.version == number], "evals": found, "stable": history.stable,
         "learned": learned.rows[:SHOWN], "has_gate": bool(gate.suites), "command": " ".join(console.command[:2]),
     }  # fmt: skip

@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from infra.cli.govern.channel import ChannelDecision, decisions
-from infra.cli.govern.words import RECENT, PolicyWords, recent_words, words_about
+from infra.cli.govern.words import PolicyWords, recent_words, words_about
 from infra.cli.look.reader import LastHour, expected_roles
-from infra.cli.look.status import Policies, State, read_status
+from infra.cli.look.status import State, read_status
 from infra.cli.look.trace import open_index
 from infra.cli.settings import Settings
 from infra.ledger.index import FILE, PAGED, bounds_now, read_offsets, read_only, records_left
@@ -27,8 +26,7 @@ from infra.ledger.index_fold import MARK, number
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
 from infra.log.log import Log
 from infra.observe.alarms import MAX_LAG
-from infra.policies.fold import Stable
-from schemas import DeadLetter, PolicyEvent, topics
+from schemas import DeadLetter, topics
 from schemas.errors import BadFrame, BrokerUnavailable, HeadraceError, NotInLog, StoreError
 
 HELD_S = 3.0
@@ -69,23 +67,6 @@ class IndexState(msgspec.Struct, frozen=True):
         return "" if self.is_whole else "Not read yet: the index is being built."
 
 
-class History(msgspec.Struct, frozen=True):
-    """Events of versions, and decisions about serving and learning. policies: Both as records. is_whole: No older ones are left
-    out.
-    """
-
-    events: list[tuple[int, PolicyEvent]]
-    stable: Stable
-    decisions: list[ChannelDecision]
-    is_whole: bool
-    policies: Policies = ()
-
-
-def history_in(words: PolicyWords) -> History:
-    policies = sorted([*words.events, *words.orders], key=lambda pair: pair[0])
-    return History([*words.events], words.stable, decisions(words.events, words.orders), words.is_whole, policies)
-
-
 class Reading:
     """Reads of a run. state: folder of the index. held_s: reuse of what was read."""
 
@@ -99,7 +80,6 @@ class Reading:
         self._path = state / FILE
         self.index = open_index(settings, state, pages=True)
         self._hour = LastHour(log)
-        self._words: PolicyWords | None = None
         self._held: dict[str, tuple[float, Any]] = {}
         self._tracing = asyncio.Lock()
         self._readings: dict[str, asyncio.Task[Any]] = {}  # what is being read, which all who ask for it wait for
@@ -143,31 +123,24 @@ class Reading:
         wanted = expected_roles(self.settings.expect, serves=self.settings.gateway is not None)
 
         async def read() -> State:
-            policies = (await self.history()).policies
+            words = await self.history()
+            policies = sorted([*words.events, *words.orders], key=lambda pair: pair[0])
             return await read_status(
                 self.log, now_s=time.time(), max_lag=MAX_LAG, wanted=wanted, policies=policies, hour=self._hour
             )
 
         return await self.held("status", read, wait_s=wait_s)
 
-    async def history(self, wait_s: float | None = None) -> History:
+    async def history(self, wait_s: float | None = None) -> PolicyWords:
         """Newest events of the policy, and decisions about it. wait_s: see `held`."""
+        return await self.held("history", lambda: recent_words(self.log, self.settings.policy.name), wait_s=wait_s)
 
-        async def read() -> History:
-            if self._words is None:
-                policy = self.settings.policy.name
-                self._words = await recent_words(self.log, policy, at_least=RECENT, at_most=RECENT)
-            await self._words.read_on(self.log)
-            return history_in(self._words)
-
-        return await self.held("history", read, wait_s=wait_s)
-
-    async def history_since(self, version: int, wait_s: float) -> History:
+    async def history_since(self, version: int, wait_s: float) -> PolicyWords:
         """Events since a version was published, if that is older than the events of `history`."""
         known = await self.history(wait_s)
         if known.is_whole or any(event.event == "published" and event.version == version for _, event in known.events):
             return known
-        return history_in(await words_about(self.log, self.settings.policy.name, version))
+        return await words_about(self.log, self.settings.policy.name, version)
 
     async def answer(self, ref: str) -> AnswerTrace:
         """Everything the log says about an answer, as far as the index is. Raises NotInLog, and NotReadYet where it may be in

@@ -4,7 +4,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from infra.cli.console.reading import History
+from infra.cli.govern.words import PolicyWords
 
 SHOWN = 60
 MAX_DRAWN = 400  # versions and decisions of the timeline
@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 
 def version_rows(
-    history: History, evaluated: Mapping[int, Sequence[sqlite3.Row]], before: int | None, *, every: bool
+    history: PolicyWords, evaluated: Mapping[int, Sequence[sqlite3.Row]], before: int | None, *, every: bool
 ) -> list[Row]:
     """The newest versions first, at most SHOWN, below `before`; unless `every`, those that were decided or evaluated, and the
     newest. Each has `version`, `time_ms`, `event` (its publication), `decision` (the newest, or None) and `evals`.
@@ -37,7 +37,7 @@ def version_rows(
     ]  # fmt: skip
 
 
-def held_back(history: History) -> int:
+def held_back(history: PolicyWords) -> int:
     """The version that the newest decision held back, -1 where it was another decision."""
     newest = history.decisions[-1] if history.decisions else None
     return newest.version if newest is not None and newest.event == "held" else -1
@@ -58,7 +58,7 @@ def evals(database: sqlite3.Connection) -> dict[int, list[sqlite3.Row]]:
     return found
 
 
-def timeline(history: History) -> Row:
+def timeline(history: PolicyWords) -> Row:
     """Positions of published versions, decisions and the stable version from the first moment (0.0) to the last (1.0):
     `published` (place, version), `decided` (place, decision) and `stable` (from, to, version).
     """

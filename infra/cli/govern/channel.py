@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from infra.cli.connect import connected, reading
-from infra.cli.govern.words import RECENT, recent_words, words_about
+from infra.cli.govern.words import RECENT, ChannelDecision, recent_words, words_about
 from infra.cli.look.audit import operator
 from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.terminal import Screen, clock, print_json
@@ -17,14 +17,7 @@ from infra.policies.beginning import folded
 from infra.policies.fold import Stable, moved
 from schemas import Directive, PolicyEvent, topics
 from schemas.errors import ConfigError
-from schemas.fields import Channel, DirectiveKind, Numbers, PolicyEventKind
-
-MOVES = ("promoted", "held", "pinned", "rolled_back")
-WORDS = {
-    "held": "held back", "rolled_back": "rolled back", "pause": "learning paused", "continue": "learning resumed",
-    "drain": "drained",
-}  # fmt: skip
-
+from schemas.fields import Channel, DirectiveKind, PolicyEventKind
 
 Version = Annotated[int, typer.Argument(min=0, help="Published policy version.")]
 Why = Annotated[str, typer.Option("--why", help="Reason, recorded with the decision.")]
@@ -121,18 +114,6 @@ async def _move(
     return 0
 
 
-class ChannelDecision(msgspec.Struct, frozen=True):
-    """A decision about serving or learning. version: -1 for none. numbers: Evidence for the decision."""
-
-    time_ms: int
-    event: str
-    version: int
-    by: str
-    reason: str
-    numbers: Numbers = {}
-    channel: Channel = "stable"
-
-
 @command
 async def channel(
     chosen: SettingsFile,
@@ -146,7 +127,7 @@ async def channel(
     settings = chosen.load()
     async with reading(settings) as log:
         words = await recent_words(log, settings.policy.name, at_least=None if every else RECENT)
-    stable, made = words.stable, decisions(words.events, words.orders)
+    stable, made = words.stable, words.decisions
     if as_json:
         told_of = {"stable": stable.version, "pinned": stable.pinned, "trial": stable.trial}
         told_of |= {"decisions": msgspec.to_builtins(made)}
@@ -161,34 +142,12 @@ async def channel(
     return 0
 
 
-def decisions(
-    history: Sequence[tuple[int, PolicyEvent]], orders: Sequence[tuple[int, Directive]]
-) -> list[ChannelDecision]:
-    """Moves of the stable channel and operators' words about learning, in the order of their times."""
-    moves = [
-        ChannelDecision(time_ms, event.event, event.version, event.owner, event.reason, event.stats, event.channel)
-        for time_ms, event in history
-        if event.channel != "candidate" and event.event in MOVES
-    ]
-    orders_made = [ChannelDecision(time_ms, order.order, -1, order.owner, order.reason) for time_ms, order in orders]
-    return sorted([*moves, *orders_made], key=lambda decision: decision.time_ms)
-
-
-def decision_word(decision: ChannelDecision) -> str:
-    if decision.channel == "canary" and decision.event == "promoted":
-        return "watch" if decision.by == "watch" else "on trial"
-    if decision.event == "pinned" and decision.version < 0:
-        return "unpinned"
-    return WORDS.get(decision.event, decision.event)
-
-
 def decisions_table(made: Sequence[ChannelDecision]) -> Table:
     rows = Table("when", "what", "version", "by", "why")
     for decision in made:
         style = {"held": "yellow", "pause": "yellow", "rolled_back": "red"}.get(decision.event)
         version = "" if decision.version < 0 else str(decision.version)
-        what = decision_word(decision)
-        rows.add_row(clock(decision.time_ms), what, version, decision.by, decision.reason, style=style)
+        rows.add_row(clock(decision.time_ms), decision.word, version, decision.by, decision.reason, style=style)
     return rows
 
 

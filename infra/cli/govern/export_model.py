@@ -18,8 +18,8 @@ import msgspec
 import typer
 
 from infra.cli.connect import app_store, reading
-from infra.cli.govern.channel import ChannelDecision, decisions, servable
-from infra.cli.govern.words import words_about
+from infra.cli.govern.channel import servable
+from infra.cli.govern.words import ChannelDecision, words_about
 from infra.cli.options import SettingsFile, command
 from infra.cli.settings import Settings
 from infra.cli.terminal import Screen
@@ -80,7 +80,7 @@ async def export_model(
     about = ExportedPolicy(
         app=settings.app, policy=event.policy, version=event.version, parent=event.parent, step=event.step,
         manifest_sha256=event.manifest_sha256,
-        decisions=tuple(decision for decision in decisions(words.events, []) if decision.version == event.version),
+        decisions=tuple(decision for decision in words.decisions if decision.version == event.version),
     )  # fmt: skip
     console = Screen(stderr=True)
     console.print(f"fetching version {event.version} of {event.policy}")
