@@ -1,6 +1,7 @@
 """`headrace peek TOPIC`: records as a person reads them."""
 
 import time
+from collections import Counter
 from typing import Annotated, Any
 
 import msgspec
@@ -81,21 +82,14 @@ def show_block(console: Console, head: Text, block: Block) -> None:
     console.print(head + Text(f"{title}  ", style="bold") + Text(cut(prompt), style="cyan"))
     for member in block.experiences[:SHOWN]:
         console.print(Text("    ") + answer_line(member))
-    if len(block.experiences) > SHOWN:
-        console.print(Text(f"    … and {len(block.experiences) - SHOWN} more", style="dim"))
+    if more := block.experiences[SHOWN:]:
+        console.print(Text(f"    … and {len(more)} more", style="dim"))
 
 
 def answer_line(member: Experience) -> Text:
-    versions = (
-        f"v{member.min_version}"
-        if member.min_version == member.max_version
-        else f"v{member.min_version}–{member.max_version}"
-    )
-    line = (
-        Text(f"{member.episode:>3} ", style="dim")
-        + Text(f"{cut(member.response)!r:<16}")
-        + Text(f" {versions}", style="dim")
-    )
+    low, high = member.min_version, member.max_version
+    line = Text(f"{member.episode:>3} ", style="dim") + Text(f"{cut(member.response)!r:<16}")
+    line.append(f" v{low}" + (f"–{high}" if high != low else ""), style="dim")
     for score in member.scores:
         line.append(f"  {score.name} {score.value:g}", style="green" if score.value > 0 else "yellow")
     if member.reward is not None:
@@ -116,10 +110,7 @@ def one_line(record: object) -> str:
 
 
 def batch_line(batch: Batch) -> str:
-    lanes: dict[str, int] = {}
-    for item in batch.items:
-        lanes[item.lane] = lanes.get(item.lane, 0) + 1
-    counts = "".join(f" {lane}={count}" for lane, count in lanes.items())
+    counts = "".join(f" {lane}={count}" for lane, count in Counter(item.lane for item in batch.items).items())
     drops = "".join(f" dropped[{reason}]={count}" for reason, count in batch.drops.items())
     return f"batch step={batch.step} version={batch.version} phase={batch.phase} token={batch.token}{counts}{drops}"
 
@@ -132,12 +123,13 @@ def plain(message: LogMessage) -> Any:
     if message.error is not None:
         return {"error": str(message.error)}
     if not isinstance(message.value, Block):
-        return msgspec.to_builtins(message.value)
-    fields = [name for name in Experience.__struct_fields__ if name != "bulk"]
-    return [
-        {name: msgspec.to_builtins(getattr(member, name)) for name in fields} | {"response": response_text(member)}
-        for member in message.value.experiences
-    ]
+        return message.value
+    return [header(member) | {"response": response_text(member)} for member in message.value.experiences]
+
+
+def header(answer: Experience) -> dict[str, object]:
+    """An experience as plain data, without its tokens and texts."""
+    return {name: getattr(answer, name) for name in Experience.__struct_fields__ if name != "bulk"}
 
 
 def response_text(member: Experience) -> str | None:

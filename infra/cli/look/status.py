@@ -189,11 +189,6 @@ def role_state(reports: Reports, now_s: float) -> State:
     }
 
 
-def grown_line(instance: str, name: str, more: float) -> str:
-    """The alarm of a counter that should stand still and did not."""
-    return f"{instance}: {name} +{more:g} in the last minute"
-
-
 def failing(grown: Mapping[str, float]) -> list[str]:
     """Steps of chains that failed at more than FAILED_SHARE, by what their stage's counters did: a line each."""
     found = []
@@ -212,10 +207,10 @@ def failing(grown: Mapping[str, float]) -> list[str]:
 
 def unread(gauges: Mapping[str, float]) -> list[str]:
     """Sources whose topic is not there: a line each."""
-    waiting = [match for name, value in gauges.items() if value > 0 and (match := _TOPIC_MISSING.fullmatch(name))]
     return [
         f'feedback "{found["source"]}" waits for topic {found["topic"]} to be made: headrace check --create -c FILE'
-        for found in waiting
+        for name, value in gauges.items()
+        if value > 0 and (found := _TOPIC_MISSING.fullmatch(name))
     ]
 
 
@@ -292,12 +287,8 @@ def answers_state(experiences: Sequence[LogMessage]) -> State:
         if isinstance(message.value, Block) and (
             live := [member for member in message.value.experiences if member.lane == "live"]
         ):
-            spans = live[-1].spans
-            return {
-                "newest": answer_id(live[-1].id),
-                "at_s": message.timestamp_ms / 1000,
-                "version": spans[-1].version if spans else -1,
-            }
+            version = live[-1].spans[-1].version if live[-1].spans else -1
+            return {"newest": answer_id(live[-1].id), "at_s": message.timestamp_ms / 1000, "version": version}
     return {}
 
 
@@ -313,19 +304,16 @@ def rollbacks(journaled: Sequence[LogMessage]) -> list[str]:
 
 
 async def read_lags(log: Log) -> dict[str, int | None]:
-    """The lag of every stage's input by topic, asked at once: each is three round trips to the broker."""
+    """Records that the group of each stage has yet to commit, by topic; None where it has committed nothing."""
+
+    async def lag(topic: topics.Topic, group: str) -> int | None:
+        committed = await log.bus.committed(log.group(group), log.name(topic))
+        ends = await log.bus.end_offsets(log.name(topic)) if committed else {}
+        return sum(max(0, end - committed.get(part, 0)) for part, end in ends.items()) if committed else None
+
     asked = [(topic, group) for group, read in READS.items() for topic in read]
-    found = await asyncio.gather(*(lag(log, topic, group) for topic, group in asked))
+    found = await asyncio.gather(*(lag(topic, group) for topic, group in asked))
     return {topic.name: waiting for (topic, _), waiting in zip(asked, found, strict=True)}
-
-
-async def lag(log: Log, topic: topics.Topic, group: str) -> int | None:
-    """Records the group has yet to commit; None where it has committed nothing."""
-    committed = await log.bus.committed(log.group(group), log.name(topic))
-    if not committed:
-        return None
-    ends = await log.bus.end_offsets(log.name(topic))
-    return sum(max(0, end - committed.get(partition, 0)) for partition, end in ends.items())
 
 
 def alarms(state: State, max_lag: int) -> list[str]:
@@ -335,7 +323,9 @@ def alarms(state: State, max_lag: int) -> list[str]:
         if role["silent"] and not any(role["instance"] in line for line in state["missing"]):
             found.append(f"{role['instance']} has been silent for {role['age_s']:.0f} s")
         elif not role["silent"]:
-            found += [grown_line(role["instance"], name, more) for name, more in role["grown"].items()]
+            found += [
+                f"{role['instance']}: {name} +{more:g} in the last minute" for name, more in role["grown"].items()
+            ]
             found += [f"{role['instance']}: {alarm}" for alarm in role["alarms"]]
             found += [f"{role['instance']}: {line}" for line in (*role["failing"], *role["unread"])]
             found += canary_alarm(role)
@@ -352,10 +342,8 @@ def alarms(state: State, max_lag: int) -> list[str]:
 
 def no_version(state: State) -> list[str]:
     """The line of an app whose groups wait while no version comes; none where learning was stopped by an operator."""
-    age_s, waiting = (
-        state["policies"]["age_s"],
-        max((role["gauges"].get(OUTSTANDING, 0.0) for role in state["roles"]), default=0.0),
-    )
+    age_s = state["policies"]["age_s"]
+    waiting = max((role["gauges"].get(OUTSTANDING, 0.0) for role in state["roles"]), default=0.0)
     if age_s <= NO_VERSION_S or not waiting or state["learning"]["state"] != "on":
         return []
     return [f"no version for {age_s / 60:.0f} min, and {waiting:,.0f} groups wait for the trainer"]

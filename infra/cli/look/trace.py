@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infra.cli.connect import connected, reading
-from infra.cli.look.peek import cut
+from infra.cli.look.peek import cut, header
 from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.settings import Settings
 from infra.cli.terminal import Screen, clock, print_json, two_columns
@@ -103,19 +103,12 @@ def open_index(settings: Settings, folder: Path | None = None, *, pages: bool = 
 
 def answer_json(answer: AnswerTrace, waits: str) -> dict[str, object]:
     """The trace as plain data; experiences without their token arrays."""
-    plain = {name: getattr(answer, name) for name in AnswerTrace.__struct_fields__}
-    return plain | {
+    return {name: getattr(answer, name) for name in AnswerTrace.__struct_fields__} | {
         "waits": waits,
-        "published": header(answer.published),
-        "judged": header(answer.judged),
+        "published": answer.published and header(answer.published),
+        "judged": answer.judged and header(answer.judged),
         "buffered": [(time_ms, header(copy)) for time_ms, copy in answer.buffered],
     }
-
-
-def header(answer: Experience | None) -> dict[str, object] | None:
-    if answer is None:
-        return None
-    return {name: getattr(answer, name) for name in Experience.__struct_fields__ if name != "bulk"}
 
 
 def show_answer(console: Console, answer: AnswerTrace, waits: str = "") -> None:
@@ -174,9 +167,8 @@ def show_policy(console: Console, made: PolicyTrace) -> None:
 
 
 def texts(answer: Experience) -> tuple[str, str]:
-    return cut(" ".join(each.content for each in answer.messages if each.role != "assistant")), repr(
-        cut(answer.response)
-    )
+    asked = " ".join(each.content for each in answer.messages if each.role != "assistant")
+    return cut(asked), repr(cut(answer.response))
 
 
 def spans(answer: Experience) -> str:
@@ -216,9 +208,6 @@ def waits_for_step(answer: AnswerTrace, settings: Settings) -> str:
     lane, lanes = answer.buffered[-1][1].lane, settings.trainer.lanes
     if lane not in lanes or lanes[lane].weight == 0.0:
         return f"no lane takes it: [trainer.lanes] has {', '.join(lanes)}, and it is of lane {lane}"
-    if PACED in lanes:
-        return f"it waits in the trainer's buffer for a step of lane {lane}"
-    least, every = settings.trainer.min_sequences(lane), settings.trainer.publish_interval
-    of = f" of {least} answers or more" if least > 1 else ""
-    apart = f", {every} after the last version at the earliest" if duration_s(every) > 0 else ""
-    return f"it waits in the trainer's buffer for a step of lane {lane}{of}{apart}"
+    least = settings.trainer.min_sequences(lane)
+    of = f" of {least} answers or more" if least > 1 and PACED not in lanes else ""
+    return f"it waits in the trainer's buffer for a step of lane {lane}{of}"

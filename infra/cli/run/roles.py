@@ -14,13 +14,7 @@ import typer
 
 from actors.config import ReloadConfig
 from actors.gateway.config import GatewayConfig, Webhook
-from infra.cli.connect import (
-    app_store,
-    broker_address,
-    connected,
-    log_to_stderr,
-    measured_store,
-)
+from infra.cli.connect import app_store, broker_address, connected, log_to_stderr, measured_store
 from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT, is_final, root_cause
 from infra.cli.options import SettingsFile, exit_with, flags
 from infra.cli.run.stay_down import VARIABLE, stay_down
@@ -43,6 +37,8 @@ from schemas.topics import REPORTS
 from streams.config import FEEDBACK_PATH
 
 if TYPE_CHECKING:
+    from actors.engines.engine import Engine
+    from infra.model.model import Tokenizer
     from trainer.learners.learner import Learner
     from trainer.loop.report import Board
 
@@ -164,14 +160,8 @@ async def run_role(role: str, chosen: SettingsFile) -> int:
 
 async def say_failed(role: str, settings: Settings, reason: str) -> None:
     """Write to the log why this role ends, for `headrace status`; nothing where the log cannot be reached."""
-    ended = Progress(
-        role=role,
-        instance=instance_name(role),
-        state="failed",
-        life="ended",
-        reason=reason[:MAX_REASON],
-        release=full_release(),
-    )
+    instance, reason = instance_name(role), reason[:MAX_REASON]
+    ended = Progress(role=role, instance=instance, state="failed", life="ended", reason=reason, release=full_release())
     try:
         async with connected(settings, deadline_s=SAY_S, create=True) as log:
             await log.publish(REPORTS, ended)
@@ -221,50 +211,58 @@ async def _master(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> 
         await run_master(make_role("master", settings, log, metrics, stop), settings.gate())
 
 
+async def open_tokenizer(settings: Settings) -> "Tokenizer":
+    from infra.model.model import load_tokenizer
+
+    policy = settings.policy
+    return await asyncio.to_thread(load_tokenizer, model_folder(settings), policy.template, policy.parsers)
+
+
+def open_engine(settings: Settings, use: Use, where: str) -> "Engine":
+    from infra.settings.plugin import load
+
+    options = {"model": model_folder(settings), **implied_options(settings, use), **use.options}
+    engine: Engine = load(use.use, options, where)
+    return engine
+
+
 async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
-    folder = model_folder(settings)
-    from actors.engines.engine import Engine
+    model_folder(settings)  # before the imports: they take seconds, and this may be a mistake
     from actors.gateway.answering.parsing import answer_parser
     from actors.rollout.explorer import run_explorer
     from infra.local.http_server import forget_loaded
-    from infra.model.model import load_tokenizer
-    from infra.settings.plugin import load
 
     async with connected(settings) as log:  # first: a missing broker shows in seconds, a model takes longer to load
         await require_fit(log, app_store(settings), settings)
-        tokenizer = await asyncio.to_thread(load_tokenizer, folder, settings.policy.template, settings.policy.parsers)
+        tokenizer = await open_tokenizer(settings)
         if tokenizer.writing.chosen:
             await asyncio.to_thread(answer_parser(tokenizer).prepare)  # a mistake shows now, and not in an episode
-        use = settings.engine
-        engine: Engine = load(use.use, {"model": folder, **implied_options(settings, use), **use.options}, "engine")
+        engine = open_engine(settings, settings.engine, "engine")
         role = make_role("explore", settings, log, metrics, stop)
         await run_explorer(role, settings.explore, engine, tokenizer, tokenizer.eos_ids, started=forget_loaded)
 
 
 async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
     config = gateway_config(settings)
-    folder = model_folder(settings)
+    model_folder(settings)
     webhooks = read_webhooks(settings)
-    from actors.engines.engine import Engine
     from actors.gateway.serve import run_gateway
     from infra.local.http_server import forget_loaded
     from infra.log.access import kafka_access
     from infra.log.kafka import KafkaBus
-    from infra.model.model import load_tokenizer
-    from infra.settings.plugin import load
 
     await require_fit_if_there(settings)
     # Not connected here: a gateway serves while the broker is away, and connects when it is back.
     bus = KafkaBus(broker_address(settings), deadline_s=config.send_s, access=kafka_access(settings))
     log = Log(bus, settings.app, store=app_store(settings))
-    tokenizer = await asyncio.to_thread(load_tokenizer, folder, settings.policy.template, settings.policy.parsers)
+    tokenizer = await open_tokenizer(settings)
     await asyncio.to_thread(tokenizer.prepare)
-    use = config.engine or settings.engine
-    engine: Engine = load(use.use, {"model": folder, **implied_options(settings, use), **use.options}, "gateway.engine")
+    engine = open_engine(settings, config.engine or settings.engine, "gateway.engine")
 
     def listening(port: int) -> None:
         forget_loaded()
-        print(f"serving http://{at_port(config.listen, port)}/v1", flush=True)
+        host = split_address(config.listen)[0]
+        print(f"serving http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}/v1", flush=True)
 
     try:
         role = make_role("serve", settings, log, metrics, stop)
@@ -387,11 +385,6 @@ def check_teacher(settings: Settings) -> None:
             f"master.temperature: got {settings.master.temperature:g}, expected 1 with [verify.teacher]: endpoints tell "
             "log-probabilities of a prompt at temperature 1 alone"
         )
-
-
-def at_port(listen: str, port: int) -> str:
-    host = split_address(listen)[0]
-    return f"{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
 
 
 def read_webhooks(settings: Settings) -> tuple[Webhook, ...]:

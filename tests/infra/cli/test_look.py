@@ -232,7 +232,7 @@ BUFFERED: Records = [*CLOSED, (PROGRESS, closure(GROUP, "buffered"))]
 
 CLOSES = "it waits to be closed by process: for feedback until its window ends, or for the rest of its group or session"
 BUFFERS = "it waits in the trainer's buffer for a step of lane live"
-LEAST = f"{BUFFERS} of 64 answers or more, 5m after the last version at the earliest"
+LEAST = f"{BUFFERS} of 64 answers or more"
 
 
 def drawn(**dropped: str) -> Control:
