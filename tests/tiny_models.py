@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from infra.cli.demo.char_model import SPECIAL_TOKENS, Size, Vocabulary, save_tokenizer, text_config
+from infra.cli.demo.char_model import CHARACTERS, SPECIAL_TOKENS, Size, Vocabulary, save_tokenizer, text_config
 from infra.model.model import no_progress_bars
 from infra.store.images import image_named
 from schemas import Image
@@ -32,6 +32,13 @@ PICTURES = Vocabulary(
     pattern=f"{IMAGE_TOKEN}|count|read|box|[\\s\\S]",
     chat_template=PARTS_TEMPLATE,
 )
+
+# An answer ends with the token that ended it when it was sampled, so that a next turn extends it.
+TURNS_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+TURNS = Vocabulary(words=CHARACTERS, pattern=r"[\s\S]", chat_template=TURNS_TEMPLATE)
 
 FRAME = ("<img>", "</img>")
 SHRUNK = 2  # so many patches a side become one place

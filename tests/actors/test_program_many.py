@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from actors.config import ExploreConfig
 from actors.engines.scripted import ScriptedEngine
 from actors.rollout.explorer import run_explorer
-from infra.cli.demo.char_model import CHARACTERS, TURNS_TEMPLATE, Vocabulary, build_char_model
+from infra.cli.demo.char_model import build_char_model
 from infra.local.http_server import forget_loaded
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -28,6 +28,7 @@ from infra.store.memory import MemoryStore
 from schemas import Block, Experience, Issued, Message, Task
 from schemas.ids import group_id
 from schemas.topics import EXPERIENCES, TASKS
+from tests.tiny_models import TURNS
 
 EPISODES, GROUP_SIZE = 200, 10
 NAME_CHARS = 16
@@ -54,8 +55,7 @@ class AskingAgent:
 
 async def explored(folder: Path) -> tuple[list[Experience], set[tuple[str, int, str]], int]:
     """What was recorded, whose of it holds the two answers that its own episode got, and the most descriptors."""
-    vocabulary = Vocabulary(CHARACTERS, r"[\s\S]", TURNS_TEMPLATE)
-    tokenizer = load_tokenizer(build_char_model(folder / "model", 0, vocabulary))
+    tokenizer = load_tokenizer(build_char_model(folder / "model", 0, TURNS))
     store = MemoryStore()
     log = Log(MemoryBus(), "many", store=store)
     await log.create_topics(partitions=1, keep_ms=3_600_000)

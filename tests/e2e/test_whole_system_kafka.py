@@ -14,7 +14,7 @@ from actors.engines.engine import Chunk, Completion, OnChunk, Sampling
 from actors.engines.torch import TorchEngine
 from actors.master.master import run_master
 from actors.rollout.explorer import run_explorer
-from infra.cli.demo.char_model import CHARACTERS, TURNS_TEMPLATE, Size, Vocabulary, build_char_model
+from infra.cli.demo.char_model import Size, build_char_model
 from infra.cli.main import app
 from infra.cli.options import SettingsFile
 from infra.cli.run.up import role_child
@@ -33,6 +33,7 @@ from tests.http_endpoint import http_endpoint
 from tests.infra.sandbox.confining import sandbox_or_skip
 from tests.role import role_of
 from tests.streams.scores.test_judge_scores import classifier
+from tests.tiny_models import TURNS
 from trainer.batch.assemble import build_batch
 from trainer.journal.checkpoint import load_newest
 from trainer.learners.torch import TorchLearner
@@ -40,7 +41,6 @@ from trainer.train import run_trainer
 
 pytestmark = pytest.mark.slow
 
-VOCABULARY = Vocabulary(words=CHARACTERS, pattern=r"[\s\S]", chat_template=TURNS_TEMPLATE)
 TESTS = json.dumps({"function": "double", "calls": [{"args": [4], "equals": 8}]})
 # What is said in answer to a prompt that holds a text, in turn; the last one of the list that fits.
 SAYS = (
@@ -237,8 +237,8 @@ def prepare(folder: Path, app: str, broker: str, services: str) -> Path:
     file.write_text(SETTINGS.format(app=app, broker=broker, services=services, folder=folder))
     for name, rows in ROWS.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{no row\n")
-    build_char_model(folder / "model", 3, VOCABULARY, Size(hidden=64, layers=2))
-    classifier(folder / "quality", 0.01, VOCABULARY)
+    build_char_model(folder / "model", 3, TURNS, Size(hidden=64, layers=2))
+    classifier(folder / "quality", 0.01, TURNS)
     return file
 
 

@@ -134,7 +134,7 @@ def object_fault(store: Store, key: str) -> str:
     """Failed operations on an object of this name, in a line; "" for none."""
     faults = []
 
-    def seen() -> None:
+    def listed() -> None:
         if key not in store.keys(key):
             raise StoreError("it is not in the list")
 
@@ -142,10 +142,13 @@ def object_fault(store: Store, key: str) -> str:
         if store.get(key) != BODY:
             raise StoreError("other bytes came back")
 
-    steps: tuple[tuple[str, Callable[[], None]], ...] = (
-        ("put", lambda: store.put(key, BODY)), ("list", seen), ("get", same), ("delete", lambda: store.delete(key)),
-    )  # fmt: skip
-    for verb, step in steps:
+    steps: dict[str, Callable[[], None]] = {
+        "put": lambda: store.put(key, BODY),
+        "list": listed,
+        "get": same,
+        "delete": lambda: store.delete(key),
+    }
+    for verb, step in steps.items():
         try:
             step()
         except (ConfigError, StoreError) as error:

@@ -20,12 +20,6 @@ SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 CHARACTERS = (*(chr(code) for code in range(32, 127)), "\n")
 VOCABULARY_SIZE = 128
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
-# An answer ends with the token that ended it when it was sampled, so that a next turn extends it.
-TURNS_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-)
-
 MIN_HEAD_DIM = 32  # of vLLM's attention on CPUs
 
 
@@ -42,7 +36,7 @@ class Size(msgspec.Struct, frozen=True):
 class Vocabulary(msgspec.Struct, frozen=True):
     """Vocabulary of the tokenizer. words: ids follow the special tokens. pattern: regex that splits text. chat_template: Jinja.
 
-    Example: Vocabulary(words=("00", "01", ">"), pattern=r"[0-9][0-9]|.", chat_template=TURNS_TEMPLATE)
+    Example: Vocabulary(words=("00", "01", ">"), pattern=r"[0-9][0-9]|.", chat_template=CHAT_TEMPLATE)
     """
 
     words: tuple[str, ...]

@@ -35,12 +35,17 @@ from schemas.errors import BrokerUnavailable, ConfigError
 ROLES = ("explore", "train", "process", "master")  # started in this order: the slowest to load first
 CANARY = "canary"
 CONSOLE = "console"
+INDEX = "trace"
 CONSOLE_LINK = "HEADRACE_CONSOLE_LINK"  # in the environment of the console: what its link says
 CONSOLE_READY = "console.ready"  # in the run's state: made by that console once it listens
 METRICS_ORDER = ("master", "train", "process", "explore", "serve", CANARY)  # ports from the first that is named
-COMMANDS = {CANARY: ("serve", "--channel", "canary")}  # of the roles that are not called as their command
+COMMANDS = {
+    CANARY: ("serve", "--channel", "canary"),
+    INDEX: ("trace", "--keep-up"),
+}  # of roles that are not named as theirs
 BROKER = "kafka"
 MAX_BACKOFF_S = 30.0  # of a role
+EMBEDDED_S = 120.0  # that the embedded broker may take to start
 READY_S = 0.5  # between two looks for a file that a child makes
 
 
@@ -76,11 +81,6 @@ def role_child(settings: Settings, chosen: SettingsFile, role: str) -> Child:
     )
 
 
-def index_child(settings: Settings, chosen: SettingsFile) -> Child:
-    child = role_child(settings, chosen, "trace")
-    return msgspec.structs.replace(child, argv=(*child.argv, "--keep-up"))
-
-
 def console_child(settings: Settings, chosen: SettingsFile, link: str) -> Child:
     """The pages in the browser; no role waits for them, and they may fail alone."""
     child = role_child(settings, chosen, CONSOLE)
@@ -88,14 +88,11 @@ def console_child(settings: Settings, chosen: SettingsFile, link: str) -> Child:
 
 
 def child_environment(settings: Settings) -> dict[str, str]:
-    """Environment of every role: one thread each where cores are few, and compiled modules kept where Python may not."""
+    """Environment of every role: one thread each where cores are few."""
     # A thread of OpenMP that waits gives its core away: the roles have more threads than the machine has cores.
     environment = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE"}
     if (os.cpu_count() or 1) <= 4:
         environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    if os.environ.get("PYTHONDONTWRITEBYTECODE"):
-        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "headrace" / "pycache"
-        environment |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(cache)}
     return environment
 
 
@@ -107,8 +104,11 @@ def metrics_environment(settings: Settings, role: str) -> dict[str, str]:
     return {LISTEN_VARIABLE: f"{host}:{first + METRICS_ORDER.index(role)}"}
 
 
-async def wait_for_broker(settings: Settings, supervisor: Supervisor, deadline_s: float = 120.0) -> None:
+async def wait_for_broker(settings: Settings, supervisor: Supervisor) -> None:
     """Until the broker answers and its topics exist. Raises ConfigError or BrokerUnavailable with the broker's last words."""
+    deadline_s = settings.kafka.deadline_s
+    if not settings.kafka.bootstrap_servers:
+        deadline_s = max(EMBEDDED_S, deadline_s)
     try:
         async with asyncio.timeout(deadline_s):
             await _until_it_answers(settings, supervisor)
@@ -171,7 +171,7 @@ async def _run_here(settings: Settings, chosen: SettingsFile) -> int:
     broker = broker_child(settings)
     async with Supervisor([broker] if broker else [], tell) as first:
         try:
-            await unless(stop.wait(), wait_for_broker(settings, first, _patience_s(settings)), Stopped)
+            await unless(stop.wait(), wait_for_broker(settings, first), Stopped)
         except Stopped:
             return INTERRUPTED
         console.print(
@@ -179,7 +179,7 @@ async def _run_here(settings: Settings, chosen: SettingsFile) -> int:
         )
         if settings.gateway is not None:
             await asyncio.to_thread(say_door, settings, console)
-        beside, link = [index_child(settings, chosen)], secrets.token_urlsafe(24)
+        beside, link = [role_child(settings, chosen, INDEX)], secrets.token_urlsafe(24)
         if settings.console.up:
             beside.append(console_child(settings, chosen, link))
         ready = settings.folder / "state" / CONSOLE_READY
@@ -208,13 +208,25 @@ def teller(logs: Path, console: Console) -> Callable[[ChildEvent], None]:
     causes: dict[str, str] = {}
 
     def tell(event: ChildEvent) -> None:
-        cause = end_cause(event, logs / f"{event.name}.log") if event.kind == "exited" else ""
-        if cause and causes.get(event.name) != cause:
-            causes[event.name] = cause
-            console.print(f"{event.name} exited (exit code {event.exit_code})")
-            console.print(f"  {cause}", style="red", soft_wrap=True)
-        elif words := event_line(event):
-            console.print(words)
+        name = event.name
+        match event.kind:
+            case "exited" if event.exit_code != 0:
+                cause = end_cause(event, logs / f"{name}.log")
+                if cause and causes.get(name) != cause:
+                    causes[name] = cause
+                    console.print(f"{name} exited (exit code {event.exit_code})")
+                    console.print(f"  {cause}", style="red", soft_wrap=True)
+            case "started" | "restarting" if event.restarts and event.exit_code != STOPPED:
+                pass
+            case "restarting":
+                console.print(f"{name} was ended by a signal that headrace up did not send: it is started again")
+            case "failing":
+                again = f"it is tried again at least every {MAX_BACKOFF_S:g} s"
+                console.print(f"{name} has failed {ALARM_AFTER} times in a row; {again}")
+            case "gave_up":
+                console.print(f"{name} is not started again: a restart cannot fix this")
+            case _:
+                console.print(f"{name} {event.kind}")
 
     return tell
 
@@ -232,24 +244,6 @@ def end_cause(event: ChildEvent, log: Path) -> str:
     if event.exit_code == FENCED_OUT:
         return f"{event.name} runs elsewhere now, and is not started here again: {cause}"
     return cause
-
-
-def event_line(event: ChildEvent) -> str:
-    name = event.name
-    match event.kind:
-        case "started" | "restarting" if event.restarts and event.exit_code != STOPPED:
-            return ""
-        case "restarting":
-            return f"{name} was ended by a signal that headrace up did not send: it is started again"
-        case "exited" if event.exit_code != 0:
-            return ""
-        case "failing":
-            return (
-                f"{name} has failed {ALARM_AFTER} times in a row; it is tried again at least every {MAX_BACKOFF_S:g} s"
-            )
-        case "gave_up":
-            return f"{name} is not started again: a restart cannot fix this"
-    return f"{name} {event.kind}"
 
 
 def roles_to_start(settings: Settings) -> tuple[str, ...]:
@@ -276,7 +270,3 @@ def say_door(settings: Settings, console: Console) -> None:
     if not list_keys(store):
         _, shown = create_key(store, tenant="default", scopes=("serve", "feedback"), train="yes", rpm=0, tpm=0)
         console.print(f"api_key  {shown}  (shown once; it may be trained on: see `headrace keys`)", soft_wrap=True)
-
-
-def _patience_s(settings: Settings) -> float:
-    return settings.kafka.deadline_s if settings.kafka.bootstrap_servers else max(120.0, settings.kafka.deadline_s)

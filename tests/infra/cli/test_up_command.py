@@ -29,7 +29,6 @@ from infra.cli.run.up import (
     console_child,
     end_cause,
     failed_roles,
-    index_child,
     role_child,
     roles_to_start,
     say_when,
@@ -379,4 +378,4 @@ def test_up_starts_the_console_and_its_link_is_no_argument(tmp_path: Path) -> No
     assert not settings.console.up
     file.write_text('app = "t"\n')
     assert load_settings(file).console.up
-    assert index_child(settings, SettingsFile(file)).argv[3:] == ("trace", "--config", str(file), "--keep-up")
+    assert role_child(settings, SettingsFile(file), "trace").argv[3:5] == ("trace", "--keep-up")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infra.cli.options import SettingsFile
-from infra.cli.run.up import ROLES, broker_child, index_child, role_child
+from infra.cli.run.up import INDEX, ROLES, broker_child, role_child
 from infra.cli.settings import load_settings
 from infra.local.process import start_watched
 from infra.local.supervisor import Child
@@ -36,7 +36,7 @@ def children(folder: Path) -> list[Child]:
     settings = load_settings(file)
     return [
         broker,
-        index_child(settings, SettingsFile(file)),
+        role_child(settings, SettingsFile(file), INDEX),
         *(role_child(settings, SettingsFile(file), role) for role in ("serve", *ROLES)),
     ]
 
