@@ -4,9 +4,8 @@ A stage never skips a record by itself: one that was away for longer than the lo
 command. What is lost is printed, and written to dead-letters as one letter a partition.
 """
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
-import msgspec
 import typer
 
 from infra.cli.connect import connected
@@ -21,7 +20,7 @@ from schemas.errors import ConfigError
 REASON = "deleted unread"
 
 
-class Lost(msgspec.Struct, frozen=True):
+class Lost(NamedTuple):
     """Records of a partition, up to the offset `stop`, that are no longer kept."""
 
     topic: topics.Topic
@@ -59,7 +58,12 @@ async def skip(
 
 async def skip_lost(log: Log, group: Group) -> list[Lost]:
     """Commit the oldest kept offset wherever the group's offset is below it; what it will never read."""
-    found = [gap for topic in READS[group] for gap in await find_lost(log, group, topic)]
+    found: list[Lost] = []
+    for topic in READS[group]:
+        name = log.name(topic)
+        committed, begin = await log.bus.committed(log.group(group), name), await log.bus.beginning_offsets(name)
+        behind = sorted((at.index, offset, begin[at]) for at, offset in committed.items() if offset < begin[at])
+        found += [Lost(topic, *gap) for gap in behind]
     for gap in found:
         reader = await log.assigned(gap.topic, {gap.partition: gap.stop}, group=group)
         try:
@@ -72,13 +76,3 @@ async def skip_lost(log: Log, group: Group) -> list[Lost]:
         letter = letter_at((gap.topic.name, gap.partition, gap.start), stage=group, reason=REASON, error=loss)
         await log.publish(topics.DEAD_LETTERS, letter)
     return found
-
-
-async def find_lost(log: Log, group: Group, topic: topics.Topic) -> list[Lost]:
-    name = log.name(topic)
-    committed, begin = await log.bus.committed(log.group(group), name), await log.bus.beginning_offsets(name)
-    return [
-        Lost(topic, at.index, offset, begin[at])
-        for at, offset in sorted(committed.items(), key=lambda pair: pair[0].index)
-        if offset < begin[at]
-    ]

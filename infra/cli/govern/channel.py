@@ -13,7 +13,6 @@ from infra.cli.look.audit import operator
 from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.terminal import Screen, clock, print_json
 from infra.log.log import Log
-from infra.policies.beginning import folded
 from infra.policies.fold import Stable, moved
 from schemas import Directive, PolicyEvent, topics
 from schemas.errors import ConfigError
@@ -152,13 +151,8 @@ def decisions_table(made: Sequence[ChannelDecision]) -> Table:
 
 
 async def versions_and_stable(log: Log, policy: str, version: int) -> tuple[Collection[int], Stable]:
-    """Versions of a policy that may be served, and where its channel is. Read from the newest summary of `policies` on, where
-    `version` is not older than what that tells of: then older ones are missing.
-    """
-    known = (await folded(log)).of(policy)
-    if version < 0 or version >= known.known_from:
-        return [version for version, event in known.published.items() if event.event == "published"], known.stable
-    words = await words_about(log, policy, version)
+    """Versions of a policy that may be served, from some place before `version` on, and where its channel is."""
+    words = await (words_about(log, policy, version) if version >= 0 else recent_words(log, policy))
     return servable(words.events), words.stable
 
 

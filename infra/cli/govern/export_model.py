@@ -75,12 +75,10 @@ async def export_model(
     settings = chosen.load()
     check_new(folder)
     async with reading(settings) as log:
-        event = await published(log, settings.policy.name, version)
-        words = await words_about(log, settings.policy.name, event.version)
+        event, decisions = await published(log, settings.policy.name, version)
     about = ExportedPolicy(
         app=settings.app, policy=event.policy, version=event.version, parent=event.parent, step=event.step,
-        manifest_sha256=event.manifest_sha256,
-        decisions=tuple(decision for decision in words.decisions if decision.version == event.version),
+        manifest_sha256=event.manifest_sha256, decisions=tuple(decisions),
     )  # fmt: skip
     console = Screen(stderr=True)
     console.print(f"fetching version {event.version} of {event.policy}")
@@ -95,20 +93,18 @@ def check_new(folder: Path) -> None:
         raise ConfigError(f"{folder}: the folder exists; expected a new or an empty folder")
 
 
-async def published(log: Log, policy: str, version: str) -> PolicyEvent:
-    """The event of a version: a number, "newest" or "stable". Raises ConfigError with what there is."""
+async def published(log: Log, policy: str, version: str) -> tuple[PolicyEvent, list[ChannelDecision]]:
+    """The event of a version (a number, "newest" or "stable"), and the decisions about it. Raises ConfigError."""
     if not version.isdigit() and version not in ("newest", "stable"):
         raise ConfigError(f'version: got "{version}", expected a number, "newest" or "stable"')
     known = (await folded(log)).of(policy)
     number = int(version) if version.isdigit() else known.newest if version == "newest" else known.stable.version
-    events = known.events
-    if number not in events and number < known.known_from:
-        words = (await words_about(log, policy, number)).events
-        events = {event.version: event for _, event in words if event.manifest and event.version in servable(words)}
-    if number not in events:
+    words = await words_about(log, policy, number)
+    events = [event for _, event in words.events if event.event == "published" and event.version == number]
+    if not events or number not in servable(words.events):
         there = f"the newest is {known.newest}" if known.events else "none is"
         raise ConfigError(f"version: got {version}, which is not published (or retracted); {there}")
-    return events[number]
+    return events[-1], [decision for decision in words.decisions if decision.version == number]
 
 
 def export(

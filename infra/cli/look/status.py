@@ -115,10 +115,8 @@ async def read_status(
         "rollbacks": rollbacks(await look(topics.BATCHES, RECENT, "rollback")),
         "chains": chains([last[role["instance"]] for role in roles]),
         "lags": await read_lags(log),
-        "dropped": by_reason(reports, "dropped"),
-        "cancelled": {what: by_reason(reports, f"{what}_cancelled") for what in ("episodes", "tokens")},
+        "dropped": drops(reports),
         "waiting": waiting([last[name] for name in speaking(roles)], now_s),
-        "masked": int(sum(report.counters.get("tokens_masked", 0.0) for report in reports)),
         "accuracy": {
             message.value.suite: {
                 "version": message.value.version,
@@ -245,15 +243,14 @@ def waiting(reports: Sequence[Progress], now_s: float) -> State:
     return {"answers": waits.answers, "first_s": round(max(0.0, waits.first_ms / 1000 - now_s), 1)}
 
 
-def by_reason(reports: Sequence[Progress], counter: str) -> dict[str, int]:
-    """A counter of the processes at hand that has a reason: reason → count."""
-    found: dict[str, int] = {}
+def drops(reports: Sequence[Progress]) -> dict[str, int]:
+    """Dropped experiences by reason, the most frequent first."""
+    found = Counter[str]()
     for report in reports:
         for name, value in report.counters.items():
-            if name.startswith(f"{counter}{{reason="):
-                reason = name.removeprefix(f"{counter}{{reason=").removesuffix("}")
-                found[reason] = found.get(reason, 0) + int(value)
-    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+            if name.startswith("dropped{reason="):
+                found[name.removeprefix("dropped{reason=").removesuffix("}")] += int(value)
+    return dict(found.most_common())
 
 
 def policy_state(policies: Policies, reports: Sequence[Progress], now_s: float) -> State:
@@ -371,13 +368,8 @@ def show(console: Console, state: State) -> None:
     _show_versions(console, state)
     lags = ", ".join(f"{name} {value:,}" for name, value in state["lags"].items() if value is not None)
     console.print(f"lag        {lags or 'no consumer has committed yet'}")
-    drops = ", ".join(f"{reason} {count:,}" for reason, count in state["dropped"].items())
-    console.print(f"dropped    {drops or 'nothing'}", markup=False)
-    if state["masked"]:
-        console.print(f"masked     {state['masked']:,} tokens older than pacing.max_staleness: not trained")
-    for reason, count in state["cancelled"]["episodes"].items():
-        tokens = state["cancelled"]["tokens"].get(reason, 0)
-        console.print(f"stopped    {count:,} episodes: {reason} ({tokens:,} sampled tokens)", markup=False)
+    dropped = ", ".join(f"{reason} {count:,}" for reason, count in state["dropped"].items())
+    console.print(f"dropped    {dropped or 'nothing'}", markup=False)
     _show_waiting(console, state)
     for line in kept_lines(state.get("kept", ())):
         console.print(f"kept       {line}", markup=False)

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.plan.model import model_table, plan_model, this_machine
-from infra.cli.plan.rates import SHIPPED, RateFlags, gb, plan_rates, rate_tables, read_costs
+from infra.cli.plan.rates import RateFlags, gb, plan_rates, rate_tables, read_costs
 from infra.cli.terminal import Screen
 from schemas.errors import ConfigError
 
@@ -53,7 +53,7 @@ def plan(chosen: SettingsFile, asked: RateFlags, machine: MachineFlags, as_json:
         shown.append(f"for GPUs of {gb(there.gpu)}, {hosts}; a step each {there.step_s:g} s")
         shown.append(model_table(settings, there, found))
     if has_rates:
-        costs = read_costs(asked.costs or SHIPPED)
+        costs = read_costs()
         figures |= {"rates": (planned := plan_rates(asked, settings, costs)), "costs": costs}
         problems += [f"will not keep up: {part.problem}" for part in planned.parts if part.problem]
         shown += rate_tables(asked, settings, planned, costs)

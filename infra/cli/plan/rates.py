@@ -15,10 +15,9 @@ from rich.table import Table
 
 from infra.cli.settings import Settings
 from infra.settings.config import duration_s
-from schemas.errors import ConfigError
 from schemas.topics import by_name
 
-SHIPPED = Path(__file__).with_name("unit_costs.json")
+COSTS = Path(__file__).with_name("unit_costs.json")
 BUSY = 0.6  # of its core that a process is planned with: the rest catches up after an outage
 DAY_S = 86_400.0
 DAY_TOPIC_DAYS = 25 / 24  # a broker removes whole segments, see `schemas.topics`
@@ -55,9 +54,6 @@ class RateFlags(msgspec.Struct, frozen=True):
         float,
         typer.Option(min=0, help="Sampled tokens that the trainer trains per second; see make bench NAME=learner."),
     ] = 0.0
-    costs: Annotated[
-        Path | None, typer.Option(help="File with unit costs of your machines.", show_default="shipped costs")
-    ] = None
 
 
 class PartNeed(msgspec.Struct, frozen=True):
@@ -96,15 +92,9 @@ class RatesPlan(msgspec.Struct, frozen=True):
     busiest: PartNeed | None
 
 
-def read_costs(path: Path = SHIPPED) -> dict[str, UnitCost]:
-    """Unit costs by name. Raises ConfigError for a file that no benchmark wrote."""
-    try:
-        costs = msgspec.json.decode(path.read_bytes(), type=dict[str, UnitCost])
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{path}: {error}; expected a file as {SHIPPED}") from error
-    if missing := [name for name in NEEDED if not costs.get(name) or not 0 < costs[name].value < math.inf]:
-        raise ConfigError(f"{path}: no cost above 0 named {missing[0]}; make bench NAME=… ARGS=--save measures it")
-    return costs
+def read_costs() -> dict[str, UnitCost]:
+    """Unit costs by name."""
+    return msgspec.json.decode(COSTS.read_bytes(), type=dict[str, UnitCost])
 
 
 def plan_rates(rates: RateFlags, settings: Settings, costs: dict[str, UnitCost]) -> RatesPlan:

@@ -45,7 +45,7 @@ def found(version: str, *events: PolicyEvent) -> PolicyEvent:
         await log.create_topics(partitions=1, keep_ms=-1)
         for event in events:
             await log.publish(topics.POLICIES, event)
-        return await published(log, "main", version)
+        return (await published(log, "main", version))[0]
 
     return asyncio.run(main())
 

@@ -148,18 +148,6 @@ def test_what_will_not_keep_up_is_an_exit_code_and_a_line(config: Path) -> None:
     assert "full first, of what is known: " in result.stdout
 
 
-@pytest.mark.parametrize(
-    "text", [None, "", "[]", '{"request": {"value": 0, "unit": "", "source": ""}}', '{"request": 1}']
-)
-def test_a_file_that_no_benchmark_wrote_is_one_line_that_names_it(
-    text: str | None, config: Path, tmp_path: Path
-) -> None:
-    if text is not None:
-        (tmp_path / "costs.json").write_text(text)
-    result = planned(config, "--requests-per-s", "1", "--costs", str(tmp_path / "costs.json"))
-    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and "costs.json" in result.stderr
-
-
 def test_a_plan_of_nothing_is_one_line(config: Path) -> None:
     result = planned(config)
     assert result.exit_code == 2 and "--requests-per-s" in result.stderr and len(result.stderr.splitlines()) == 1

@@ -171,7 +171,6 @@ def test_the_steps_in_force_are_told_by_stage_and_partition() -> None:
     assert state["chains"] == {"verify": {"0": "dedupe@1", "1": "dedupe@2", "2": "dedupe@1"}}
 
 
-STOPPED = {"episodes_cancelled{reason=enough others}": 12.0, "tokens_cancelled{reason=enough others}": 3400.0}
 DROPS = {"dropped{reason=[odd]}": 1234.0}
 FIRST_MS = START_MS + 23 * 3_600_000
 
@@ -191,9 +190,6 @@ FIRST_MS = START_MS + 23 * 3_600_000
              (1, progress("train", **{"dropped{reason=too short}": 2.0, "dropped{reason=stale}": 9.0}))), 2,
             ["dropped stale 9, too short 5"],
         ),
-        (((0, progress("explore", **STOPPED)),), 1, ["stopped 12 episodes: enough others (3,400 sampled tokens)"]),
-        (((0, progress("train", tokens_masked=1200.0)),), 1,
-         ["masked 1,200 tokens older than pacing.max_staleness: not trained"]),
         (((0, Progress(role="train", instance="train/1", state="learning", gauges={"held_back": 1234.0})),), 1,
          ["held back 1,234 experiences: tenant_share or subject_share of the last step is used up"]),
         (
@@ -211,7 +207,7 @@ FIRST_MS = START_MS + 23 * 3_600_000
         (((0, worker(1, FeedbackWait(380, START_MS))), (100, worker(2, FeedbackWait(380, START_MS)))), 101,
          ["waiting 380 answers for feedback; the first window closes in 0 s"]),
     ],
-    ids=["usual", "drops", "stopped", "too old", "held back", "releases", "one release", "waits", "silent"],
+    ids=["usual", "drops", "held back", "releases", "one release", "waits", "silent"],
 )  # fmt: skip
 def test_the_screen_has_a_line_for_what_differs_from_nothing(
     events: tuple[Event, ...], now_s: float, lines: list[str]
@@ -219,7 +215,7 @@ def test_the_screen_has_a_line_for_what_differs_from_nothing(
     found = [" ".join(line.split()) for line in shown(state_of(*events, now_s=now_s)).splitlines()]
     assert [line for line in lines if line not in found] == [], found
     nothing = shown(state_of((0, progress("train")), (0, worker(1, FeedbackWait())), now_s=1))
-    assert not [word for word in ("masked", "stopped", "release", "waiting", "held back") if word in nothing]
+    assert not [word for word in ("release", "waiting", "held back") if word in nothing]
 
 
 @pytest.mark.parametrize(
