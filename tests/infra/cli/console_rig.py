@@ -8,29 +8,27 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import httpx
 import msgspec
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 
-from actors.gateway.access.keys import create_key, revoke_key
+from actors.gateway.access.keys import Scope, create_key, revoke_key
 from infra.cli.console.access import ConsoleAccess
 from infra.cli.console.app import SecurityHeaders
 from infra.cli.console.reading import Reading
 from infra.cli.console.serve import CONSOLE_BOUNDS, made
 from infra.cli.options import SettingsFile
-from infra.cli.settings import ConsoleConfig, Settings, load_settings
-from infra.ledger.index import FILE, PAGED, LogIndex, bounds_now, read_offsets, records_left
+from infra.cli.settings import Settings, load_settings
+from infra.ledger.index import FILE, LogIndex
 from infra.local.http_server import HttpServer, bound, make_server
 from infra.log.log import Log
-from infra.log.memory import MemoryBus, wall_ms
+from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
 from infra.store.seal import sealed
-from infra.store.store import Store
 from schemas import (
     Batch,
     BatchItem,
@@ -52,11 +50,9 @@ from schemas import (
     topics,
 )
 from schemas.ids import answer_id
-from schemas.topics import Topic
 from tests.actors.rig import until
 from tests.names import subject_name
 
-Kind = TypeVar("Kind", PolicyEvent, Directive, DeadLetter)
 SESSION = "m" * 64
 HOSTILE = {
     "markup": "<script>document.title='taken'</script><img src=x onerror=alert(1)><b>bold</b>",
@@ -84,19 +80,6 @@ def live(number: int, asked: str, said: str, *, version: int = 3, **more: object
         messages=(Message(role="user", content=asked), Message(role="assistant", content=said)),
         **(header | more),  # type: ignore[arg-type]
     )  # fmt: skip
-
-
-def too_short(answer: Experience) -> DropMarker:
-    """The record of an answer that a processor of verify dropped."""
-    return DropMarker(
-        id=answer.id,
-        group=answer.group,
-        episode=answer.episode,
-        group_size=1,
-        reason="too short",
-        stage="verify",
-        processor="mine@1",
-    )
 
 
 def suite_answer(version: int, task: int) -> Experience:
@@ -174,7 +157,11 @@ async def answers(log: Log) -> None:
     other = live(23, "call me Theodor", "gladly", subject=subject_name("acme", "bob"))
     await log.publish(topics.EXPERIENCES, sealed(Block((other,)), log.keys, subject_name("acme", "bob")))
     await log.publish(topics.EXPERIENCES, Block((live(24, "made from question 0", "made", parent=made_of[0].id),)))
-    await log.publish(topics.VERIFIED, too_short(made_of[1]))
+    dropped = made_of[1]
+    marker = DropMarker(
+        id=dropped.id, group=dropped.group, episode=0, group_size=1, reason="too short", stage="verify", processor="mine@1"
+    )  # fmt: skip
+    await log.publish(topics.VERIFIED, marker)
     for value in (0.0, 1.0):
         said = Feedback(ref=answer_id(made_of[0].id), id=f"f{value}", value=value, source="user", rater="r")
         await log.publish(topics.VERIFIED, said)
@@ -185,161 +172,69 @@ async def answers(log: Log) -> None:
     await log.publish(topics.BATCHES, Batch(run="t", token=1, step=9, version=4, items=(item,)))
 
 
-Opened = Callable[[Settings, Store], AbstractAsyncContextManager[Log]]
-
-
-@asynccontextmanager
-async def in_memory(settings: Settings, store: Store) -> AsyncIterator[Log]:
-    """The log of `fill`."""
-    log = Log(MemoryBus(), "t", store=store)
-    await fill(log)
-    yield log
-
-
-@asynccontextmanager
-async def at_work(settings: Settings, store: Store) -> AsyncIterator[Log]:
-    """The log of `fill`, of an hour ago, where every role tells what it does: ten seconds ago, and each second from now on."""
-    ago_ms = 3_600_000
-    log = Log(MemoryBus(lambda: wall_ms() - ago_ms), "t", store=store)
-    await fill(log)
-    ago_ms = 10_000
-    began_ms = log_ms = wall_ms() - ago_ms
-
-    async def tell() -> None:
-        for role, counters, gauges in WORK:
-            done = {name: (log_ms - began_ms) / 1000 * rate for name, rate in counters.items()}
-            report = Progress(role=role, instance=f"{role}/1", version=7, state="at work", counters=done, gauges=gauges)
-            await log.publish(topics.REPORTS, report)
-
-    async def go_on() -> None:
-        nonlocal log_ms
-        while True:
-            log_ms = wall_ms()
-            await tell()
-            await asyncio.sleep(1.0)
-
-    await tell()
-    ago_ms = 0
-    telling = asyncio.create_task(go_on())
-    yield log
-    telling.cancel()
-
-
-# Of each role what it counts in a second, and its gauges.
-WORK: tuple[tuple[str, dict[str, float], dict[str, float]], ...] = (
-    ("master", {"issued{kind=groups}": 1.5}, {"outstanding_groups": 40.0, "tasks": 12.0}),
-    ("explore", {"tokens": 2733.0}, {"episodes_in_flight": 16.0}),
-    ("serve", {"answers{end=whole}": 2.0, "requests{route=/v1/chat/completions}": 3.0}, {"answers_running": 5.0}),
-    ("process", {"experiences_in{stage=verify}": 80.0, "closures{outcome=buffered}": 8.0}, {"groups_pending": 21.0}),
-    (
-        "train",
-        {"steps": 0.29, "experiences_trained": 75.0, "alarms{alarm=live/chi2}": 0.1},
-        {"groups_waiting": 64.0},
-    ),
-)
-
-
-BROKER_TOML = """
-app = "test-{app}"
-[kafka]
-bootstrap_servers = "{kafka}"
-partitions = 1
-[policy]
-model = "model"
-[store]
-url = "store"
-"""
-
-
 class Console:
-    """A console that serves: where, with which keys, and what it reads."""
+    """A console over the log of `fill` that serves in a thread of its own."""
 
-    def __init__(self, opened: Opened) -> None:
-        self._opened = opened
+    def __init__(self) -> None:
         self.url = ""
         self.store = MemoryStore()
         self.keys: dict[str, str] = {}
-        self.log: Log
-        self.reading: Reading
-        self.access: ConsoleAccess
-        self.routes: Sequence[BaseRoute]
         self.ahead_s = 0.0  # how far the clock of its doors is ahead; only grows
-        self.loop: asyncio.AbstractEventLoop
+        self.log: Log
+        self.routes: Sequence[BaseRoute]
         self.ready = threading.Event()
-        self.fault: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop
         self._server: HttpServer
 
     def run(self, settings: Settings, config: Path) -> None:
-        """Until `stop`, in the thread of whoever calls."""
+        """Serve until `stop`."""
         try:
-            asyncio.run(self._run(settings, config))
-        except BaseException as error:
-            self.fault = error
-            raise
+            asyncio.run(self._serve(settings, config))
         finally:
             self.ready.set()
 
-    async def _run(self, settings: Settings, config: Path) -> None:
-        self.loop = asyncio.get_running_loop()
-        async with self._opened(settings, self.store) as self.log:
-            await self._serve(settings, config)
-
     async def _serve(self, settings: Settings, config: Path) -> None:
-        for name, scope, lives_s in (
-            ("look", "look", 0.0), ("unseal", "unseal", 0.0), ("serve", "serve", 0.0), ("revoked", "unseal", 0.0),
-            ("expired", "unseal", -1.0),
-        ):  # fmt: skip
+        self._loop, self.log = asyncio.get_running_loop(), Log(MemoryBus(), "t", store=self.store)
+        await fill(self.log)
+        scopes: dict[str, Scope] = {
+            "look": "look",
+            "unseal": "unseal",
+            "serve": "serve",
+            "revoked": "unseal",
+            "expired": "unseal",
+        }
+        for name, scope in scopes.items():
+            lives_s = -1.0 if name == "expired" else 0.0
             made_key, self.keys[name] = create_key(
-                self.store, tenant="acme", scopes=(scope,), train="no", rpm=0, tpm=0, lives_s=lives_s  # type: ignore[arg-type]
-            )  # fmt: skip
+                self.store, tenant="acme", scopes=(scope,), train="no", rpm=0, tpm=0, lives_s=lives_s
+            )
             if name == "revoked":
                 revoke_key(self.store, made_key.id)
         sock = bound("127.0.0.1:0")
         address = f"127.0.0.1:{sock.getsockname()[1]}"
-        self.url = f"http://{address}"
-        state = settings.folder / "state"
-        self.access = ConsoleAccess(self.store, LINK, lambda: time.time() + self.ahead_s)
-        async with made(
-            settings,
-            self.log,
-            state,
-            access=self.access,
-            command=SettingsFile(config).arguments,
-            address=address,
-            every_s=OFTEN_S,
-        ) as (app, reading):
-            self.reading = reading
+        access = ConsoleAccess(self.store, LINK, lambda: time.time() + self.ahead_s)
+        command, state = SettingsFile(config).arguments, settings.folder / "state"
+        run = made(settings, self.log, state, access=access, command=command, address=address, every_s=OFTEN_S)
+        async with run as (app, reading):
             assert isinstance(app, SecurityHeaders) and isinstance(app.app, Starlette)
-            self.routes = app.app.routes
+            self.url, self.routes = f"http://{address}", app.app.routes
             self._server = make_server(app, 2.0, CONSOLE_BOUNDS)
             serving = asyncio.create_task(self._server.serve(sockets=[sock]))
             await until(lambda: self._server.started and is_read(reading))
             self.ready.set()
             await serving
 
-    def publish(self, record: Directive | Block | DeadLetter, topic: Topic = topics.POLICIES) -> None:
-        """Put a record into the log, and wait until the console's index has read it."""
+    def newest_order(self) -> Directive:
+        """The newest order in the log."""
 
-        async def put() -> None:
-            await self.log.publish(topic, record)
-            ends = await bounds_now(self.log, PAGED)
-            while any(records_left(ends, await self.reading.rows(read_offsets)).values()):  # noqa: ASYNC110 (SQLite tells nobody)
-                await asyncio.sleep(OFTEN_S)
+        async def read() -> Directive:
+            return [message.value async for message in self.log.read_all(topics.POLICIES)][-1]  # type: ignore[return-value]
 
-        asyncio.run_coroutine_threadsafe(put(), self.loop).result(timeout=20)
-
-    def newest(self, kind: type[Kind], topic: Topic = topics.POLICIES) -> Kind:
-        """The newest record of a kind in that log."""
-
-        async def read() -> list[Kind]:
-            found = [message.value async for message in self.log.read_all(topic)]
-            return [value for value in found if isinstance(value, kind)]
-
-        return asyncio.run_coroutine_threadsafe(read(), self.loop).result(timeout=20)[-1]
+        return asyncio.run_coroutine_threadsafe(read(), self._loop).result(timeout=20)
 
     def stop(self) -> None:
         """End it."""
-        self.loop.call_soon_threadsafe(self._server.leave)
+        self._loop.call_soon_threadsafe(self._server.leave)
 
 
 def is_read(reading: Reading) -> bool:
@@ -392,7 +287,7 @@ def folded(folder: Path, *makes: Callable[[Log], Awaitable[object]], keep_ms: fl
 
 
 @contextmanager
-def browser(here: "Console", key: str = "") -> Iterator[httpx.Client]:
+def browser(here: Console, key: str = "") -> Iterator[httpx.Client]:
     """A browser that has signed in with a key, if that opens."""
     # It speaks without TLS: certificates that are not read cost no time.
     with httpx.Client(base_url=here.url, headers={"origin": here.url}, verify=False) as client:
@@ -407,21 +302,18 @@ def form_token(client: httpx.Client, path: str = "/versions") -> str:
 
 
 @asynccontextmanager
-async def looking(
-    folder: Path, log: Log, console: ConsoleConfig | None = None
-) -> AsyncIterator[tuple[httpx.AsyncClient, Reading]]:
-    """Somebody who looks at a console over a log, in this process. folder: of the run."""
-    settings = Settings(app="t", folder=folder, console=console or ConsoleConfig())
-    async with looking_at(settings, log, folder / "state") as found:
+async def looking(folder: Path, log: Log) -> AsyncIterator[tuple[httpx.AsyncClient, Reading]]:
+    """A viewer of a console over a log, in this process. folder: of the run."""
+    async with looking_at(Settings(app="t", folder=folder), log, folder / "state") as found:
         yield found
 
 
 @asynccontextmanager
 async def looking_at(
-    settings: Settings, log: Log, state: Path, address: str = "127.0.0.1:1", *, is_built: bool = True
+    settings: Settings, log: Log, state: Path, *, is_built: bool = True
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Reading]]:
-    """Somebody who looks at a console with these settings at an address; is_built: once it has read what there is."""
-    access = ConsoleAccess(MemoryStore(), LINK)
+    """A viewer of a console with these settings; is_built: once it has read the log."""
+    access, address = ConsoleAccess(MemoryStore(), LINK), "127.0.0.1:1"
     run = made(settings, log, state, access=access, command=(), address=address, every_s=OFTEN_S)
     async with run as (app, reading):
         reading.held_s = 0.0
@@ -434,16 +326,15 @@ async def looking_at(
 
 
 @contextmanager
-def console(toml: str = TOML, opened: Opened = in_memory) -> Iterator[Console]:
-    """A console over a log, that of `fill` unless another is opened."""
+def console(toml: str = TOML) -> Iterator[Console]:
+    """A console that serves."""
     with tempfile.TemporaryDirectory() as name:
-        config = Path(name) / "headrace.toml"
+        config, here = Path(name) / "headrace.toml", Console()
         config.write_text(toml)
-        here = Console(opened)
         thread = threading.Thread(target=here.run, args=(load_settings(config), config), daemon=True)
         thread.start()
         here.ready.wait(timeout=60)
-        assert here.fault is None and here.url, here.fault
+        assert here.url, "it did not start: see the error of its thread"
         try:
             yield here
         finally:

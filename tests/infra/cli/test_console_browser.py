@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from infra.cli.terminal import printable
-from schemas import Block, Message, topics
-from tests.infra.cli.console_rig import HOSTILE, LINK, SECRET, SESSION, Console, at_work, console, live
+from tests.infra.cli.console_rig import LINK, SECRET, SESSION, Console, console
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, ViewportSize
@@ -111,19 +109,6 @@ class WatchedPage:
             assert not beyond, f"{name}, {width} wide: {beyond}"
         self.page.set_viewport_size(VIEWPORT)
 
-    def sound_by_day_and_night(self, name: str, folder: Path) -> None:
-        """`sound` in light and in dark, of a page that cannot be asked for twice."""
-        for scheme in ("light", "dark"):
-            self.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-            self.sound(name, folder)
-
-    def sign_in(self, key: str) -> None:
-        """As a person does, at the door."""
-        self.page.goto(f"{self.url}/enter")
-        self.page.get_by_label("Key").fill(key)
-        self.page.get_by_role("button", name="Sign in").click()
-        self.page.get_by_role("heading", name="Flow", exact=True).wait_for()
-
 
 @pytest.fixture(scope="module")
 def here() -> Iterator[Console]:
@@ -184,25 +169,6 @@ def test_from_the_first_page_links_lead_to_why_a_version_was_not_promoted_and_wh
     assert "First trained into version 5" in text and "question 0 about refunds" in text
 
 
-def test_forty_turns_of_anything_are_shown_whole_and_none_is_executed(
-    watched: WatchedPage, here: Console, tmp_path: Path
-) -> None:
-    """Markup, what moves a terminal or turns a line, right to left, emoji: each turn as it was written, and nothing runs."""
-    texts = [f"{text} turn {at}" for at, text in enumerate([*HOSTILE.values()] * 10)]
-    turns = tuple(Message(role="user" if at % 2 == 0 else "assistant", content=text) for at, text in enumerate(texts))
-    asked = live(30, "", "", lane="usual", turn=-1, id="turns-1.0-0-0", group="turns-1").with_bulk(messages=turns)
-    here.publish(Block((asked,)), topics.EXPERIENCES)
-    watched.complaints.clear()
-    page = watched.page
-    page.goto(f"{here.url}/answers/{asked.id}")
-    shown = page.locator(".talk pre")
-    assert shown.all_inner_texts() == [printable(text) for text in texts]
-    assert page.title() == f"{asked.id} · t" and shown.locator("*").count() == 0, "no text became markup"
-    directions = [shown.nth(at).evaluate("node => getComputedStyle(node).direction") for at in range(3)]
-    assert directions == ["ltr", "ltr", "rtl"], "each turn begins on its own side"
-    watched.sound("forty-turns-of-anything", tmp_path)
-
-
 def test_a_chart_is_drawn_and_the_pointer_on_it_is_told_the_version_and_its_values(watched: WatchedPage) -> None:
     page = watched.page
     page.goto(f"{watched.url}/learning")
@@ -229,44 +195,16 @@ def test_a_live_page_is_asked_for_again_and_says_when_it_cannot_be(watched: Watc
     watched.complaints.clear()
 
 
-@pytest.fixture(scope="module")
-def busy() -> Iterator[Console]:
-    with console(opened=at_work) as found:
-        yield found
-
-
-@pytest.fixture
-def viewer(chromium: "Browser", busy: Console) -> Iterator[WatchedPage]:
-    """Somebody who looks at a system at work."""
-    found = WatchedPage(chromium, busy.url, "light")
-    found.sign_in(busy.keys["look"])
-    yield found
-    found.context.close()
-
-
-def test_the_picture_of_a_system_at_work_says_of_each_part_how_it_does(viewer: WatchedPage, tmp_path: Path) -> None:
-    picture = viewer.page.get_by_role("region", name="The picture")
-    for name in (
-        "Master, v7: 1.5 tasks issued/s, 40 groups outstanding",
-        "Gateway, v7: 2 answers/s, 5 running, wait for the log: missing",
-        "Trainer, v7: 0.29 steps/s, 75 answers/s, 64 groups wait",
-    ):
-        picture.get_by_role("link", name=name).wait_for()
-    for name in ("group outcomes, from Collect to Master", "hot reload, from Versions to Explorers"):
-        picture.get_by_role("img", name=name).wait_for()
-    wide = "all => all.filter(box => box.scrollWidth > box.clientWidth).map(box => box.innerText)"
-    assert viewer.page.eval_on_selector_all(".columns > section", wide) == [], "no table is wider than its column"
-    viewer.sound_by_day_and_night("flow-at-work", tmp_path)
-
-
 def test_the_door_the_forms_and_an_opened_answer_can_be_used_by_anybody(
-    chromium: "Browser", busy: Console, tmp_path: Path
+    chromium: "Browser", here: Console, tmp_path: Path
 ) -> None:
-    found = WatchedPage(chromium, busy.url, "light")
+    found = WatchedPage(chromium, here.url, "light")
     page = found.page
-    page.goto(f"{busy.url}/enter")
-    found.sound_by_day_and_night("sign-in", tmp_path)
-    found.sign_in(busy.keys["unseal"])
+    page.goto(f"{here.url}/enter")
+    found.sound("sign-in", tmp_path)
+    page.get_by_label("Key").fill(here.keys["unseal"])
+    page.get_by_role("button", name="Sign in").click()
+    page.get_by_role("heading", name="Flow", exact=True).wait_for()
     page.get_by_role("link", name="Privacy").click()
     page.get_by_role("link", name=f"{SESSION}.1-22.0-0-0").click()
     assert SECRET not in page.content()
@@ -274,10 +212,7 @@ def test_the_door_the_forms_and_an_opened_answer_can_be_used_by_anybody(
     page.get_by_role("button", name="Open it once").click()
     page.get_by_text("Opened for this view only").wait_for()
     assert SECRET in page.inner_text("main")
-    found.sound_by_day_and_night("opened", tmp_path)
+    found.sound("opened", tmp_path)
+    page.get_by_role("button", name="Sign out").click()
+    assert "Sign in" in page.inner_text("main")
     found.context.close()
-
-
-def test_a_viewer_signs_out(viewer: WatchedPage) -> None:
-    viewer.page.get_by_role("button", name="Sign out").click()
-    assert "Sign in" in viewer.page.inner_text("main")
