@@ -126,15 +126,17 @@ def nested_section(kind: Any) -> tuple[type[Section], str] | None:
     return None
 
 
-def described(struct: type) -> tuple[str, dict[str, str]]:
-    """Descriptions of a table and of each of its keys.
+def described(struct: type[msgspec.Struct]) -> tuple[str, dict[str, str]]:
+    """Descriptions of a record and of each of its fields.
 
     >>> from infra.settings.config import Keep
     >>> described(Keep)[1]["replay"][:32]
     'Time that replay and audit reach'
     """
     shown, meanings = "", dict(COMMON)
-    for item in reversed([item for item in struct.__mro__ if issubclass(item, Section) and item is not Section]):
+    for item in reversed([item for item in struct.__mro__ if issubclass(item, msgspec.Struct)]):
+        if item in (msgspec.Struct, Section):
+            continue
         fields = {field.name: field.encode_name for field in msgspec.structs.fields(item)}
         shown, found = labelled(inspect.getdoc(item) or "", fields)
         (node,) = ast.parse(textwrap.dedent(inspect.getsource(item))).body

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import pytest
@@ -110,57 +110,20 @@ def test_every_setting_says_what_it_means() -> None:
     assert not list(silent(Settings, ""))
 
 
-class RecordClass(NamedTuple):
-    """The source of one record. where: its module."""
-
-    where: str
-    node: ast.ClassDef
-
-    def silent(self, tables: set[str]) -> list[str]:
-        """Its fields that neither its docstring nor an option's help explains. tables: these have their own."""
-        fields = {ast.unparse(node.target): node for node in self.node.body if isinstance(node, ast.AnnAssign)}
-        meanings = docs.labelled(ast.get_docstring(self.node) or "", {name: name for name in fields})[1]
-        meanings |= docs.strings_below(self.node)
-        if self.node.name in tables:
-            meanings = docs.COMMON | meanings
-        types = {name: ast.unparse(item.annotation) for name, item in fields.items()}
-        return [
-            name
-            for name, kind in types.items()
-            if not (meanings.get(name) or kind.startswith("ClassVar") or "help=" in kind)
-            and not tables & set(re.findall(r"\w+", kind))
-        ]
-
-
-def classes_named_after(classes: list[RecordClass], *roots: str) -> set[str]:
-    """Names of the classes that have one of these among their bases, or a class that has."""
-    found, grown = set[str](), set(roots)
-    while grown - found:
-        found |= grown
-        bases = [
-            (each_class.node.name, {ast.unparse(base).rpartition(".")[2] for base in each_class.node.bases})
-            for each_class in classes
-        ]
-        grown = {name for name, of in bases if of & found}
-    return found - set(roots)
-
-
 def test_every_field_of_a_record_of_the_log_and_of_the_public_face_says_what_it_means() -> None:
-    classes = [
-        RecordClass(name_of(path).removesuffix(".py").replace("/", "."), node)
-        for path in sources("schemas", "infra", "streams", "actors", "trainer")
-        for node in ast.parse(text_of(path)).body
-        if isinstance(node, ast.ClassDef)
-    ]
-    records, tables = classes_named_after(classes, "Struct"), classes_named_after(classes, "Section")
-    held = [
-        each_class
-        for each_class in classes
-        if each_class.node.name in records | tables and not each_class.node.name.startswith("_")
-        if each_class.node.name in headrace.__all__ or each_class.where.startswith("schemas.")
-    ]
-    assert {"Experience", "Batch", "Progress", "Completion", "LossInputs"} <= {item.node.name for item in held}
-    assert {f"{item.where}:{item.node.name}": silent for item in held if (silent := item.silent(tables))} == {}
+    modules = [name_of(path).removesuffix(".py").replace("/", ".") for path in sources("schemas")]
+    things = [thing for name in modules for thing in vars(importlib.import_module(name)).values()]
+    things += [getattr(headrace, name) for name in headrace.__all__]
+    records = {thing for thing in things if isinstance(thing, type) and issubclass(thing, msgspec.Struct)}
+    records = {record for record in records - {msgspec.Struct} if not record.__name__.startswith("_")}
+    assert {"Experience", "Batch", "Progress", "Completion", "LossInputs"} <= {record.__name__ for record in records}
+    silent = {
+        f"{record.__name__}.{field.encode_name}"
+        for record in records
+        for field in msgspec.structs.fields(record)
+        if not docs.described(record)[1].get(field.encode_name) and docs.nested_section(field.type) is None
+    }
+    assert not silent
 
 
 LOOPS = (
