@@ -165,39 +165,33 @@ def test_a_model_that_is_not_there_or_has_no_tokenizer_is_refused(config: Path) 
 class Denying(MemoryStore):
     """A store whose rights lack some verbs."""
 
-    def __init__(self, *denied: str) -> None:
-        super().__init__()
-        self.denied = denied
+    denied: tuple[str, ...] = ()
 
-    def _check(self, verb: str) -> None:
+    def _checked(self, verb: str) -> MemoryStore:
         if verb in self.denied:
             raise StoreError(f"{verb}: AccessDenied")
+        return super()
 
     def put(self, key: str, data: bytes) -> None:
-        self._check("put")
-        super().put(key, data)
+        self._checked("put").put(key, data)
 
     def get(self, key: str) -> bytes:
-        self._check("get")
-        return super().get(key)
+        return self._checked("get").get(key)
 
     def keys(self, prefix: str) -> Iterator[str]:
-        self._check("list")
-        return super().keys(prefix)
+        return self._checked("list").keys(prefix)
 
     def delete(self, key: str) -> None:
-        self._check("delete")
-        super().delete(key)
+        self._checked("delete").delete(key)
 
 
 @pytest.mark.parametrize("denied", [(), ("get",), ("list",), ("delete",), ("list", "get"), ("put",), ("put", "get")])
 def test_each_right_that_a_bucket_lacks_is_named(denied: tuple[str, ...]) -> None:
-    store = Denying(*denied)
+    store = Denying()
+    store.denied = denied
     said = object_fault(store, "checks/check-1")
-    expected = denied[:1] if "put" in denied else denied  # what was not put cannot be asked for
-    assert [verb for verb in ("put", "list", "get", "delete") if f"may not {verb}" in said] == sorted(
-        expected, key=("put", "list", "get", "delete").index
-    )
+    named = {verb for verb in ("put", "list", "get", "delete") if f"may not {verb}" in said}
+    assert named == set(denied[:1] if "put" in denied else denied), "what was not put cannot be asked for"
     store.denied = ()
     assert list(store.keys("")) == (["checks/check-1"] if "delete" in denied else [])
 

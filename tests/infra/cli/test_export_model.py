@@ -149,15 +149,6 @@ def test_an_adapter_is_merged_into_its_base_or_written_as_peft_writes_it(
     assert not (tmp_path / "wrong").exists()
 
 
-def test_whole_weights_are_no_adapter_to_export(tmp_path: Path) -> None:
-    store = MemoryStore()
-    new = NewVersion(policy="main", token=3, version=7, parent=-1, step=7)
-    event = publish(store, new, {"w": from_numpy(np.ones(4, np.float32))}, previous=None, probe=None)
-    settings = Settings(app="t", policy=PolicyConfig(model="base"), folder=tmp_path)
-    with pytest.raises(ConfigError, match="--adapter: version 7 is full weights"):
-        export(store, event, settings, tmp_path / "v7", about(event), alone=True)
-
-
 def test_a_folder_that_holds_anything_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for taken in (tmp_path, tmp_path / "notes.txt"):
@@ -166,27 +157,19 @@ def test_a_folder_that_holds_anything_is_refused_and_stays_as_it_is(tmp_path: Pa
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_a_version_that_the_store_no_longer_has_is_named(tmp_path: Path) -> None:
-    (event,) = published_events(3)
-    settings = Settings(app="t", policy=PolicyConfig(model="base"), folder=tmp_path)
-    with pytest.raises(ConfigError, match="version: 3 of main was published, but is not in the store any more"):
-        export(MemoryStore(), event, settings, tmp_path / "v3", about(event))
-    assert not (tmp_path / "v3").exists()
-
-
-def test_damaged_weights_leave_no_folder(tmp_path: Path) -> None:
+def test_what_cannot_be_exported_is_named_and_leaves_no_folder(tmp_path: Path) -> None:
     build_char_model(tmp_path / "base", 0, size=SMALL)
     store = MemoryStore()
-    event = publish(
-        store,
-        NewVersion(policy="main", token=3, version=7, parent=-1, step=7),
-        {"w": from_numpy(np.ones(4, np.float32))},
-        previous=None,
-        probe=None,
-    )
+    new = NewVersion(policy="main", token=3, version=7, parent=-1, step=7)
+    event = publish(store, new, {"w": from_numpy(np.ones(4, np.float32))}, previous=None, probe=None)
+    settings = Settings(app="t", policy=PolicyConfig(model="base"), folder=tmp_path)
+    with pytest.raises(ConfigError, match="--adapter: version 7 is full weights"):
+        export(store, event, settings, tmp_path / "v7", about(event), alone=True)
+    (gone,) = published_events(3)
+    with pytest.raises(ConfigError, match="version: 3 of main was published, but is not in the store any more"):
+        export(store, gone, settings, tmp_path / "v7", about(gone))
     (anchor,) = store.keys("policies/main/3/anchors/")
     store.put(anchor, store.get(anchor)[:-1] + b"x")
-    settings = Settings(app="t", policy=PolicyConfig(model="base"), folder=tmp_path)
     with pytest.raises(PolicyRefused, match="with digest blake3"):
         export(store, event, settings, tmp_path / "v7", about(event))
     assert not (tmp_path / "v7").exists()
@@ -201,17 +184,12 @@ def test_several_files_have_an_index_that_names_every_tensor_once(tmp_path: Path
         assert load_file(tmp_path / file)[name][0] == int(name[1:])
 
 
-def test_a_version_is_named_by_its_number_or_by_what_it_is() -> None:
+def test_a_version_is_named_by_its_number_or_by_what_it_is_and_one_that_is_not_there_with_those_there_are() -> None:
     events = published_events(1, 2, 3)
     moved = PolicyEvent(event="promoted", policy="main", version=2, channel="stable")
-    assert found("1", *events).version == 1
-    assert found("newest", *events).version == 3
-    assert found("stable", *events, moved).version == 2
-
-
-def test_a_version_that_was_retracted_or_never_was_is_one_line_with_those_there_are() -> None:
-    orphaned = PolicyEvent(event="orphaned", policy="main", version=2)
+    named = {name: found(name, *events, moved).version for name in ("1", "newest", "stable")}
+    assert named == {"1": 1, "newest": 3, "stable": 2}
     with pytest.raises(ConfigError, match=r"got 2, which is not published .*; the newest is 3"):
-        found("2", *published_events(1, 2, 3), orphaned)
+        found("2", *events, PolicyEvent(event="orphaned", policy="main", version=2))
     with pytest.raises(ConfigError, match='expected a number, "newest" or "stable"'):
-        found("latest", *published_events(1))
+        found("latest", *events)

@@ -142,13 +142,9 @@ def test_the_command_reads_the_settings_and_says_what_is_full_first(config: Path
     assert figures["computed"] is True
 
 
-def test_what_will_not_keep_up_is_an_exit_code_and_a_line(config: Path) -> None:
+def test_what_will_not_keep_up_is_an_exit_code_and_a_line_and_a_plan_of_nothing_a_mistake(config: Path) -> None:
     result = planned(config, "--requests-per-s", "5000")
     assert result.exit_code == 1 and "will not keep up: stream workers: " in result.stdout
-    assert "full first, of what is known: " in result.stdout
-
-
-def test_a_plan_of_nothing_is_one_line(config: Path) -> None:
     result = planned(config)
     assert result.exit_code == 2 and "--requests-per-s" in result.stderr and len(result.stderr.splitlines()) == 1
 
@@ -213,34 +209,25 @@ def test_predicted_bytes_of_weights_gradients_and_optimizer_are_those_a_learner_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_with_an_adapter_the_base_has_weights_alone_and_the_adapter_all_the_rest(tmp_path: Path, dtype: str) -> None:
+def test_with_an_adapter_the_base_has_weights_alone_and_the_adapter_all_the_rest(tmp_path: Path) -> None:
     folder = build_family(tmp_path / "qwen3", "qwen3")
-    learner = opened(str(folder), dtype=dtype, lora=LoraConfig(rank=4))
+    learner = opened(str(folder), dtype="bfloat16", lora=LoraConfig(rank=4))
     learner.step(batch(0), learning_rate=1e-3, seed=0)
-    app = plan_config(tmp_path, str(folder), "[trainer.lora]\nrank = 4")
-    settings = load_settings(app, [f'trainer.dtype="{dtype}"'])
+    settings = load_settings(plan_config(tmp_path, str(folder), "[trainer.lora]\nrank = 4"))
     found = plan_model(settings, Machine(gpu=80e9, host=2e12, shm=1e11, step_s=120.0))
     rows = {what: value for what, value in found.learner["GPU"].items() if not what.endswith(ROUGH)}
     masters = sum(value.nbytes for value in learner._masters.values())
     assert rows.pop("weights") == sum(parameter.nbytes for parameter in learner.model.module.parameters())
-    assert rows == {"gradients": masters, "moments": 2 * masters} | ({"masters": masters} if dtype != "float32" else {})
-    published = sum(tensor.num_bytes for tensor in learner.tensors().values())
-    assert found.store["a whole version"] == published
-    saved = sum(item.num_bytes for name, item in learner.save().items() if item.shape and name != "adapter")
-    assert saved == 12 * found.size.trained
+    assert rows == {"gradients": masters, "moments": 2 * masters, "masters": masters}
+    assert found.store["a whole version"] == sum(tensor.num_bytes for tensor in learner.tensors().values())
 
 
 @pytest.mark.slow
-def test_every_rank_of_zero_3_holds_its_share(tmp_path: Path) -> None:
+def test_every_rank_of_zero_3_holds_its_share_with_a_reference_and_a_critic() -> None:
     size = model_size(CONFIGS / "qwen3-8b")
-    plan = LearnerPlan(ranks=8, stage=3, dtype="bfloat16", tokens=1024, recomputes=True)
-    rows = learner_state(size, plan)
-    assert rows["weights"] == size.trained * 2 / 8 and rows["moments"] == size.trained * 8 / 8
-    assert rows["gradients"] == size.trained * 4 / 8
-    beside = msgspec.structs.replace(plan, reference=2, critic=True)
-    rows = learner_state(size, beside)
-    assert rows["reference"] == size.trained * 2 / 8 and rows["critic"] == size.trained * (4 + 4 + 4 + 8) / 8
+    plan = LearnerPlan(ranks=8, stage=3, dtype="bfloat16", tokens=1024, recomputes=True, reference=2, critic=True)
+    each = {"weights": 2, "masters": 4, "gradients": 4, "moments": 8, "reference": 2, "critic": 4 + 4 + 4 + 8}
+    assert learner_state(size, plan) == {what: num_bytes * size.trained / 8 for what, num_bytes in each.items()}
 
 
 @pytest.mark.slow
@@ -258,13 +245,3 @@ def test_what_will_not_fit_names_the_setting_and_with_that_setting_it_fits(tmp_p
         '[engine]\nuse = "actors.engines.vllm.engine:VllmEngine"\noptions = { tensor_parallel_size = 2 }',
     )
     assert plan_model(load_settings(mended), machine).problems == ()
-
-
-@pytest.mark.slow
-def test_a_small_shared_memory_is_told_with_what_to_do(tmp_path: Path) -> None:
-    config = plan_config(tmp_path, "qwen3-8b", "activation_checkpointing = true")
-    result = planned(config, "--gpu-gb", "200", "--host-gb", "1000", "--shm-gb", "0.064")
-    assert result.exit_code == 1
-    told = " ".join(result.stdout.split())
-    assert "the versions that engines hold need 32.8 GB in /dev/shm, which has 64.0 MB free" in told
-    assert "--shm-size" in told and "8,190,735,360 parameters" in told and "(computed)" in told
