@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner, Result
 
+from actors.tasksets.files import Broken
 from infra.cli.data import forget, load
 from infra.cli.docs import command_tree
 from infra.cli.look import peek, status, trace
@@ -121,43 +122,35 @@ def test_a_mistake_in_the_file_is_one_line_with_what_got_expected_where(
 
 
 @pytest.mark.parametrize(
-    ("setting", "words"),
+    ("arguments", "words"),
     [
-        ("trainer.max_steps", ["got no '='", "a.b=value"]),
-        ("trainer.max_step=3", ["trainer.max_step", 'did you mean "max_steps"?']),
-        ("app.x=3", ["app is a value", "expected a table"]),
-        ("trainer.max_steps=many", ["trainer.max_steps", "got 'many'"]),
-        ("score.3.name=x", ["score"]),
-        ("a b=1", ["names joined by dots"]),
+        *(
+            (["status", "--set", setting], words)
+            for setting, words in (
+                ("trainer.max_steps", ["got no '='", "a.b=value"]),
+                ("trainer.max_step=3", ["trainer.max_step", 'did you mean "max_steps"?']),
+                ("app.x=3", ["app is a value", "expected a table"]),
+                ("trainer.max_steps=many", ["trainer.max_steps", "got 'many'"]),
+                ("score.3.name=x", ["score"]),
+                ("a b=1", ["names joined by dots"]),
+            )
+        ),
+        (["peek", "bot.bufer"], ["'bufer'", "buffer", "dead-letters"]),
+        (["peek", ""], ["''", "buffer", "dead-letters"]),
+        (["reprocess", "buffer"], ["got 'buffer', expected one of verify, collect, dead-letters"]),
+        (["reprocess", "dead-letters", "--diff"], ["takes no --diff"]),
+        (["audit", "--drain", "--timeout", "soon"], ['got "soon", expected a duration']),
     ],
 )
-def test_a_mistake_in_set_is_one_line(setting: str, words: list[str], config: Path) -> None:
-    line = told(call("status", "-c", str(config), "--set", setting), 2)
+def test_a_mistake_on_the_command_line_is_one_line(arguments: list[str], words: list[str], config: Path) -> None:
+    line = told(call(*arguments, "-c", str(config)), 2)
     assert all(word in line for word in words), line
-
-
-@pytest.mark.parametrize("topic", ["bufer", "bot.bufer", ""])
-def test_an_unknown_topic_is_one_line_that_lists_those_there_are(topic: str, config: Path) -> None:
-    line = told(call("peek", topic, "-c", str(config)), 2)
-    assert "buffer" in line and "dead-letters" in line and repr(topic.removeprefix("bot.")) in line
 
 
 @pytest.mark.parametrize("arguments", [["status"], ["peek", "bot.buffer"], ["audit"]], ids=" ".join)
 def test_a_broker_that_is_not_there_is_one_line_with_its_address(arguments: list[str], config: Path) -> None:
     line = told(call(*arguments, "-c", str(config)), 1)
     assert line.startswith("Kafka at 127.0.0.1:1 is not reachable") and "0.3 s" in line
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["reprocess", "buffer"], "got 'buffer', expected one of verify, collect, dead-letters"),
-        (["reprocess", "dead-letters", "--diff"], "takes no --diff"),
-        (["audit", "--drain", "--timeout", "soon"], 'got "soon", expected a duration'),
-    ],
-)
-def test_an_order_that_cannot_be_is_one_line(arguments: list[str], words: str, config: Path) -> None:
-    assert words in told(call(*arguments, "-c", str(config)), 2)
 
 
 @pytest.mark.parametrize("role", ["train", "explore"])
@@ -185,21 +178,16 @@ def harmless(text: str) -> bool:
     return printable(text) == text
 
 
-def hostile_answer() -> Experience:
-    base = group_block(1).experiences[0]
-    messages = (Message(role="user", content=HOSTILE), Message(role="assistant", content=HOSTILE))
-    return replace(base.with_bulk(messages=messages), lane="live", tenant=HOSTILE.replace("\ud800", ""))
-
-
 CLEAN = HOSTILE.replace("\ud800", "")  # what UTF-8, and so a record, can hold
+
+
+def hostile_answer(text: str) -> Experience:
+    messages = (Message(role="user", content=text), Message(role="assistant", content=text))
+    return replace(group_block(1).experiences[0].with_bulk(messages=messages), lane="live", tenant=CLEAN)
+
+
 RECORDS = [
-    Block(
-        (
-            replace(
-                hostile_answer().with_bulk(messages=(Message("user", CLEAN), Message("assistant", CLEAN))), tenant="t"
-            ),
-        )
-    ),
+    Block((replace(hostile_answer(CLEAN), tenant="t"),)),
     Task(id="t", messages=(Message(role="user", content=CLEAN),), answer=CLEAN, split=CLEAN),
     DeadLetter(
         topic="experiences", partition=0, offset=0, stage=CLEAN, reason=CLEAN, error=CLEAN, value=CLEAN.encode()
@@ -254,14 +242,9 @@ def test_trace_shows_an_answer_and_what_was_said_without_obeying_it(capsys: pyte
     console, written = screen()
     said = Feedback(ref="hr-a1b2.0-3-0", id="x", text=HOSTILE, source="csat", type="label", rater="r")
     closure = Closure(group="g", outcome="dropped", reason=HOSTILE)
-    hostile = hostile_answer()
+    hostile, feedback, closures = hostile_answer(HOSTILE), ((1, said),), ((1, closure),)
     answer = AnswerTrace(
-        id=HOSTILE,
-        published=hostile,
-        judged=hostile,
-        dropped=HOSTILE,
-        feedback=((1, said),),
-        closures=((1, closure),),
+        id=HOSTILE, published=hostile, judged=hostile, dropped=HOSTILE, feedback=feedback, closures=closures
     )
     trace.show_answer(console, answer)
     event = PolicyEvent(event="held", policy="main", version=3, reason=HOSTILE)
@@ -293,15 +276,9 @@ def test_status_forget_keys_and_load_obey_nothing(tmp_path: Path, capsys: pytest
         listed = call("keys", "list", "-c", str(store), *option).output
         assert harmless(said + listed) and ("evil" in listed or not option)
     with load.progress_bar(HOSTILE, 1) as bar:
-        bar.broken(load_broken())
+        bar.broken(Broken(f"rows.jsonl:1 {HOSTILE}", HOSTILE))
     told = capsys.readouterr()
     assert "evil" in told.err and harmless(told.err)
-
-
-def load_broken() -> "load.Broken":
-    from actors.tasksets.files import Broken
-
-    return Broken(f"rows.jsonl:1 {HOSTILE}", HOSTILE)
 
 
 @pytest.mark.parametrize("error", [ConfigError(f"got {HOSTILE}"), RuntimeError(HOSTILE)], ids=["ours", "anybody's"])

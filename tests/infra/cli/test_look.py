@@ -43,24 +43,14 @@ from tests.infra.ledger.ledger_records import RUN, batch, closure
 from tests.schemas.record_samples import CONTROL_KINDS, blocks, controls, example_of
 
 
-async def filled_log(bus: MemoryBus) -> Log:
-    log = Log(bus, "app")
-    await log.create_topics(partitions=2, keep_ms=-1)
-    return log
-
-
-def ticks(log: Log, *partitions: int, first: int = 0):
-    return [log.publish(topics.VERIFIED, Tick(partition=at, due_ms=first + n)) for n, at in enumerate(partitions)]
-
-
 @given(st.lists(st.integers(0, 2), max_size=12), st.integers(0, 5))
 def test_the_newest_records_are_the_last_stored_over_all_partitions(partitions: list[int], last: int) -> None:
     async def main() -> None:
         times = iter(range(10_000))
         log = Log(MemoryBus(lambda: next(times)), "t")
         await log.create_topics(partitions=3, keep_ms=-1)
-        for sent in ticks(log, *partitions):
-            await sent
+        for number, partition in enumerate(partitions):
+            await log.publish(topics.VERIFIED, Tick(partition=partition, due_ms=number))
         found = [item.value.due_ms for item in await newest(log, topics.VERIFIED, last) if isinstance(item.value, Tick)]
         assert found == list(range(len(partitions)))[-last:] if last else found == []
 
@@ -87,7 +77,8 @@ def test_every_process_of_the_last_hour_is_found_with_its_last_report(
 
     async def check() -> None:
         now_ms = [0]
-        log = await filled_log(MemoryBus(lambda: now_ms[0]))
+        log = Log(MemoryBus(lambda: now_ms[0]), "app")
+        await log.create_topics(partitions=2, keep_ms=-1)
         hour = LastHour(log)
         truth: dict[str, list[tuple[float, str]]] = {}
         for at, (second, name, state) in enumerate(said):
@@ -162,9 +153,6 @@ name = "csat"
 use = "mine:csat"
 from = { file = "tickets.jsonl" }
 window = "24h"
-
-[trainer]
-min_publish_interval = "5m"
 
 [trainer.lanes]
 live = { loss = "topr", min_sequences = 64 }
@@ -263,13 +251,7 @@ def test_an_answer_says_what_it_waits_for(tmp_path: Path, records: Records, wait
     assert told(tmp_path, records) == waits
 
 
-@pytest.mark.parametrize(
-    ("lanes", "waits"),
-    [
-        ("[trainer.lanes]\nlive = {}\n", LEAST),
-        ("[trainer.lanes]\nusual = {}\nlive = {}\n", BUFFERS),
-        ("", "no lane takes it: [trainer.lanes] has usual, and it is of lane live"),
-    ],
-)
-def test_a_closed_answer_waits_for_a_step_that_may_take_it(tmp_path: Path, lanes: str, waits: str) -> None:
-    assert told(tmp_path, BUFFERED, more=lanes) == waits
+def test_a_closed_answer_waits_for_a_step_that_may_take_it(tmp_path: Path) -> None:
+    nowhere = "no lane takes it: [trainer.lanes] has usual, and it is of lane live"
+    for lanes, waits in (("usual = {}\nlive = {}\n", BUFFERS), ("usual = {}\n", nowhere)):
+        assert told(tmp_path, BUFFERED, more=f"[trainer.lanes]\n{lanes}") == waits

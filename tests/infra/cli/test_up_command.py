@@ -14,7 +14,6 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
-from rich.console import Console as PlainScreen
 from typer.testing import CliRunner
 
 from infra.cli.demo.char_model import build_char_model
@@ -31,7 +30,6 @@ from infra.cli.run.up import (
     failed_roles,
     role_child,
     roles_to_start,
-    say_when,
     teller,
 )
 from infra.cli.settings import load_settings
@@ -50,17 +48,12 @@ def settings_file(tmp_path: Path, kafka: str = "") -> Path:
     return file
 
 
-def test_the_embedded_broker_is_a_child_only_where_none_is_configured(tmp_path: Path) -> None:
-    broker = broker_child(load_settings(settings_file(tmp_path)))
-    assert broker is not None and str(tmp_path / "kafka") in broker.argv
-    assert broker_child(load_settings(settings_file(tmp_path, 'bootstrap_servers = "a:1"'))) is None
-
-
 def test_every_role_is_a_process_with_the_same_settings_and_outlives_no_broker(tmp_path: Path) -> None:
     file = settings_file(tmp_path)
     settings = load_settings(file)
     broker = broker_child(settings)
-    assert broker is not None
+    assert broker is not None and str(tmp_path / "kafka") in broker.argv
+    assert broker_child(load_settings(file, ["kafka.bootstrap_servers=a:1"])) is None
     for role in ROLES:
         child = role_child(settings, SettingsFile(file, ["a.b=1", "c=2"]), role)
         assert child.argv[3:] == (role, "--config", str(file), "--set", "a.b=1", "--set", "c=2")
@@ -356,26 +349,11 @@ def test_a_port_that_is_taken_is_said_with_the_setting_that_names_another() -> N
             bound(address, "console.listen")
 
 
-async def test_up_prints_the_link_once_the_console_listens_and_not_before(tmp_path: Path) -> None:
-    out = io.StringIO()
-    ready = tmp_path / "console.ready"
-    saying = asyncio.create_task(say_when(ready, "console http://127.0.0.1:8400/enter?link=a", PlainScreen(file=out)))
-    await asyncio.sleep(0.05)
-    assert not out.getvalue()
-    ready.touch()
-    async with asyncio.timeout(30):
-        await saying
-    assert "link=a" in out.getvalue()
-
-
 def test_up_starts_the_console_and_its_link_is_no_argument(tmp_path: Path) -> None:
     file = tmp_path / "headrace.toml"
-    file.write_text('app = "t"\n[console]\nup = false\n')
+    file.write_text('app = "t"\n')
     settings = load_settings(file)
     child = console_child(settings, SettingsFile(file, ["a.b=1"]), "a-secret")
     assert child.argv[3:] == ("console", "--config", str(file), "--set", "a.b=1")
     assert "a-secret" not in child.argv and child.env["HEADRACE_CONSOLE_LINK"] == "a-secret"
-    assert not settings.console.up
-    file.write_text('app = "t"\n')
-    assert load_settings(file).console.up
     assert role_child(settings, SettingsFile(file), "trace").argv[3:5] == ("trace", "--keep-up")

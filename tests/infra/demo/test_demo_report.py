@@ -70,11 +70,6 @@ def evaluated(version: int, correct: int, suite: str = "held-out") -> EvalResult
     return EvalResult(policy="main", version=version, suite=suite, num_tasks=10, num_correct=correct)
 
 
-def test_counters_are_added_up_over_the_processes_a_role_has_had() -> None:
-    reports = [progress("train", 1, steps=5.0), progress("train", 1, steps=9.0), progress("train", 2, steps=4.0)]
-    assert run_of(*enumerate(reports)).counter("train", "steps") == 13.0
-
-
 def test_only_a_master_that_is_done_in_this_run_ends_it() -> None:
     done = Progress(role="master", instance="master/1", master=MasterState(state="done"))
     assert not run_of((-5, done)).done, "that was an earlier process"
@@ -101,26 +96,20 @@ def test_a_line_of_progress_names_phase_steps_version_and_accuracy() -> None:
     assert run.line().endswith("s  issuing: 12 steps, 3,000 experiences trained, v8; held-out 30.0% at v8")
 
 
-def test_the_reported_accuracy_is_of_held_out_versions_0_1_and_the_last() -> None:
+def test_figures_are_of_held_out_versions_of_tokens_and_of_all_processes_that_a_role_has_had() -> None:
     results = [evaluated(0, 0), evaluated(1, 3), evaluated(40, 9), evaluated(41, 10, "dev")]
     assert accuracies(run_of(*enumerate(results)), "held-out") == {
         "accuracy_start": 0.0, "accuracy_after_sft": 0.3, "accuracy_final": 0.9, "accuracy_final_version": 40,
     }  # fmt: skip
     assert accuracies(run_of(), "held-out")["accuracy_final"] is None
-
-
-def test_staleness_is_weighted_by_tokens() -> None:
-    counters = {f"staleness_tokens{{versions={age}}}": count for age, count in ((0, 90.0), (1, 6.0), (2, 4.0))}
-    assert staleness(run_of((0, progress("train", **counters)))) == {
-        "staleness_mean": 0.14, "staleness_max": 2,
-    }  # fmt: skip
+    aged = {f"staleness_tokens{{versions={age}}}": count for age, count in ((0, 90.0), (1, 6.0), (2, 4.0))}
+    assert staleness(run_of((0, progress("train", **aged)))) == {"staleness_mean": 0.14, "staleness_max": 2}
     assert staleness(run_of())["staleness_max"] is None
-
-
-def test_idle_shares_and_failures_come_from_the_roles() -> None:
     busy = {"idle_seconds": 1.0, "learner_seconds": 2.0, "publish_wait_seconds": 0.5, "snapshot_seconds": 0.5}
-    found = measured(run_of((0, progress("train", **busy)), (0, progress("explore", requests_failed=3.0))))
-    assert found["trainer_idle_share"] == 0.25 and found["requests_failed"] == 3
+    run = run_of(
+        (0, progress("train", **busy)), (1, progress("train", 2)), (2, progress("explore", requests_failed=3.0))
+    )
+    assert measured(run)["trainer_idle_share"] == 0.25 and measured(run)["requests_failed"] == 3
 
 
 def test_a_child_that_cannot_go_on_is_named() -> None:
@@ -219,18 +208,11 @@ def test_the_traffic_report_tells_the_stable_channel_by_its_moves_and_what_users
         dict(traffic_rows(found))["liked by users"]
         == "0.0% (0.0% to 0.8%) → 100.0% (99.2% to 100.0%), of 1,200 answers"
     )
-    assert traffic_values(run_of(), tmp_path / "none", "held-out")["users_liked_last"] is None
-
-
-def test_what_was_trained_is_as_old_as_it_was_on_average_over_the_run(tmp_path: Path) -> None:
     reports = [Progress(role="train", instance="train/1", gauges={"live/staleness_mean": age}) for age in (10.0, 30.0)]
-    found = traffic_values(run_of(*enumerate(reports)), tmp_path / "none", "held-out")
-    assert found["live_staleness_mean"] == 20.0
-
-
-def test_users_notes_are_read_in_the_order_of_time(tmp_path: Path) -> None:
+    nobody = traffic_values(run_of(*enumerate(reports)), tmp_path / "none", "held-out")
+    assert (nobody["users_liked_last"], nobody["live_staleness_mean"]) == (None, 20.0)
     points = windows(read_seen(seen(tmp_path, 2 * WINDOW)), START_S)
-    assert [at_s for at_s, _ in points] == [WINDOW - 1.0, 2 * WINDOW - 1.0]
+    assert [at_s for at_s, _ in points] == [WINDOW - 1.0, 2 * WINDOW - 1.0], "in the order of time"
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -34,11 +34,6 @@ def test_every_task_and_engine_gives_settings_that_hold(task: str, engine: str, 
     assert not found.kafka.bootstrap_servers, "it brings its own broker"
 
 
-@pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
-def test_no_demo_waits_between_versions_for_anything_but_answers(task: DemoTask, tmp_path: Path) -> None:
-    assert settings(tmp_path, task=task.name, engine=task.engines[0]).trainer.publish_interval == "0s"
-
-
 def test_an_engine_a_task_does_not_run_on_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'torch', expected one of vllm"):
         settings(tmp_path, traffic=True, engine="torch")
@@ -62,17 +57,3 @@ def test_what_set_says_stands_in_the_file_that_other_commands_read(task: DemoTas
     assert write_settings(msgspec.structs.replace(options, directory=tmp_path / "set", sets=sets)) == config, "goes on"
     with pytest.raises(ConfigError, match="other options"):
         write_settings(msgspec.structs.replace(options, directory=tmp_path / "set", sets=sets[1:]))
-
-
-def test_the_stop_is_decided_on_another_suite_than_the_reported_one(tmp_path: Path) -> None:
-    for task in ("instructions", "add"):
-        found = settings(tmp_path / task, task=task)
-        suites = {suite.suite: suite.tasks for suite in found.master.evals}
-        assert found.master.stop.suite == "dev" and suites["held-out"] >= 200
-
-
-def test_the_same_folder_goes_on_only_with_the_same_options(tmp_path: Path) -> None:
-    settings(tmp_path, seed=1)
-    settings(tmp_path, seed=1)
-    with pytest.raises(ConfigError, match="other options"):
-        settings(tmp_path, seed=2)
