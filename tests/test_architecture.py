@@ -78,9 +78,9 @@ MAX_FUNCTION_LINES = 60
 BUDGETS = {
     "schemas": 2_568,
     "infra": 15_865,
-    "infra/cli": 6_687,
-    "infra/cli/console": 1_787,
-    "infra/cli/demo": 1_217,
+    "infra/cli": 6_585,
+    "infra/cli/console": 1_759,
+    "infra/cli/demo": 1_193,
     "streams": 8_498,
     "actors": 15_717,
     "actors/master/gate": 771,
