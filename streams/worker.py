@@ -186,7 +186,6 @@ def _progress(
             metrics.gauge("groups_pending").set(waiting.groups)
             oldest_s = max(0.0, now_ms() - waiting.oldest_ms) / 1000 if waiting.oldest_ms else 0.0
             metrics.gauge("oldest_waiting_s").set(oldest_s)
-            metrics.gauge("answers_waiting").set(waits.answers)
             metrics.gauge("turns_held").set(waiting.turns)
         in_flight = sum(driver.num_in_flight() for driver in host.drivers.values())
         metrics.gauge("records_in_flight", stage=host.stage).set(in_flight)

@@ -252,7 +252,6 @@ class PolicyFollower:
     async def _let_evals_end(self) -> None:
         held = self._engine.version
         if not await self._gate.released(held, self._hold_s):
-            self._role.metrics.counter("eval_hold_expired").inc()
             _log.warning("eval_hold_expired version=%d", held)
 
     async def _swap(self, policy: Policy, event: PolicyEvent) -> None:
@@ -273,7 +272,6 @@ class PolicyFollower:
         metrics.counter("reloads").inc()
         metrics.gauge("policy_version").set(version)
         self.times.pause_ms.append(report.pause_ms)
-        metrics.histogram("reload_pause_s").observe(report.pause_ms / 1000)
         published_ms = self._published_ms.pop(version, 0)
         if published_ms >= self._since_ms:  # older ones waited for this process to begin
             self.times.publish_to_serving_ms.append(max(0.0, time.time() * 1000 - published_ms))

@@ -164,10 +164,6 @@ class _Loops(msgspec.Struct, frozen=True):
     async def _tell(self, state: str, life: Life) -> None:
         gateway, metrics = self.gateway, self.role.metrics
         metrics.gauge("answers_running").set(gateway.limiter.num_taken)
-        metrics.gauge("sessions").set(len(gateway.sessions))
-        metrics.gauge("sessions_bytes").set(gateway.sessions.num_bytes)
-        metrics.gauge("conversations").set(len(gateway.conversations))
-        metrics.gauge("conversations_bytes").set(gateway.conversations.total_size)
         metrics.gauge("outbox_waiting").set(gateway.outbox.num_waiting)
         metrics.gauge("policy_version").set(gateway.engine.version)
         for name, value in self.follower.times.gauges().items():

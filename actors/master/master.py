@@ -63,7 +63,7 @@ async def run_master(role: Role, config: MasterConfig, *, finish: asyncio.Event 
     starts[REPORTS.name] = later(await lately(log), places.get(REPORTS.name, {}))
     decide = _decide(log, plan, metrics, finish, starts, lambda at: snapshots.take(plan, policy, at))
     report = _report(role, plan, config.report_s)
-    prune = _prune(log, metrics, int(duration_s(floor.keep.replay) * 1000))
+    prune = _prune(log, int(duration_s(floor.keep.replay) * 1000))
     await run_until(role.stop, decide, report, snapshots.write(), prune)
     if plan.state != "done":
         await _tell(role, plan, "stopped")
@@ -147,7 +147,7 @@ def take_in(plan: Plan, metrics: Metrics, message: LogMessage) -> None:
         plan.closure(record, message.timestamp_ms)
         metrics.counter("closures_read", outcome=record.outcome, reason=record.reason).inc()
     elif isinstance(record, Drawn):
-        metrics.counter("groups_drawn").inc(plan.drawn(record))
+        plan.drawn(record)
     elif isinstance(record, Progress):
         plan.progress(record, message.timestamp_ms)
     elif isinstance(record, PolicyEvent):
@@ -174,7 +174,6 @@ async def _act(log: Log, plan: Plan, metrics: Metrics, partitions: Iterator[int]
 async def _publish(log: Log, metrics: Metrics, decisions: Decisions, partitions: Iterator[int]) -> None:
     for result in decisions.results:
         await log.publish(EVALS, result)
-        metrics.counter("eval_results", suite=result.suite).inc()
         metrics.gauge("accuracy", suite=result.suite).set(result.accuracy)
         correct = f"{result.num_correct}/{result.num_tasks * result.num_samples}"
         _log.info("eval suite=%s version=%d correct=%s", result.suite, result.version, correct)
@@ -190,15 +189,13 @@ async def _publish(log: Log, metrics: Metrics, decisions: Decisions, partitions:
             metrics.counter("issued", kind=kind).inc(len(tasks))
 
 
-async def _prune(log: Log, metrics: Metrics, keep_ms: int) -> None:
+async def _prune(log: Log, keep_ms: int) -> None:
     """Remove unclaimed large frames every PRUNE_EVERY_S; a failure is retried the next time."""
     while True:
         await asyncio.sleep(PRUNE_EVERY_S)
         try:
-            removed = await prune_frames(log, today=epoch_day(time.time()), keep_ms=keep_ms)
-            metrics.counter("frames_pruned").inc(removed)
+            await prune_frames(log, today=epoch_day(time.time()), keep_ms=keep_ms)
         except (BrokerUnavailable, StoreError, OffsetOutOfRange, UnknownMajor) as error:
-            metrics.counter("prunings_failed").inc()
             _log.warning("frames_not_pruned error=%s", error)
 
 

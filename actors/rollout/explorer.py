@@ -144,8 +144,8 @@ async def _accept(message: LogMessage, runtime: RolloutRuntime, scheduler: Sched
         reason = "bad frame" if message.error is not None else "not an issued task"
         runtime.role.metrics.counter("dead_letters", reason=reason).inc()
         await runtime.role.log.dead_letter(message, stage=GROUP, reason=reason)
-    elif not scheduler.waiting.add(task):
-        runtime.role.metrics.counter("duplicate_tasks").inc()
+    else:
+        scheduler.waiting.add(task)
 
 
 async def _dispatch(runtime: RolloutRuntime, scheduler: Scheduler) -> None:
@@ -154,7 +154,6 @@ async def _dispatch(runtime: RolloutRuntime, scheduler: Scheduler) -> None:
             scheduler.changed.clear()
             version = runtime.engine.version
             if passed := scheduler.pass_over(version):
-                runtime.role.metrics.counter("evals_passed").inc(len(passed))
                 await pass_over(passed, VERSION_PASSED, runtime.role.log)
             while (task := scheduler.take(runtime.engine.version)) is not None:
                 group.create_task(_run(task, runtime, scheduler))

@@ -214,10 +214,9 @@ class Log:
     def group(self, name: str) -> str:
         return f"{self.app}.{name}"
 
-    async def read_all(self, topic: Topic, *, until_end: bool = True) -> AsyncGenerator[LogMessage, None]:
-        """All kept records, in partition order; ends at what was the end when called, or with until_end=False never."""
-        messages = self.scan(topic) if until_end else self.tail(topic, "beginning")
-        async with aclosing(messages):
+    async def read_all(self, topic: Topic) -> AsyncGenerator[LogMessage, None]:
+        """All kept records, in partition order; ends at what was the end when called."""
+        async with aclosing(self.scan(topic)) as messages:
             async for message in messages:
                 yield message
 

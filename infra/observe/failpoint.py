@@ -18,6 +18,7 @@ import functools
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -85,14 +86,13 @@ def reach(name: str) -> None:
 
 def write(name: str, data: bytes | memoryview, sink: Callable[[bytes | memoryview], object]) -> None:
     """Give `data` to `sink`, in a place where half of it may be all that is written."""
-    if (armed := _armed()) is None:
-        sink(data)
-    else:
-        armed.write(name, data, sink)
+    if (armed := _armed()) is not None:
+        armed.reach(name, lambda: sink(data[: len(data) // 2]))
+    sink(data)
 
 
 def check() -> None:
-    """Read the variable, again if it was read before: a name there is not is a ConfigError that names the nearest."""
+    """Read the variable, again if it was read before. Raises ConfigError for a name that is not in the table."""
     _armed.cache_clear()
     _armed()
 
@@ -103,26 +103,17 @@ class Armed:
     def __init__(self, text: str) -> None:
         entries = [parse(entry) for entry in filter(None, (part.strip() for part in text.split(",")))]
         self._wanted = {name: (action, nth) for name, action, nth in entries}
-        self._reached: dict[str, int] = {}
+        self._reached: Counter[str] = Counter()
 
-    def due(self, name: str) -> str:
-        """Count one more time; the action that is due now, "" for none."""
+    def reach(self, name: str, write_half: Callable[[], object] = lambda: None) -> None:
+        """Count one more time, and do what is due now."""
         assert name in POINTS, f"no failpoint {name!r}: add it to the table"
         action, nth = self._wanted.get(name, ("", 0))
-        self._reached[name] = self._reached.get(name, 0) + 1
-        return action if self._reached[name] == nth else ""
-
-    def reach(self, name: str) -> None:
-        if action := self.due(name):
-            _do(name, action)
-
-    def write(self, name: str, data: bytes | memoryview, sink: Callable[[bytes | memoryview], object]) -> None:
-        """Count one more time, and write what is due to be written before the end."""
-        if action := self.due(name):
+        self._reached[name] += 1
+        if self._reached[name] == nth:
             if action in ("tear", "full"):
-                sink(data[: len(data) // 2])
+                write_half()
             _do(name, action)
-        sink(data)
 
 
 def parse(entry: str) -> tuple[str, str, int]:
@@ -133,8 +124,7 @@ def parse(entry: str) -> tuple[str, str, int]:
         nearest = difflib.get_close_matches(name, POINTS, n=1, cutoff=0.0)[0]
         raise ConfigError(f"{VARIABLE}: no failpoint {name!r}; the nearest is {nearest!r}")
     if action not in POINTS[name].actions:
-        fault = "makes no sense there" if action in ACTIONS else "is no action"
-        raise ConfigError(f"{VARIABLE}: {name}: {action!r} {fault}, expected one of {', '.join(POINTS[name].actions)}")
+        raise ConfigError(f"{VARIABLE}: {name}: got {action!r}, expected one of {', '.join(POINTS[name].actions)}")
     if at and not (number.isdecimal() and int(number) > 0):
         raise ConfigError(f"{VARIABLE}: {name}: got @{number}, expected a number of 1 or more")
     return name, action, int(number or 1)

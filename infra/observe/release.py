@@ -27,18 +27,12 @@ def full_release() -> str:
 
 @cache
 def commit(root: Path = ROOT) -> str:
-    """The commit of a checkout, with "+changes" where files that git knows differ from it; "" outside of one."""
+    """The commit of a checkout, with "+changes" if files that git knows differ from it; "" outside of a checkout."""
     if not (root / ".git").exists():
         return ""
-    found = [_git(root, "rev-parse", "--short=12", "HEAD"), _git(root, "status", "--porcelain", "--untracked-files=no")]
-    if None in found or not found[0]:
-        return ""
-    return f"{found[0]}+changes" if found[1] else found[0]
-
-
-def _git(root: Path, *arguments: str) -> str | None:
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes"]
     try:
-        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+        return ""
+    return done.stdout.strip()

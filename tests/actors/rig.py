@@ -160,7 +160,7 @@ class TopicArrivals:
         self.records: list[object] = []
 
     async def listen(self) -> None:
-        async for message in self.log.read_all(self.topic, until_end=False):
+        async for message in self.log.tail(self.topic, "beginning"):
             assert message.error is None
             self.records.append(message.value)
 
@@ -184,7 +184,7 @@ async def streams(log: Log, *, correct: Callable[[Experience], bool] = lambda _:
             await log.publish(PROGRESS, closure)
 
     async def raw() -> None:
-        async for message in log.read_all(EXPERIENCES, until_end=False):
+        async for message in log.tail(EXPERIENCES, "beginning"):
             assert isinstance(message.value, Block)
             first = message.value.experiences[0]
             if first.suite:
@@ -197,7 +197,7 @@ async def streams(log: Log, *, correct: Callable[[Experience], bool] = lambda _:
                 )
 
     async def stubs() -> None:
-        async for message in log.read_all(VERIFIED, until_end=False):
+        async for message in log.tail(VERIFIED, "beginning"):
             if isinstance(stub := message.value, DropMarker):
                 await seen(stub.group, stub.attempt, stub.episode, stub.group_size, stub.sequence)
 

@@ -244,7 +244,7 @@ async def feed_stages(log: Log, floor: Floor) -> None:
 
     async def feed(topic: Topic, driver: WindowDriver | CollectDriver) -> None:
         driver.assigned(set(range(PARTITIONS)), 0)
-        async for message in log.read_all(topic, until_end=False):
+        async for message in log.tail(topic, "beginning"):
             await driver.accept(Taken(message.record))
 
     metrics, bus = Metrics("process"), log.bus

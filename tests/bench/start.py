@@ -129,7 +129,7 @@ async def works(settings: Settings, role: str) -> None:
 
 async def answered(config: Path) -> None:
     """Return once there is an experience in the log of these settings."""
-    async with awaited_log(config) as log, aclosing(log.read_all(topics.EXPERIENCES, until_end=False)) as messages:
+    async with awaited_log(config) as log, aclosing(log.tail(topics.EXPERIENCES, "beginning")) as messages:
         async for _ in messages:
             return
 

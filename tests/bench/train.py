@@ -107,7 +107,7 @@ async def headrace(folder: Path, settings: Settings, engine: str, seed: int, min
 
     async def read(found: Log, topic: Topic) -> None:
         nonlocal begin, begun, accuracy, spent
-        async for message in found.read_all(topic, until_end=False):
+        async for message in found.tail(topic, "beginning"):
             record, now = message.value, (time.perf_counter(), cpu_s(child.pid))
             if isinstance(record, PolicyEvent) and record.event == "published" and record.version == 1:
                 begin = now

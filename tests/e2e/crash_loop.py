@@ -188,7 +188,7 @@ async def follow_reports(log: Log, seen: RolesSeen) -> None:
     """Keep `seen` up to date, whatever happens to the broker."""
     while True:
         try:
-            async for message in log.read_all(topics.REPORTS, until_end=False):
+            async for message in log.tail(topics.REPORTS, "beginning"):
                 seen.heard_s = message.timestamp_ms / 1000
                 if isinstance(message.value, Progress):
                     report = message.value

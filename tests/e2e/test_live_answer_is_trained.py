@@ -87,7 +87,7 @@ def other(number: int) -> Block:
 async def trained(log: Log, name: str) -> tuple[Batch, BatchItem]:
     """The journal's batch that trains this experience."""
     async with asyncio.timeout(120):
-        async for message in log.read_all(BATCHES, until_end=False):
+        async for message in log.tail(BATCHES, "beginning"):
             if isinstance(message.value, Batch):
                 for item in message.value.items:
                     if item.id == name:
@@ -122,7 +122,7 @@ async def rated_at_the_end(log: Log, http: httpx.AsyncClient, answer: str, clock
     accepted = await http.post("/v1/feedback", json={"answer_id": answer, "value": 1, "id": "f-1"})
     assert accepted.status_code == 202
     async with asyncio.timeout(60):
-        async for message in log.read_all(VERIFIED, until_end=False):
+        async for message in log.tail(VERIFIED, "beginning"):
             if isinstance(message.value, Feedback):
                 break
     clock.now_ms += 1

@@ -146,7 +146,7 @@ async def through(log: Log, group: str) -> None:
     """Until a record that is published now has gone through the stream worker."""
     await log.publish(EXPERIENCES, block(answer(group, 0, size=1)))
     async with asyncio.timeout(90):
-        async for message in log.read_all(VERIFIED, until_end=False):
+        async for message in log.tail(VERIFIED, "beginning"):
             if isinstance(message.value, Block) and message.value.experiences[0].group == group:
                 return
 

@@ -299,7 +299,7 @@ async def skip_once_gone(log: Log) -> list[Lost]:
 
 async def first_verified(log: Log) -> None:
     async with asyncio.timeout(60):
-        async for message in log.read_all(VERIFIED, until_end=False):
+        async for message in log.tail(VERIFIED, "beginning"):
             if isinstance(message.value, Block):
                 return
 
@@ -346,7 +346,7 @@ async def test_a_worker_whose_broker_falls_silent_ends_by_itself(app_name: str, 
             command = worker_command(app_name, broker.bootstrap, tmp_path, deadline_s=25.0)
             with started(command, said) as process:
                 async with asyncio.timeout(60):
-                    async for message in log.read_all(REPORTS, until_end=False):
+                    async for message in log.tail(REPORTS, "beginning"):
                         if isinstance(message.value, Progress) and message.value.partitions.get("collect"):
                             break
                 for group in range(200):

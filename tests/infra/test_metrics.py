@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.observe.failpoint import POINTS, Armed, parse
+from infra.observe.failpoint import POINTS, VARIABLE, Armed, check, parse, write
 from infra.observe.measures import HELP, MEASURES, Measure
 from infra.observe.metrics import MAX_CONNECTIONS, Metrics
 from infra.observe.release import release
@@ -68,7 +68,7 @@ def test_every_sample_of_a_scrape_bears_the_app_and_reports_do_not() -> None:
     metrics = Metrics("train", "main")
     metrics.counter("dropped", reason="too short").inc()
     metrics.gauge("usual/ess").set(0.5)
-    metrics.histogram("reload_pause_s").observe(0.2)
+    metrics.histogram("request_s", route="/v1/chat/completions").observe(0.2)
     samples = [line for line in metrics.exposition().decode().splitlines() if not line.startswith("#")]
     assert len(samples) > 20 and all('app="main"' in line for line in samples)
     assert metrics.snapshot() == {"dropped{reason=too short}": 1.0, "usual/ess": 0.5}
@@ -166,7 +166,7 @@ def test_a_scrape_has_the_names_the_units_and_the_meanings_of_the_table() -> Non
     metrics.gauge("reload_pause_ms_p50").set(30)
     metrics.gauge("reload_pause_ms_p95").set(40)
     metrics.counter("dropped", reason="too short").inc(2)
-    metrics.histogram("reload_pause_s").observe(0.2)
+    metrics.histogram("request_s", route="/v1/chat/completions").observe(0.2)
     lines = metrics.exposition().decode().splitlines()
     for line in (
         'headrace_step_ess{lane="usual"} 0.5',
@@ -175,7 +175,7 @@ def test_a_scrape_has_the_names_the_units_and_the_meanings_of_the_table() -> Non
         'headrace_recent_reload_pause_seconds{percentile="50"} 0.03',
         'headrace_recent_reload_pause_seconds{percentile="95"} 0.04',
         'headrace_dropped_total{reason="too short"} 2.0',
-        'headrace_reload_pause_seconds_bucket{le="0.2"} 1.0',
+        'headrace_request_seconds_bucket{le="0.2",route="/v1/chat/completions"} 1.0',
         f"# HELP headrace_dropped_total {HELP['headrace_dropped']}",
     ):
         assert line in lines
@@ -211,11 +211,14 @@ def test_a_count_says_which_time_and_each_entry_happens_once() -> None:
     armed.reach("store.before_rename")
 
 
-def test_a_full_disk_keeps_half_and_says_so() -> None:
-    armed = Armed("store.write=full")
-    written: list[bytes] = []
+def test_a_full_disk_keeps_half_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "store.write=full")
+    check()
+    written: list[bytes | memoryview] = []
     with pytest.raises(OSError) as caught:
-        armed.write("store.write", b"12345678", written.append)
+        write("store.write", b"12345678", written.append)
     assert caught.value.errno == errno.ENOSPC and written == [b"1234"]
-    armed.write("store.write", b"12345678", written.append)
+    write("store.write", b"12345678", written.append)
     assert written[1:] == [b"12345678"]
+    monkeypatch.delenv(VARIABLE)
+    check()

@@ -50,7 +50,7 @@ async def until_stored(log: Log, topic: Topic, count: int, within_s: float = 60.
     """Wait until a topic holds so many records."""
     found = 0
     async with asyncio.timeout(within_s):
-        async for _ in log.read_all(topic, until_end=False):
+        async for _ in log.tail(topic, "beginning"):
             found += 1
             if found >= count:
                 return

@@ -131,7 +131,7 @@ TRUE_MS = 1_763_715_600_000
 
 async def feed(log: Log, driver: CollectDriver) -> None:
     """Hand on what comes, ticks too."""
-    async for message in log.read_all(VERIFIED, until_end=False):
+    async for message in log.tail(VERIFIED, "beginning"):
         await driver.accept(KeptDelivery(message.record, generation=1))
 
 
@@ -159,7 +159,7 @@ def test_a_group_of_an_idle_partition_is_closed_in_time_whatever_the_machines_cl
             driver.assigned({0}, 1)
             came = await log.publish(VERIFIED, block(answer("t.0", 0)))  # of two: the group waits for the other
             feeding = tasks.create_task(feed(log, driver))
-            async for closure in log.read_all(PROGRESS, until_end=False):
+            async for closure in log.tail(PROGRESS, "beginning"):
                 if isinstance(closure.value, Closure):
                     break
             feeding.cancel()

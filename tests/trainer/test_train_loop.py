@@ -118,7 +118,7 @@ async def test_groups_past_the_bound_are_dropped_with_a_reason_and_told_to_the_m
     running = asyncio.create_task(train(log, store, ScriptedLearner()))
     told: dict[str, str] = {}
     async with asyncio.timeout(20):
-        async for message in log.read_all(topics.PROGRESS, until_end=False):
+        async for message in log.tail(topics.PROGRESS, "beginning"):
             if isinstance(message.value, Drawn):
                 if message.value.version == 4:
                     await log.publish(topics.BUFFER, stale)

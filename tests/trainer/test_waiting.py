@@ -360,7 +360,7 @@ def test_a_trainer_that_starts_into_a_pause_begins_no_step_tells_what_waits_and_
 async def said_paused(log: Log, groups: int | None = None) -> None:
     """Until the trainer has reported it, and that so many groups wait, if that is asked."""
     async with asyncio.timeout(60):
-        async for message in log.read_all(topics.REPORTS, until_end=False):
+        async for message in log.tail(topics.REPORTS, "beginning"):
             is_paused = isinstance(message.value, Progress) and message.value.state == "paused"
             if is_paused and groups in (None, message.value.gauges["groups_waiting"]):
                 return

@@ -163,7 +163,6 @@ class TrainerReport:
 
     def step(self, step: int, items: list[TrainItem], stats: StepStats, version: int, step_s: float) -> None:
         self.add("steps")
-        self.add("step_seconds", step_s)
         self.add("experiences_trained", len(items))
         for phase, passed_s in stats.seconds.items():
             self.add("phase_seconds", passed_s, phase=phase)

@@ -7,7 +7,6 @@ counts, and nothing is removed that a checkpoint on disk could ask for.
 
 import asyncio
 import logging
-import time
 from contextlib import suppress
 
 import msgspec
@@ -46,14 +45,12 @@ logger = logging.getLogger(__name__)
 class Unwritten(msgspec.Struct, frozen=True):
     """A checkpoint in memory.
 
-    checkpoint: all of it but the learner's state. snapshot: the learner's state. made_with: as in Saved. began_s: by the clock
-    of `time.monotonic`, when it was taken.
+    checkpoint: all of it but the learner's state. snapshot: the learner's state. made_with: as in Saved.
     """
 
     checkpoint: Checkpoint
     snapshot: Snapshot
     made_with: dict[str, str]
-    began_s: float
 
 
 async def write_checkpoint(run: Run, version: int) -> None:
@@ -72,12 +69,11 @@ async def snapshot(run: Run, version: int) -> Unwritten:
     if run.saving.unread is not None:
         journal_next, journal_token = run.saving.unread.journal_next, run.saving.unread.journal_token
         position = msgspec.structs.replace(position, journal_next=journal_next, journal_token=journal_token)
-    began_s = time.monotonic()
     with Stopwatch(run.report, "snapshot_seconds"):
         folder = checkpoint.folder(run.name, CheckpointPlace(position.step, run.lease.token))
         taken = await run.in_thread(take_snapshot, run.learner, run.store, folder)
     state = checkpoint.Checkpoint(position=position, learner={}, uses=uses, references=references)
-    return Unwritten(state, taken, await run.in_thread(made_with, run.config, run.floor, run.learner), began_s)
+    return Unwritten(state, taken, await run.in_thread(made_with, run.config, run.floor, run.learner))
 
 
 async def store(run: Run, unwritten: Unwritten) -> None:
@@ -107,7 +103,6 @@ async def store(run: Run, unwritten: Unwritten) -> None:
     run.saving.saved_step = state.position.step
     await tidy(run)
     await run.saving.in_thread(give_back_freed)  # copies of what was written lay between what stays
-    run.report.add("checkpoint_seconds", time.monotonic() - unwritten.began_s)
     run.report.add("checkpoints")
 
 

@@ -135,7 +135,6 @@ class Outbox:
         self._in_hand = len(batch)
         if not self._queue:
             self._offered.clear()
-        self._metrics.gauge("outbox_queued").set(len(self._queue))
         direct = self.direct
         ready: list[tuple[Outgoing, Control | Block]] = []
         sending: list[asyncio.Task[bool]] = []
@@ -200,13 +199,11 @@ class Outbox:
 
     async def _deposited(self) -> bool:
         """Deposit held keys; True if the store has all of them."""
-        self._metrics.gauge("keys_held").set(self._held.num_held)
         try:
             await asyncio.to_thread(self._held.deposit)
         except (StoreError, OSError) as error:
             _log.warning("keys_held count=%d error=%s", self._held.num_held, error)
             return False
-        self._metrics.gauge("keys_held").set(self._held.num_held)
         return True
 
     async def _to_disk(self, unsent: Sequence[tuple[Outgoing, Control | Block]]) -> None:

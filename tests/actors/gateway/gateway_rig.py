@@ -170,7 +170,7 @@ class RunningGateway:
         """The experiences in the order of their requests, once there are so many: partitions come in any order."""
         found: list[Experience] = []
         async with asyncio.timeout(60):
-            async for message in self.log.read_all(EXPERIENCES, until_end=False):
+            async for message in self.log.tail(EXPERIENCES, "beginning"):
                 found += message.value.experiences if isinstance(message.value, Block) else ()
                 if len(found) >= count:
                     break

@@ -107,7 +107,7 @@ async def test_feedback_for_a_canarys_answer_is_taken_by_any_gateway_and_its_rec
 
         told_of: set[tuple[int, int]] = set()
         async with asyncio.timeout(60):
-            async for message in stable.log.read_all(REPORTS, until_end=False):
+            async for message in stable.log.tail(REPORTS, "beginning"):
                 report = message.value
                 answered = report.answered if isinstance(report, Progress) else ()
                 told_of |= {(one.version, one.trial) for one in answered if one.answers}

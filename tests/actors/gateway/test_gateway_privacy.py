@@ -82,7 +82,7 @@ async def collected(served: RunningGateway, num_said: int) -> None:
     try:
         async with working(log, StreamsConfig(), served.folder / "state"), asyncio.timeout(120):
             heard = 0
-            async for message in log.read_all(VERIFIED, until_end=False):
+            async for message in log.tail(VERIFIED, "beginning"):
                 heard += isinstance(message.value, Feedback)
                 if heard == num_said:
                     break

@@ -78,7 +78,7 @@ async def test_answers_that_fail_or_refuse_are_told_of_everybody_also_without_co
         clients = (Client(client=TENANT, sessions=4, failed=1, refused=1),)
         wanted = (Answered(version=0, answers=4, failed=1, refused=1, clients=clients),)
         async with asyncio.timeout(60):
-            async for message in served.log.read_all(REPORTS, until_end=False):
+            async for message in served.log.tail(REPORTS, "beginning"):
                 if isinstance(message.value, Progress) and of_a_tenant(message.value.answered) == wanted:
                     break
 

@@ -166,7 +166,7 @@ async def journaled_until(log: Log, enough: Callable[[list[object]], bool]) -> N
     """Until the journal holds enough."""
     found: list[object] = []
     async with asyncio.timeout(60):
-        async for message in log.read_all(topics.BATCHES, until_end=False):
+        async for message in log.tail(topics.BATCHES, "beginning"):
             found.append(message.value)
             if enough(found):
                 return

@@ -65,7 +65,7 @@ async def whole_loop(folder: Path, *, with_master: bool = True) -> AsyncIterator
 async def trained_steps(log: Log, count: int) -> None:
     drawn = 0
     async with asyncio.timeout(60):
-        async for message in log.read_all(PROGRESS, until_end=False):
+        async for message in log.tail(PROGRESS, "beginning"):
             drawn += isinstance(message.value, Drawn)
             if drawn >= count:
                 return

@@ -55,7 +55,7 @@ class Running:
                     return
                 num_bytes, more = num_bytes + len(message["body"]), message.get("more_body", False)
             with suppress(Left):
-                await unless(receive(), self._answer(scope["path"], num_bytes, send), Left)
+                await unless(receive(), self._answer(scope["path"], num_bytes, send), Left)  # type: ignore[arg-type]
         finally:
             self.num_ended += 1
 
