@@ -4,7 +4,7 @@ Guarantees: every experience or task that goes in comes out exactly once, kept o
 dropped it; whatever a step raises, returns or waits for stays its own problem; a kept experience carries the stamp of each
 step that saw it.
 
-    experience step   Experience -> Experience | [Experience, ...] | Drop
+    experience step   Experience -> Experience | Drop
     score step        Experience -> float | Verdict | None, recorded in `scores` under the step's name
     group step        (Experience, ...) -> (Experience | Drop, ..., made...), sees only the group itself
     batch step        (Experience, ...) -> (Experience | Drop, ...), sees all that an optimizer step would train on
@@ -72,7 +72,7 @@ DEFAULT_TIMEOUT_S = 10.0
 
 
 class Step(msgspec.Struct, kw_only=True):
-    """A bound function of a chain. memory: entries per partition. fills: keyword parameters that the chain passes.
+    """A bound function of a chain. memory: entries per partition.
 
     reuse: a score already recorded under this name and version is not asked again. question: hash of a score's options,
     "" for a score whose answers are not kept for reuse.
@@ -86,7 +86,6 @@ class Step(msgspec.Struct, kw_only=True):
     inline: bool = False
     asynchronous: bool = False
     memory: int = 0
-    fills: tuple[str, ...] = ()
     reuse: bool = True
     question: str = ""
     trouble: Trouble = msgspec.field(default_factory=Trouble)
@@ -98,13 +97,11 @@ class Step(msgspec.Struct, kw_only=True):
 
 
 class Context(msgspec.Struct, kw_only=True):
-    """Position of the experiences in the log. time_ms: log-append time. record_offset: of the record, -1 for none. memories: of
-    its partition, by step. turn: waited for before a step that remembers and ended behind the last one, so memories see records
-    in log order; None where records come one at a time. recorded: scores of outside verdicts that need not be asked for again.
+    """State beside the experiences. memories: of their partition, by step. turn: waited for before a step that remembers and
+    ended behind the last one, so memories see records in log order; None where records come one at a time. recorded: scores of
+    outside verdicts that need not be asked for again.
     """
 
-    time_ms: int = 0
-    record_offset: int = -1
     memories: dict[str, Memory] = {}
     turn: ChainTurn | None = None
     recorded: Recorded | None = None
@@ -155,8 +152,7 @@ def make_step(
     unit = mark.of or first
     if mark.kind == "processor" and unit not in UNITS:
         raise ConfigError(f'{name}: first parameter is "{first}", expected {" or ".join(UNITS)}, or @processor(of=)')
-    fills = tuple(p.name for p in parameters if p.name in ("memory", "time_ms", "record_offset"))
-    if ("memory" in fills) != (mark.memory > 0):
+    if any(parameter.name == "memory" for parameter in parameters) != (mark.memory > 0):
         raise ConfigError(f"{name}: a parameter `memory` and @processor(memory=entries) go together, got one of them")
     kind: StepKind = "score" if mark.kind == "score" else cast(Unit, unit)
     bare = getattr(function, "func", function)
@@ -165,7 +161,7 @@ def make_step(
         raise ConfigError(f"{name}: got an async processor with memory, expected a plain function (log order)")
     return Step(
         name=name, version=mark.version, kind=kind, function=function, timeout_s=timeout_s, inline=mark.inline,
-        asynchronous=asynchronous, memory=mark.memory, fills=fills, reuse=reuse, trouble=Trouble(f"{name}@{mark.version}"),
+        asynchronous=asynchronous, memory=mark.memory, reuse=reuse, trouble=Trouble(f"{name}@{mark.version}"),
         question=options_hash(function, options or {}) if kind == "score" and not mark.inline else "",
     )  # fmt: skip
 
@@ -243,10 +239,7 @@ async def _take_turn(context: Context, step: Step, is_behind_memory: bool) -> No
 
 
 def step_extras(step: Step, context: Context) -> Extras:
-    known: dict[str, Any] = {"time_ms": context.time_ms, "record_offset": context.record_offset}
-    if step.memory:
-        known["memory"] = context.memories.setdefault(step.name, Memory(step.memory))
-    return {name: known[name] for name in step.fills}
+    return {"memory": context.memories.setdefault(step.name, Memory(step.memory))} if step.memory else {}
 
 
 async def call_step(step: Step, arguments: Sequence[object], extras: Extras) -> list[object]:
@@ -308,8 +301,6 @@ def _settle(flow: _Flow, step: Step, index: int, member: Experience, result: obj
         return []
     if step.kind == "score":
         return _settle_score(flow, step, index, member, result)
-    if isinstance(result, list):
-        return _settle_list(flow, step, index, member, result)
     return _settle_one(flow, step, index, member, result)
 
 
@@ -345,29 +336,6 @@ def _settle_score(flow: _Flow, step: Step, index: int, member: Experience, resul
     asked = flow.inputs.get(member.id, "")
     given = Score(name=step.name, value=verdict.value, version=version, input=asked)
     return [msgspec.structs.replace(member, scores=(*others, given))]
-
-
-def _settle_list(
-    flow: _Flow, step: Step, index: int, member: Experience, results: Sequence[object]
-) -> list[Experience]:
-    """A list holds the member, or not (then it was replaced), and what was made from it."""
-    own = [result for result in results if isinstance(result, Experience) and result.id == member.id]
-    others = [result for result in results if not (isinstance(result, Experience) and result.id == member.id)]
-    made = _made(flow, others, (member,))
-    next_state = _guarded(accepted, member, own[0]) if own else member
-    if not results:
-        next_state = "got an empty list, expected Drop(reason)"
-    elif len(own) > 1:
-        next_state = f"id: {member.id} is {len(own)} times in the list"
-    fault = made if isinstance(made, str) else next_state
-    if isinstance(made, str) or isinstance(next_state, str):
-        flow.drop(member, index, NONSENSE, f"{step.stamp}: {fault}")
-        return []
-    flow.made_at.update((experience.id, index) for experience in made)
-    if not own:
-        flow.drop(member, index, "replaced", f"by {len(made)} others")
-        return made
-    return [next_state, *made]
 
 
 def _settle_group(flow: _Flow, step: Step, index: int, group: tuple[Experience, ...], result: object) -> None:

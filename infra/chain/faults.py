@@ -37,7 +37,7 @@ _others = operator.attrgetter(
 def accepted(before: Experience, result: object) -> Experience | str:
     """`result` as the next state of `before` (numpy numbers become plain ones), or what is wrong with it."""
     if not isinstance(result, Experience):
-        return f"got {type(result).__name__}, expected Experience, a list of them, or Drop"
+        return f"got {type(result).__name__}, expected Experience or Drop"
     was, now = _identity(before), _identity(result)
     if was != now:
         field = next(index for index in range(len(IDENTITY)) if was[index] != now[index])

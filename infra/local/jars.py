@@ -45,13 +45,12 @@ def read_lock() -> tuple[Jar, ...]:
     return tuple(Jar(*line.replace(" ", ":").split(":")) for line in lines)
 
 
-def class_path(folder: Path | None = None) -> str:
-    """Java class path of the broker, from `folder`, else `HEADRACE_KAFKA_JARS`, else the user's cache, which it fills.
+def class_path() -> str:
+    """Java class path of the broker, from the folder `HEADRACE_KAFKA_JARS`, else the user's cache, which it fills.
 
     Raises ConfigError, naming the ways out, without one.
     """
-    given = folder or os.environ.get(JARS_VARIABLE)
-    if given:
+    if given := os.environ.get(JARS_VARIABLE):
         jars = sorted(Path(given).rglob("*.jar"))
         if not any(path.name.startswith("kafka_2.") for path in jars):
             raise ConfigError(

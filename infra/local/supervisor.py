@@ -39,8 +39,7 @@ class Child(msgspec.Struct, frozen=True, kw_only=True):
     """One process to keep running. env: added to this process's. final_codes: exit codes after which it stays down.
 
     mistakes: exit codes of a cause that a restart may not mend: at the first start the child is given up, later it is
-    tried again for ever. max_failures: failed starts in a row before it is given up. tier: the highest is stopped first,
-    members of a tier together. stop_s: from SIGTERM to SIGKILL.
+    tried again for ever. tier: the highest is stopped first, members of a tier together. stop_s: from SIGTERM to SIGKILL.
     """
 
     name: str
@@ -50,7 +49,6 @@ class Child(msgspec.Struct, frozen=True, kw_only=True):
     cwd: Path | None = None
     final_codes: tuple[int, ...] = (0,)
     mistakes: tuple[int, ...] = ()
-    max_failures: int | None = None
     max_backoff_s: float = MAX_BACKOFF_S
     tier: int = 1
     stop_s: float = 15.0
@@ -161,8 +159,7 @@ class Supervisor:
             lived_s = time.monotonic() - started_s
             state.failures = 1 if lived_s > HEALTHY_S else state.failures + 1
             is_mistake = state.exit_code in child.mistakes
-            too_many = child.max_failures is not None and state.failures > child.max_failures
-            if (is_mistake and not state.restarts and lived_s <= HEALTHY_S) or (too_many and not is_mistake):
+            if is_mistake and not state.restarts and lived_s <= HEALTHY_S:
                 state.given_up = True
                 self._tell(child, "gave_up")
                 return

@@ -85,8 +85,6 @@ class Kafka(Section, frozen=True):
     replication: NonNegative = 0
     """Replication factor of newly created topics. Default 0: the brokers' `default.replication.factor`. From 2 on,
     `min.insync.replicas` is one less, so with 3 you may lose any single broker."""
-    jars: str = ""
-    """Folder of Kafka's jars for the embedded broker. Default "": headrace downloads them."""
     deadline_s: Seconds = 60.0
     """Seconds for which a role retries an unreachable broker before it exits."""
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"

@@ -24,8 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-import msgspec
-
 from infra.cli.connect import connected
 from infra.cli.demo.demo import load_children, prepare, write_settings
 from infra.cli.demo.record import RunRecord
@@ -34,7 +32,7 @@ from infra.cli.options import SettingsFile
 from infra.cli.run.up import broker_child, role_child
 from infra.cli.settings import Settings, load_settings
 from infra.ledger.account import audit
-from infra.local.supervisor import Child, Supervisor
+from infra.local.supervisor import Supervisor
 from infra.log.log import Log
 from schemas import Batch, Block, PolicyEvent, Progress, topics
 from schemas.errors import BrokerUnavailable
@@ -248,11 +246,6 @@ async def follow_run(log: Log, record: RunRecord) -> None:
         await asyncio.sleep(0.5)
 
 
-def patient(child: Child) -> Child:
-    """A child that may die as often as it is shot."""
-    return msgspec.structs.replace(child, max_failures=1_000_000)
-
-
 def changed_settings(options: DemoOptions, changes: Sequence[tuple[str, str]]) -> Path:
     """The demo's settings with CHANGES and others."""
     config = write_settings(options)
@@ -282,9 +275,9 @@ async def crash_loop(
     broker = broker_child(settings)
     assert broker is not None
     loads = load_children(settings, config)
-    roles = [patient(role_child(settings, SettingsFile(config), role)) for role in TARGETS if role != "kafka"]
+    roles = [role_child(settings, SettingsFile(config), role) for role in TARGETS if role != "kafka"]
     record, seen = RunRecord(started_s=time.time()), RolesSeen()
-    async with Supervisor([patient(broker)]) as first:
+    async with Supervisor([broker]) as first:
         await prepare(settings, first, task_of(options.task))
         async with connected(settings) as log, Supervisor([*roles, *loads]) as running:
             acknowledged = Acknowledged(log, folder / "acknowledged.txt")
@@ -296,7 +289,7 @@ async def crash_loop(
             times = await fire(folder, shots, seen, until_s)
             say("draining")
             await running.stop("master")
-            finish = patient(role_child(settings, SettingsFile(config, [*FINISH]), "master"))
+            finish = role_child(settings, SettingsFile(config, [*FINISH]), "master")
             async with Supervisor([finish]):
                 await until(lambda: record.done, seconds=300.0)
             await running.stop()

@@ -126,7 +126,7 @@ class Walk:
         """A stream worker passes each answer through the chain of stage verify: here one score (streams/stages/verify.py)."""
         async for message in self.experiences.arrived():
             assert isinstance(message.value, Block)
-            outcome = await run_chain(self.verify, message.value.experiences, Context(time_ms=message.timestamp_ms))
+            outcome = await run_chain(self.verify, message.value.experiences, Context())
             await self.log.publish(VERIFIED, Block(outcome.kept))
 
     async def group(self) -> None:

@@ -56,10 +56,9 @@ class Stopped(Exception):
 def broker_child(settings: Settings) -> Child | None:
     if settings.kafka.bootstrap_servers:
         return None
-    jars = ("--jars", settings.kafka.jars) if settings.kafka.jars else ()
     return Child(
         name=BROKER,
-        argv=(sys.executable, "-m", "infra.local.broker", str(kafka_folder(settings)), *jars),
+        argv=(sys.executable, "-m", "infra.local.broker", str(kafka_folder(settings))),
         log=settings.folder / "logs" / "kafka.log",
         final_codes=(CONFIG_ERROR,),
         tier=0,

@@ -85,11 +85,12 @@ def test_the_command_stops_cleanly_and_reports_a_dead_broker(tmp_path: Path) -> 
         assert java_processes(folder) == []
 
 
-def test_a_broker_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_a_broker_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jars = tmp_path / "jars"
     jars.mkdir()
     (jars / "kafka_2.13-0.0.jar").touch()
-    broker = EmbeddedKafka(tmp_path / "kafka", jars=jars)
+    monkeypatch.setenv("HEADRACE_KAFKA_JARS", str(jars))
+    broker = EmbeddedKafka(tmp_path / "kafka")
     with pytest.raises(BrokerUnavailable, match=r"broker\.log"):
         broker.start()
     assert broker.pid is None
@@ -132,10 +133,11 @@ def test_the_lock_pins_each_jar_by_hash_and_names_no_host() -> None:
     assert Jar("org.apache.kafka", "kafka_2.13", "4.3.1", jars[0].sha256).file_name in {jar.file_name for jar in jars}
 
 
-def test_a_given_folder_without_kafka_names_what_to_fix(tmp_path: Path) -> None:
+def test_a_given_folder_without_kafka_names_what_to_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "other.jar").touch()
+    monkeypatch.setenv("HEADRACE_KAFKA_JARS", str(tmp_path))
     with pytest.raises(ConfigError, match=r"with 1 jars .* HEADRACE_KAFKA_JARS"):
-        class_path(tmp_path)
+        class_path()
 
 
 def test_where_nothing_can_be_fetched_the_message_names_both_ways_out_and_nothing_stays(tmp_path: Path) -> None:

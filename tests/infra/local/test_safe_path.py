@@ -5,10 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from infra.cli.options import SettingsFile
 from infra.cli.run.up import INDEX, ROLES, broker_child, role_child
 from infra.cli.settings import load_settings
+from infra.local.jars import JARS_VARIABLE
 from infra.local.process import start_watched
 from infra.local.supervisor import Child
 from streams.scores.child import ScoreChild
@@ -31,11 +33,11 @@ def children(folder: Path) -> list[Child]:
     file = folder / "headrace.toml"
     file.write_text(SETTINGS)
     (folder / "plugins").mkdir()
-    broker = broker_child(load_settings(file, ["kafka.bootstrap_servers=", f"kafka.jars={folder / 'nowhere'}"]))
+    broker = broker_child(load_settings(file, ["kafka.bootstrap_servers="]))
     assert broker is not None
     settings = load_settings(file)
     return [
-        broker,
+        replace(broker, env={**broker.env, JARS_VARIABLE: str(folder / "nowhere")}),
         role_child(settings, SettingsFile(file), INDEX),
         *(role_child(settings, SettingsFile(file), role) for role in ("serve", *ROLES)),
     ]

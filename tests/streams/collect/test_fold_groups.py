@@ -171,7 +171,7 @@ async def halve(experiences: Sequence[Experience], context: Context) -> ChainRes
 
 
 def end(group: Group, attempt: Attempt, given: Sequence[Experience], chain: Chain = halve) -> Decision:
-    context = Context(time_ms=0, record_offset=0, memories={})
+    context = Context()
     return asyncio.run(judged(group, attempt, given, given, "deadline", chain=chain, context=context))
 
 
