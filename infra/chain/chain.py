@@ -27,6 +27,7 @@ from infra.chain.calls import MAX_DETAIL_CHARS, Extras, Failure, Trouble
 from infra.chain.faults import MAX_REASON_CHARS, accepted, accepted_new, drop_fault, header_faults
 from infra.chain.processor import Drop, Memory, Unit, Verdict, declared_mark
 from infra.chain.verdict import Question, Recorded, has_score, input_hash, options_hash, read_verdict
+from infra.settings.plugin import RESERVED_PARAMETERS
 from schemas import BadFrame, Experience, Score, Task
 from schemas.errors import ConfigError
 
@@ -72,7 +73,7 @@ DEFAULT_TIMEOUT_S = 10.0
 
 
 class Step(msgspec.Struct, kw_only=True):
-    """A bound function of a chain. memory: entries per partition.
+    """A bound function of a chain. memory: entries per partition. fills: keyword parameters that the chain passes.
 
     reuse: a score already recorded under this name and version is not asked again. question: hash of a score's options,
     "" for a score whose answers are not kept for reuse.
@@ -86,6 +87,7 @@ class Step(msgspec.Struct, kw_only=True):
     inline: bool = False
     asynchronous: bool = False
     memory: int = 0
+    fills: tuple[str, ...] = ()
     reuse: bool = True
     question: str = ""
     trouble: Trouble = msgspec.field(default_factory=Trouble)
@@ -97,11 +99,13 @@ class Step(msgspec.Struct, kw_only=True):
 
 
 class Context(msgspec.Struct, kw_only=True):
-    """State beside the experiences. memories: of their partition, by step. turn: waited for before a step that remembers and
-    ended behind the last one, so memories see records in log order; None where records come one at a time. recorded: scores of
-    outside verdicts that need not be asked for again.
+    """State beside the experiences. record_offset: of their record, -1 for none. memories: of their partition, by step.
+
+    turn: waited for before a step that remembers and ended behind the last one, so memories see records in log order; None if
+    records come one at a time. recorded: scores of outside verdicts that need not be asked for again.
     """
 
+    record_offset: int = -1
     memories: dict[str, Memory] = {}
     turn: ChainTurn | None = None
     recorded: Recorded | None = None
@@ -152,7 +156,8 @@ def make_step(
     unit = mark.of or first
     if mark.kind == "processor" and unit not in UNITS:
         raise ConfigError(f'{name}: first parameter is "{first}", expected {" or ".join(UNITS)}, or @processor(of=)')
-    if any(parameter.name == "memory" for parameter in parameters) != (mark.memory > 0):
+    fills = tuple(p.name for p in parameters if p.name in RESERVED_PARAMETERS)
+    if ("memory" in fills) != (mark.memory > 0):
         raise ConfigError(f"{name}: a parameter `memory` and @processor(memory=entries) go together, got one of them")
     kind: StepKind = "score" if mark.kind == "score" else cast(Unit, unit)
     bare = getattr(function, "func", function)
@@ -161,7 +166,7 @@ def make_step(
         raise ConfigError(f"{name}: got an async processor with memory, expected a plain function (log order)")
     return Step(
         name=name, version=mark.version, kind=kind, function=function, timeout_s=timeout_s, inline=mark.inline,
-        asynchronous=asynchronous, memory=mark.memory, reuse=reuse, trouble=Trouble(f"{name}@{mark.version}"),
+        asynchronous=asynchronous, memory=mark.memory, fills=fills, reuse=reuse, trouble=Trouble(f"{name}@{mark.version}"),
         question=options_hash(function, options or {}) if kind == "score" and not mark.inline else "",
     )  # fmt: skip
 
@@ -239,7 +244,10 @@ async def _take_turn(context: Context, step: Step, is_behind_memory: bool) -> No
 
 
 def step_extras(step: Step, context: Context) -> Extras:
-    return {"memory": context.memories.setdefault(step.name, Memory(step.memory))} if step.memory else {}
+    known: dict[str, Any] = {"record_offset": context.record_offset}
+    if step.memory:
+        known["memory"] = context.memories.setdefault(step.name, Memory(step.memory))
+    return {name: known[name] for name in step.fills}
 
 
 async def call_step(step: Step, arguments: Sequence[object], extras: Extras) -> list[object]:

@@ -10,13 +10,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from infra.chain.chain import Step, make_step
+from infra.chain.chain import Step, StepKind, make_step
 from infra.chain.processor import declared_mark
 from infra.settings.config import Seconds, Section, UsePath
 from infra.settings.plugin import load
 from schemas.errors import ConfigError
 
 Stage = Literal["tasks", "verify", "collect", "batch"]
+STAGES: dict[StepKind, tuple[Stage, ...]] = {
+    "task": ("tasks",), "experience": ("verify", "collect", "batch"), "group": ("collect",), "batch": ("batch",),
+}  # fmt: skip
 Options = dict[str, Any]
 
 
@@ -74,15 +77,9 @@ def processor_step(config: ProcessorConfig, where: str) -> Step:
     """The step of one table. Raises ConfigError for one that its stage cannot run."""
     function = loaded(config.use, config.options, where, kind="processor")
     step = make_step(config.name or config.use.rpartition(":")[2], function, timeout_s=config.timeout_s)
-    if (step.kind == "task") != (config.stage == "tasks"):
-        expected = '"tasks"' if step.kind == "task" else '"verify", "collect" or "batch"'
+    if config.stage not in STAGES[step.kind]:
+        expected = " or ".join(f'"{stage}"' for stage in STAGES[step.kind])
         raise ConfigError(f"{where}: {config.use} takes a {step.kind}: expected stage = {expected}")
-    if step.kind == "group" and config.stage == "verify":
-        raise ConfigError(f'{where}: {config.use} takes a group: expected stage = "collect", where groups are whole')
-    if step.kind == "group" and config.stage == "batch":
-        raise ConfigError(f'{where}: {config.use} takes a group: expected stage = "collect", or @processor(of="batch")')
-    if step.kind == "batch" and config.stage != "batch":
-        raise ConfigError(f'{where}: {config.use} takes a batch: expected stage = "batch", the trainer\'s')
     if step.memory and config.stage == "batch":
         raise ConfigError(f"{where}: {config.use} remembers: expected a processor without memory in stage batch")
     return step

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -94,8 +95,7 @@ class Supervisor:
         self._states = {child.name: ChildState(name=child.name) for child in children}
         self._running: dict[str, Watched] = {}
         self._on_event = on_event
-        self._stopping: set[str] = set()
-        self._wake = asyncio.Event()
+        self._stopping = {name: asyncio.Event() for name in names}
         self._tasks = asyncio.TaskGroup()
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._waiters = ThreadPoolExecutor(max(1, len(children)), "wait-child")
@@ -130,8 +130,8 @@ class Supervisor:
     async def stop(self, *names: str) -> None:
         """Stop the named children, by default all, tier by tier from the highest."""
         wanted = [self._children[name] for name in names or self._children]
-        self._stopping.update(child.name for child in wanted)
-        self._wake.set()
+        for child in wanted:
+            self._stopping[child.name].set()
         for tier in sorted({child.tier for child in wanted}, reverse=True):
             async with asyncio.TaskGroup() as group:
                 for child in wanted:
@@ -147,11 +147,11 @@ class Supervisor:
         return True
 
     async def _keep(self, child: Child) -> None:
-        state = self._states[child.name]
-        while child.name not in self._stopping:
+        state, stopping = self._states[child.name], self._stopping[child.name]
+        while not stopping.is_set():
             started_s = time.monotonic()
             await self._run_once(child, state)
-            if child.name in self._stopping:
+            if stopping.is_set():
                 self._tell(child, "stopped")
                 return
             if state.exit_code in child.final_codes:
@@ -166,8 +166,10 @@ class Supervisor:
             if state.failures == ALARM_AFTER:
                 self._tell(child, "failing")
             doublings = SLOW if is_mistake else min(state.failures - 1, SLOW)
-            await self._pause(child.name, min(FIRST_BACKOFF_S * 2**doublings, child.max_backoff_s))
-            if child.name not in self._stopping:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(FIRST_BACKOFF_S * 2**doublings, child.max_backoff_s)):
+                    await stopping.wait()
+            if not stopping.is_set():
                 state.restarts += 1
                 self._tell(child, "restarting")
 
@@ -197,17 +199,6 @@ class Supervisor:
                 watched.kill_group()
             await asyncio.wait([keeper])
 
-    async def _pause(self, name: str, backoff_s: float) -> None:
-        """Sleep, but not past a call to `stop` for this child."""
-        deadline_s = time.monotonic() + backoff_s
-        while name not in self._stopping and (left_s := deadline_s - time.monotonic()) > 0:
-            self._wake.clear()
-            try:
-                async with asyncio.timeout(left_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                return
-
     async def _sample(self) -> None:
         while True:
             resident = await asyncio.to_thread(session_rss_bytes)
@@ -227,7 +218,7 @@ class Supervisor:
                     pid=state.pid or 0,
                     exit_code=state.exit_code,
                     restarts=state.restarts,
-                    stopping=child.name in self._stopping,
+                    stopping=self._stopping[child.name].is_set(),
                 )
             )
 

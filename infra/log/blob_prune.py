@@ -11,15 +11,14 @@ Images lie under their hash alone, named by tasks that are kept for ever, and ar
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from infra.log.blobs import day_of_key, is_claim, read_claim
 from infra.log.log import Log
 from infra.store.store import BLOBS
 from schemas import DeadLetter
 from schemas.errors import BadFrame
-from schemas.topics import ALL, DEAD_LETTERS, Topic
+from schemas.topics import ALL, DEAD_LETTERS
 
 LEEWAY_DAYS = 2  # clocks that disagree, and a sender that stops between deposit and record
 
@@ -52,20 +51,11 @@ async def claimed_keys(log: Log) -> set[str]:
     holding = [topic for topic in ALL if "Block" in topic.holds]
     keys: set[str] = set()
     for topic in (DEAD_LETTERS, *holding, DEAD_LETTERS):
-        async for value in _claims(log, topic):
-            try:
-                keys.add(read_claim(value).key)
-            except BadFrame:
-                continue  # it claims nothing that anybody could redeem
+        async with aclosing(log.chunks(topic)) as chunks:
+            async for records in chunks:
+                for record in records:
+                    letter = log.decode(record).value if topic is DEAD_LETTERS and not is_claim(record.value) else None
+                    value = letter.value if isinstance(letter, DeadLetter) else record.value
+                    with suppress(BadFrame):  # it claims nothing that anybody could redeem
+                        keys |= {read_claim(value).key} if is_claim(value) else set()
     return keys
-
-
-async def _claims(log: Log, topic: Topic) -> AsyncGenerator[bytes, None]:
-    async with aclosing(log.chunks(topic)) as chunks:
-        async for record in (record async for records in chunks for record in records):
-            if is_claim(record.value):
-                yield record.value
-            elif topic is DEAD_LETTERS:
-                letter = log.decode(record).value
-                if isinstance(letter, DeadLetter) and is_claim(letter.value):
-                    yield letter.value

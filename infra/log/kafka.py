@@ -10,13 +10,11 @@ Readers have explicit positions only (`auto_offset_reset=none`), so that trimmed
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from aiokafka import AIOKafkaClient, AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
-from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.coordinator.protocol import ConsumerProtocol
 from aiokafka.errors import (
     CommitFailedError,
@@ -53,7 +51,6 @@ BATCH_BYTES = 1024 * 1024
 MAX_IN_FLIGHT = 1024
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
-QUIET_RETRIES = 4  # after the first, until a broker that stays away is worth a warning each time
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -334,23 +331,20 @@ class KafkaBus:
         return {_ours(partition): offset for partition, offset in offsets.items()}
 
     async def _retried(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
-        passed: deque[Exception] = deque(maxlen=QUIET_RETRIES + 1)
+        last: Exception | None = None
 
         def again(error: Exception) -> bool:
+            nonlocal last
             passes = isinstance(error, KafkaError | OSError | _TryAgain) and may_pass(error)
-            if passes and len(passed) in (0, passed.maxlen):
-                level = logging.WARNING if passed else logging.INFO
-                logger.log(level, "kafka.retry what=%s at=%s error=%r", what, self.bootstrap_servers, error)
-            passed.append(error)
+            if passes and last is None:
+                logger.info("kafka.retry what=%s at=%s error=%r", what, self.bootstrap_servers, error)
+            last = error
             return passes
 
         try:
             async with asyncio.timeout(self.deadline_s):
-                found = await retry(attempt, doubling(FIRST_BACKOFF_S, MAX_BACKOFF_S), again)
-            self._denied.discard(what)
-            return found
+                return await retry(attempt, doubling(FIRST_BACKOFF_S, MAX_BACKOFF_S), again)
         except TimeoutError:
-            last = passed[-1] if passed else None
             raise unavailable(self.bootstrap_servers, what, self.deadline_s, last) from last
         except DENIED as error:
             denied = unavailable(self.bootstrap_servers, what, self.deadline_s, error)
@@ -485,8 +479,6 @@ class KafkaReader:
 
     async def close(self) -> None:
         await stop(self._consumer)
-        if (fetcher := getattr(self._consumer, "_fetcher", None)) is not None:
-            _let_go(fetcher)
 
     async def _out_of_range(self, offsets: Mapping[TopicPartition, int]) -> OffsetOutOfRange:
         ((partition, offset),) = offsets.items()
@@ -536,14 +528,6 @@ class KafkaReader:
         except (KafkaError, OSError) as error:
             if time.monotonic() - self._heard_s > self._bus.deadline_s:
                 raise self._unavailable("read", error) from error
-
-
-def _let_go(fetcher: Fetcher) -> None:
-    for fetched in fetcher._records.values():
-        ahead = getattr(fetched, "_partition_records", None)
-        if ahead is not None:
-            ahead._records_iterator = None
-    fetcher._records.clear()
 
 
 def _record(record: ConsumerRecord) -> Record:

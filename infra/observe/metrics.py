@@ -51,9 +51,7 @@ class Metrics:
         build.labels(role, release()).set(1)
         self._lock = threading.Lock()
         self._families: dict[str, Counter | Gauge | Histogram] = {}
-        self._known: dict[
-            tuple[object, ...], Counter | Gauge | Histogram
-        ] = {}  # what was asked for before, by name and labels
+        self._known: dict[tuple[Any, ...], Counter | Gauge | Histogram] = {}  # by name and labels
         self._checks: dict[str, Callable[[], str]] = {}
         self._server: ThreadingHTTPServer | None = None
 
@@ -88,11 +86,11 @@ class Metrics:
 
     def counters(self) -> dict[str, float]:
         """Value of every counter, as `name` or `name{label=value,…}`: what a Progress record carries."""
-        return self._values("counter")
+        return self._values(Counter)
 
     def gauges(self) -> dict[str, float]:
         """Value of every gauge, named as `counters` are."""
-        return self._values("gauge")
+        return self._values(Gauge)
 
     def snapshot(self) -> dict[str, float]:
         return {**self.counters(), **self.gauges()}
@@ -134,17 +132,12 @@ class Metrics:
         assert isinstance(made, kind)
         return made
 
-    def _values(self, kind: str) -> dict[str, float]:
+    def _values(self, kind: type[Counter | Gauge]) -> dict[str, float]:
         values: dict[str, float] = {}
-        for family in self.registry.collect():
-            if family.type != kind or not family.name.startswith(PREFIX) or family.name == f"{PREFIX}build_info":
-                continue
-            for sample in family.samples:
-                if sample.name.endswith("_created"):
-                    continue
-                labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
-                name = sample.name.removeprefix(PREFIX).removesuffix("_total")
-                values[f"{name}{{{labels}}}" if labels else name] = sample.value
+        for (name, *labels), made in list(self._known.items()):
+            if isinstance(made, kind):
+                shown = ",".join(f"{key}={value}" for key, value in sorted(labels))
+                values[f"{name}{{{shown}}}" if shown else name] = made._value.get()
         return values
 
 

@@ -22,7 +22,7 @@ from infra.settings.config import decode
 from schemas.errors import ConfigError
 
 # Keyword-only parameters that are no options: the chain fills them in.
-RESERVED_PARAMETERS = frozenset({"memory"})
+RESERVED_PARAMETERS = frozenset({"memory", "record_offset"})
 # What ships is named by its folder in the repository. Where headrace is installed, that folder lies below `headrace`.
 SHIPPED = ("actors", "infra", "schemas", "streams", "trainer")
 BELOW = __name__.rpartition("infra.")[0]

@@ -401,7 +401,7 @@ class _Fold:
             for member in members
             if not member.lost
         ]
-        context = Context(memories=self.state.memories)
+        context = Context(record_offset=self.arrival.offset, memories=self.state.memories)
         decision = await judged(group, attempt, members, given, reason, chain=self.chain, context=context)
         if sends:
             group.lane = decision.closure.lane if decision.closure.outcome == "buffered" else None

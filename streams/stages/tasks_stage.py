@@ -54,7 +54,7 @@ class TaskStage:
             return Handled(then=(letter(message, STAGE, reason, error),), dropped={reason: 1})
         if fault := task_fault(task):
             return Handled(then=(letter(message, STAGE, BAD_TASK, fault),), dropped={BAD_TASK: 1}, num_in=1)
-        context = Context(memories=await self._remembered(), turn=turn)
+        context = Context(record_offset=message.record.offset, memories=await self._remembered(), turn=turn)
         kept, gone = await run_task_chain(self._steps, task, context)
         return Handled(
             first=tuple(Output(TASKSET, passed) for passed in kept),

@@ -78,7 +78,8 @@ class Verifier:
         if DEDUPE in memories and any(name == REDELIVERED for name, _ in message.record.headers):
             for experience in experiences:
                 memories[DEDUPE].discard(dedupe_key(experience))
-        return await run_chain(steps, experiences, Context(memories=memories, turn=turn, recorded=self._recorded))
+        context = Context(record_offset=message.record.offset, memories=memories, turn=turn, recorded=self._recorded)
+        return await run_chain(steps, experiences, context)
 
 
 def handled_from(experiences: Sequence[Experience], outcome: ChainResult) -> Handled:
