@@ -77,7 +77,7 @@ MAX_FUNCTION_LINES = 60
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
     "schemas": 2_568,
-    "infra": 15_865,
+    "infra": 15_336,
     "infra/cli": 6_585,
     "infra/cli/console": 1_759,
     "infra/cli/demo": 1_193,
