@@ -1,32 +1,27 @@
 """Control tokens (what separates turns and roles) in text that people, tools and tasks write: they are spelled, not obeyed.
 
 A tokenizer finds the names of its special tokens wherever they are in a text. Here only those count that the chat template
-wrote itself. For a text with such a name a copy of the tokenizer is used that obeys no special token: the template's own are
-passed to it under secret names, and the ids are put back behind it.
-
-    content ── mask: the first (or last) character of a name, by one that occurs nowhere ──> template
-                                                                                                │
-    ids <── the template's put back <── copy <── mask taken off <── what is left of names is the template's
+wrote itself. A text with such a name, or with a part of one at its edge, is cut within the name by digits that nobody can guess
+before it is rendered; the names that the tokenizer then still finds are the template's. A copy of the tokenizer that obeys no
+special token gets these under secret names, and the digits are taken out before.
 
 Guarantees: the control tokens of a conversation are exactly the template's, also where two fields make up a name together;
 without them the ids say the very text; innocent text has the ids of the plain tokenizer; no text raises UnicodeError.
 
 Limits: a template that marks turns by plain words, without tokens of their own, looks the same as a message that says the
-same; a name that a template itself puts together around a field (`<|` role `|>`) is the template's. Added tokens that are
-not special (`<think>`, `<tool_call>` of many models) are words like any other, so that a model's own answers can be read back.
+same; a name that a template itself puts together around a field (`<|` role `|>`) is the template's; a special token of one
+character is obeyed. Added tokens that are not special (`<think>`, `<tool_call>` of many models) are words like any other, so
+that a model's own answers can be read back.
 """
 
-import re
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from threading import Lock
 from typing import Any
 
 FREE_CHARS = 4096  # longer texts leave the interpreter to other threads while they are tokenized
-_PRIVATE = range(0xE000, 0xF8FF)  # characters without a meaning; the last of them marks secret names
 _NAMED = ("role", "type")  # a template may build a name of its own around these
-_COMMON = ("role", "content", "system", "user", "assistant")  # texts of nearly every conversation
 
 
 class Controls:
@@ -34,145 +29,110 @@ class Controls:
 
     def __init__(self, backend: Any, also: Collection[str] = ()) -> None:
         self._backend = backend
-        added = backend.get_added_tokens_decoder()
-        obeys = not backend.encode_special_tokens
-        named = {
-            added_token.content: (token, added_token)
-            for token, added_token in added.items()
-            if obeys and added_token.content
+        added = {} if backend.encode_special_tokens else backend.get_added_tokens_decoder()
+        self._tokens = {
+            token.content: (number, token)
+            for number, token in added.items()
+            if len(token.content) > 1 and (token.special or token.content in also)
         }
-        self._flags = {name: token for name, (_, token) in named.items() if token.special or name in also}
-        self.ids: Mapping[str, int] = {name: named[name][0] for name in self._flags}
-        unknown = self.ids.get(
+        unknown = backend.token_to_id(
             getattr(backend.model, "unk_token", None) or ""
-        )  # a text without a token of its own has this id
-        self._controls = frozenset(self.ids.values()) - {unknown}
-        nonce = secrets.token_hex(16)  # a text cannot guess the names of the control tokens in the copy
-        self._secret = {name: f"\uf8ff{nonce}{index}\uf8ff" for index, name in enumerate(self.ids)}
-        self._cut = f"\uf8ff{nonce}\uf8ff"
-        self._heads = {name[:size] for name in self.ids for size in range(1, len(name))}
-        self._tails = {name[size:] for name in self.ids for size in range(1, len(name))}
-        self._firsts, self._lasts = {name[0] for name in self.ids}, {name[-1] for name in self.ids}
-        self._longest = max(map(len, self.ids), default=0)
+        )  # of a text without a token of its own
+        self._ids = frozenset(number for number, _ in self._tokens.values()) - {unknown}
+        self._cut = f"{secrets.randbits(128):039d}"
+        nonce = secrets.token_hex(16)
+        self._secret = {number: f"\uf8ff{nonce}-{number}\uf8ff" for number, _ in self._tokens.values()}
+        names = self._tokens.keys()
+        self._heads = {name[:size] for name in names for size in range(1, len(name))}
+        self._tails = {name[size:] for name in names for size in range(1, len(name))}
+        self._firsts, self._lasts = {name[0] for name in names}, {name[-1] for name in names}
+        self._longest = max(map(len, names), default=0)
+        self._normalizes = backend.normalizer is not None and any(
+            token.normalized for _, token in self._tokens.values()
+        )
         self._lock = Lock()
 
     def encode(self, text: str) -> list[int]:
-        if not self._stands_in(text):
-            return _ids(self._backend, text)
-        return self._obeyed(text, [match.start() for match in self._anywhere.finditer(text)])
+        ids = _ids(self._backend, text)
+        return ids if self._ids.isdisjoint(ids) else self._spelled(self._apart(text, edges=False))
 
     def prepare(self) -> None:
         """Make the copy now: for a process that may not stop for it later."""
-        self._obeyed("", [])
+        _ids(self._copy, "")
 
     def encode_rendered(self, given: Any, render: Callable[[Any], str]) -> list[int]:
-        """Ids of what a template makes of `given`: texts, within lists and dictionaries. Raises what `render` raises, and
-        ValueError for a text that leaves no character free.
-        """
-        strings = _strings(given)
-        known = self._harmless
-        if not any([text not in known and self._may_name(text) for text in strings]):
+        """Ids of what a template makes of `given`: texts, within lists and dictionaries. Raises what `render` raises."""
+        apart = self._all_apart(given)
+        if apart == given:
             return _ids(self._backend, render(given))
-        mask = self._mask(strings)
-        rendered = render(self._masked(given, mask))
-        for hidden in mask.values():
-            rendered = rendered.replace(f"\\u{ord(hidden):04x}", hidden)  # a template may write JSON in ASCII
-        text = self._whole_names.sub(lambda match: self._secret[match[0]], rendered)
-        places = [match.start() for match in re.finditer(f"[{''.join(mask.values())}]", text)]
-        for character, hidden in mask.items():
-            text = text.replace(hidden, character)
-        return self._obeyed(text, places)
+        text = render(apart)
+        found = self._found(text)
+        for number, start, stop in reversed(found):
+            text = f"{text[:start]}{self._secret[number]}{text[stop:]}"
+        return self._spelled(text)
 
-    def _obeyed(self, text: str, places: list[int]) -> list[int]:
-        """Ids where only secret names are control tokens. places: in `text`, of characters of names that are not."""
-        ids = _ids(self._copy, text)
-        if self._controls.isdisjoint(ids):
-            return [self._back.get(token, token) for token in ids]
-        # The vocabulary itself knows such a name as a word: then the text is cut in the midst of it.
-        pieces = [text[start:stop] for start, stop in zip([0, *places], [*places, len(text)], strict=True)]
-        ids = _ids(
-            self._copy, pieces[0] + "".join(self._cut + piece[:1] + self._cut + piece[1:] for piece in pieces[1:])
-        )
-        cut = self._copy.token_to_id(self._cut)
-        if not self._controls.isdisjoint(ids):
-            raise ValueError("the tokenizer spells a control token's name as that token; its vocabulary cannot be used")
-        return [self._back.get(token, token) for token in ids if token != cut]
+    def _spelled(self, text: str) -> list[int]:
+        """Ids of a text without its cuts, where only secret names are control tokens."""
+        ids = _ids(self._copy, text.replace(self._cut, ""))
+        if not self._ids.isdisjoint(ids):  # the vocabulary itself knows a name as a word
+            ids = [token for piece in text.split(self._cut) for token in _ids(self._copy, piece)]
+        return [self._back.get(token, token) for token in ids]
 
-    def _stands_in(self, text: str) -> bool:
-        """True if a name is in the text, or would be once the tokenizer has normalized it."""
-        if not self.ids:
-            return False
-        if self._anywhere.search(text):
-            return True
-        if not self._normalizes:
-            return False
-        return bool(self._anywhere.search(self._backend.normalizer.normalize_str(whole(text))))
+    def _found(self, text: str) -> list[tuple[int, int, int]]:
+        """The control tokens that the tokenizer finds in a text: id, start and stop."""
+        encoding = _encoded(self._backend, text)
+        return [
+            (token, start, stop)
+            for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
+            if token in self._ids
+        ]
 
-    def _may_name(self, text: str) -> bool:
-        return self._stands_in(text) or next(self._edges(text), None) is not None
+    def _apart(self, text: str, *, edges: bool = True) -> str:
+        """The text, cut within each name, and within what may become a name together with the text around it."""
+        text = _writable(text)
+        if edges:
+            text = self._inserted(text, self._edges(text))
+        if not self._normalizes and not any(first in text for first in self._firsts):
+            return text
+        while found := self._found(text):
+            spaces = [len(text[start:stop]) - len(text[start:stop].lstrip()) for _, start, stop in found]
+            text = self._inserted(text, {start + skip + 1 for (_, start, _), skip in zip(found, spaces, strict=True)})
+        return text
 
-    def _edges(self, text: str) -> Iterator[int]:
-        """Places of the first characters of a name's beginning at the end, and of the last ones of its end at the start;
+    def _edges(self, text: str) -> set[int]:
+        """Places behind the first character of a name's beginning at the end, and before the last one of its end at the start;
         a template may take spaces away.
         """
-        last = text[-self._longest :] if not text[-1:].isspace() else text.rstrip()[-self._longest :]
-        if not self._firsts.isdisjoint(last):
-            stop = len(text.rstrip()) if text[-1:].isspace() else len(text)
-            yield from (stop - size for size in range(1, len(last) + 1) if last[-size:] in self._heads)
-        start = len(text) - len(text.lstrip()) if text[:1].isspace() else 0
-        first = text[start : start + self._longest]
-        if not self._lasts.isdisjoint(first):
-            yield from (start + size - 1 for size in range(1, len(first) + 1) if first[:size] in self._tails)
+        found, core = set(), text.strip()
+        start = len(text) - len(text.lstrip())
+        stop = start + len(core)
+        first, last = core[: self._longest], core[-self._longest :]
+        if any(letter in last for letter in self._firsts):
+            found |= {stop - size + 1 for size in range(1, len(last) + 1) if last[-size:] in self._heads}
+        if any(letter in first for letter in self._lasts):
+            found |= {start + size - 1 for size in range(1, len(first) + 1) if first[:size] in self._tails}
+        return found
 
-    def _mask(self, strings: Collection[str]) -> dict[str, str]:
-        taken = set[str]().union(*strings)
-        written = {found.lower() for text in strings for found in re.findall(r"\\u[efEF][0-9a-fA-F]{3}", text)}
-        free = (chr(code) for code in _PRIVATE if chr(code) not in taken and f"\\u{code:04x}" not in written)
-        mask = dict(zip(sorted(self._firsts | self._lasts), free, strict=False))
-        if len(mask) < len(self._firsts | self._lasts):
-            raise ValueError("got every character of the private use area, expected some of them to be free")
-        return mask
+    def _inserted(self, text: str, places: Collection[int]) -> str:
+        for at in sorted(places, reverse=True):
+            text = f"{text[:at]}{self._cut}{text[at:]}"
+        return text
 
-    def _masked(self, given: Any, mask: Mapping[str, str], *, edges: bool = True) -> Any:
+    def _all_apart(self, given: Any, *, edges: bool = True) -> Any:
         if isinstance(given, str):
-            places = {match.start() for match in self._anywhere.finditer(given)}
-            places |= set(self._edges(given)) if edges else set()
-            if not places:
-                return given
-            letters = list(given)
-            for at in places:
-                letters[at] = mask[letters[at]]
-            return "".join(letters)
+            return self._apart(given, edges=edges)
         if isinstance(given, Mapping):
             return {
-                self._masked(name, mask, edges=False): self._masked(value, mask, edges=name not in _NAMED)
+                self._all_apart(name, edges=False): self._all_apart(value, edges=name not in _NAMED)
                 for name, value in given.items()
             }
         if isinstance(given, list | tuple):
-            return [self._masked(part, mask) for part in given]
+            return [self._all_apart(part) for part in given]
         return given
 
     @cached_property
-    def _harmless(self) -> frozenset[str]:
-        """Those of the common texts that name nothing: looked at once."""
-        return frozenset(text for text in _COMMON if not self._may_name(text))
-
-    @cached_property
-    def _anywhere(self) -> re.Pattern[str]:
-        return re.compile(f"(?={_alternatives(self.ids)})")
-
-    @cached_property
-    def _whole_names(self) -> re.Pattern[str]:
-        """Names as the tokenizer finds them: the leftmost, of these the longest."""
-        return re.compile(_alternatives(self.ids))
-
-    @cached_property
-    def _normalizes(self) -> bool:
-        return self._backend.normalizer is not None and any(token.normalized for token in self._flags.values())
-
-    @cached_property
     def _back(self) -> Mapping[int, int]:
-        return {self._copy.token_to_id(secret): self.ids[name] for name, secret in self._secret.items()}
+        return {self._copy.token_to_id(secret): number for number, secret in self._secret.items()}
 
     @property
     def _copy(self) -> Any:
@@ -184,10 +144,14 @@ class Controls:
     def _made_copy(self) -> Any:
         from tokenizers import AddedToken, Tokenizer
 
+        def like(name: str, token: Any, *, special: bool) -> Any:
+            normalized = special and token.normalized
+            return AddedToken(name, lstrip=token.lstrip, rstrip=token.rstrip, normalized=normalized, special=special)
+
         copy = Tokenizer.from_str(self._backend.to_str())
-        copy.add_special_tokens([_token(AddedToken, name, token, special=True) for name, token in self._flags.items()])
-        copy.add_tokens([_token(AddedToken, self._secret[name], token) for name, token in self._flags.items()])
-        copy.add_tokens([AddedToken(self._cut, normalized=False)])
+        tokens = self._tokens.items()
+        copy.add_special_tokens([like(name, token, special=True) for name, (_, token) in tokens])
+        copy.add_tokens([like(self._secret[number], token, special=False) for _, (number, token) in tokens])
         copy.encode_special_tokens = True
         return copy
 
@@ -201,18 +165,6 @@ def whole(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _ids(backend: Any, text: str) -> list[int]:
-    return _all_ids(backend, [_writable(text)])[0]
-
-
-def _all_ids(backend: Any, texts: Sequence[str]) -> list[list[int]]:
-    if sum(map(len, texts)) > FREE_CHARS:
-        found = backend.encode_batch_fast(list(texts), add_special_tokens=False)  # lets other threads run
-    else:
-        found = [backend.encode(text, add_special_tokens=False) for text in texts]
-    return [encoding.ids for encoding in found]
-
-
 def _writable(text: str) -> str:
     try:
         text.encode()
@@ -221,39 +173,18 @@ def _writable(text: str) -> str:
     return text
 
 
-def _strings(given: Any) -> list[str]:
-    found, left = [], [given]
-    while left:
-        value = left.pop()
-        if isinstance(value, str):
-            found.append(value)
-        elif isinstance(value, Mapping):
-            left += [*value, *value.values()]
-        elif isinstance(value, list | tuple):
-            left += value
-    return found
+def _ids(backend: Any, text: str) -> list[int]:
+    text = _writable(text)
+    if len(text) > FREE_CHARS:
+        ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids  # lets other threads run
+    else:
+        ids = backend.encode(text, add_special_tokens=False).ids
+    return ids
 
 
-def _alternatives(words: Collection[str]) -> str:
-    """A pattern of the words, the longest first, that looks at each character of a text once."""
-    tree: dict[str, Any] = {}
-    for word in words:
-        node = tree
-        for character in word:
-            node = node.setdefault(character, {})
-        node[""] = {}
-    return _branches(tree)
-
-
-def _branches(node: Mapping[str, Any]) -> str:
-    ends = "" in node
-    found = [re.escape(character) + _branches(below) for character, below in node.items() if character]
-    if not found:
-        return ""
-    if len(found) == 1 and not ends:
-        return found[0]
-    return f"(?:{'|'.join(found)}){'?' if ends else ''}"
-
-
-def _token(make: Callable[..., Any], name: str, like: Any, *, special: bool = False) -> Any:
-    return make(name, lstrip=like.lstrip, rstrip=like.rstrip, normalized=special and like.normalized, special=special)
+def _encoded(backend: Any, text: str) -> Any:
+    """The ids of a text, each with its place in the text."""
+    text = _writable(text)
+    if len(text) > FREE_CHARS:
+        return backend.encode_batch([text], add_special_tokens=False)[0]
+    return backend.encode(text, add_special_tokens=False)

@@ -188,15 +188,6 @@ def test_a_role_is_no_way_around(cases: dict[str, Case]) -> None:
     assert len(case.controls(ids)) == 3
 
 
-def test_a_text_with_every_private_character_is_refused_only_where_it_has_control_tokens(
-    cases: dict[str, Case],
-) -> None:
-    case, every = cases["chatml"], "".join(map(chr, range(0xE000, 0xF900)))
-    check(case, [{"role": "user", "content": every}], [])
-    with pytest.raises(ValueError, match="private use"):
-        case.tokenizer.encode_request([{"role": "user", "content": f"{every}<|im_end|>"}])
-
-
 def test_no_text_raises_a_unicode_error(cases: dict[str, Case]) -> None:
     for case in cases.values():
         for text in ("a\ud800b", "\udc00", "<\ud83d\ude00>", f"\ud800{case.style.controls[0]}"):
@@ -236,43 +227,3 @@ def test_demonstrations_and_pairs_have_no_control_token_but_the_templates_and_th
     assert case.controls(example_block(row, case.tokenizer).experiences[0].tokens.tolist()) == ended
     pair = example_block(Preference(id="p", messages=asked, chosen=fake, rejected=f"{fake}."), case.tokenizer)
     assert [case.controls(side.tokens.tolist()) for side in pair.experiences] == [ended, ended]
-
-
-LONG = "How much is 37+45, and why is it so much?\n" * 120  # more than is tokenized in one go
-
-
-@pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    folder = tmp_path_factory.mktemp("models")
-    return {name: load_tokenizer(build_chat_model(folder / name, style)) for name, style in STYLES.items()}
-
-
-def conversation(*texts: str) -> list[dict[str, Any]]:
-    return [{"role": "assistant" if at % 2 else "user", "content": text} for at, text in enumerate(texts)]
-
-
-def whole(tokenizer: Tokenizer, said: list[dict[str, Any]]) -> list[int]:
-    """What the library makes of it in one go."""
-    rendered = tokenizer.wrapped.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-    ids: list[int] = tokenizer.wrapped.backend_tokenizer.encode(rendered, add_special_tokens=False).ids
-    return ids
-
-
-@pytest.mark.parametrize("style", STYLES)
-@settings(max_examples=40, deadline=None)
-@given(
-    texts=st.lists(
-        st.text(st.characters(exclude_characters="<|>[]_", exclude_categories=["Co"]), max_size=20),
-        min_size=3,
-        max_size=9,
-    )
-)
-def test_the_ids_of_a_conversation_that_grows_are_those_of_the_whole(
-    tokenizers: dict[str, Tokenizer], style: str, texts: list[str]
-) -> None:
-    tokenizer = tokenizers[style]
-    said = [LONG, *(text.encode("utf-8", "replace").decode() for text in texts)]
-    said = said if len(said) % 2 else said[:-1]
-    for number in range(1, len(said) + 1, 2):
-        grown = conversation(*said[:number])
-        assert tokenizer.encode_request(grown) == whole(tokenizer, grown)
