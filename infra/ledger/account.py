@@ -16,7 +16,7 @@ import itertools
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, closing
 from typing import Any
 
@@ -44,7 +44,6 @@ from schemas.topics import POLICIES, REPORTS, Topic
 
 VALIDATION = "kept for validation"
 MAX_IDS = 100_000
-ROWS_AT_ONCE = 10_000
 CACHE_KIB = 65_536
 
 # Ranks of an experience's own reasons: the highest counts.
@@ -62,14 +61,6 @@ CREATE TABLE undone (step INT PRIMARY KEY, reason TEXT);
 CREATE VIEW effective AS SELECT * FROM trained WHERE step NOT IN (SELECT step FROM undone);
 BEGIN;
 """
-PUBLISHED = "INSERT OR IGNORE INTO published VALUES (?, ?, ?)"
-REASON = "INSERT OR IGNORE INTO reasons VALUES (?, ?, ?)"
-NEWEST_REASON = "INSERT OR REPLACE INTO reasons VALUES (?, ?, ?)"
-CLOSED = "INSERT OR REPLACE INTO closures VALUES (?, ?, ?, ?, ?)"
-GROUP_DROPPED = "INSERT OR REPLACE INTO group_drops VALUES (?, ?)"
-BUFFERED = "INSERT OR REPLACE INTO buffered VALUES (?, ?)"
-TRAINED = "INSERT INTO trained VALUES (?, ?, ?, ?, ?, ?)"
-MASKED = "INSERT INTO masked VALUES (?, ?)"
 # Ids begin with group and attempt, so the members of a group are neighbours in the order of their ids.
 FATES = """
 SELECT p.grp, p.attempt, p.id, EXISTS (SELECT 1 FROM effective e WHERE e.id = p.id),
@@ -135,20 +126,18 @@ class Ledger:
         self._journal = Effective(run)
         self._skipped, self._rolled_back = Ranges(), Ranges()
         self._deliveries = 0
-        self._rows: dict[str, list[Sequence[Any]]] = {}
-        self._num_rows = 0
 
     def fold(self, topic: str, message: LogMessage) -> None:
         """Take in a record of a topic, named as in `schemas.topics`. Raises ConfigError where the disk is full."""
-        for insert, row in self._rows_of(topic, message.value):
-            self._rows.setdefault(insert, []).append(row)
-            self._num_rows += 1
-        if self._num_rows >= ROWS_AT_ONCE:
-            self._write()
+        try:
+            for table, *row in self._rows_of(topic, message.value):
+                places = ", ".join("?" * len(row))
+                self.database.execute(f"INSERT OR REPLACE INTO {table} VALUES ({places})", row)
+        except sqlite3.OperationalError as error:
+            raise ConfigError(f"TMPDIR: the disk of temporary files: {error}; name a folder with more room") from error
 
     def account(self) -> Account:
-        """The account of all records folded in so far. Raises ConfigError where the disk is full."""
-        self._write()
+        """The account of all records folded in so far."""
         self.database.execute("CREATE INDEX IF NOT EXISTS trained_by_id ON trained (id)")
         steps = self.database.execute("SELECT step FROM trained UNION SELECT step FROM masked").fetchall()
         undone = [(step, reason) for (step,) in steps if (reason := self._without_effect(step))]
@@ -191,33 +180,33 @@ class Ledger:
     def close(self) -> None:
         self.database.close()
 
-    def _rows_of(self, topic: str, value: object) -> Iterator[tuple[str, Sequence[Any]]]:
+    def _rows_of(self, topic: str, value: object) -> Iterator[tuple[Any, ...]]:
         match topic:
             case "experiences" | "experts" if isinstance(value, Block):
                 for member in value.experiences:
                     if not member.suite:  # evals are not trained and have an account of their own
                         self._deliveries += 1
-                        yield PUBLISHED, (member.id, member.group, member.attempt)
+                        yield "published", member.id, member.group, member.attempt
                         if member.held_out:
-                            yield REASON, (member.id, HELD_OUT, VALIDATION)
+                            yield "reasons", member.id, HELD_OUT, VALIDATION
             case "verified" if isinstance(value, DropMarker):
-                yield REASON, (value.id, STUB, value.reason)
+                yield "reasons", value.id, STUB, value.reason
             case "buffer" if isinstance(value, Block):
                 for member in value.experiences:
-                    yield BUFFERED, (member.id, member.lane)
+                    yield "buffered", member.id, member.lane
             case "progress" if isinstance(value, Closure):
                 drops = msgspec.json.encode(value.drops) if value.drops else None
-                yield CLOSED, (value.group, value.attempt, value.outcome, value.reason, drops)
+                yield "closures", value.group, value.attempt, value.outcome, value.reason, drops
             case "progress" if isinstance(value, Drawn):
                 for group, reason in value.dropped.items():
-                    yield GROUP_DROPPED, (group, reason)
+                    yield "group_drops", group, reason
             case "batches" if isinstance(value, JournalRecord):
                 yield from self._journaled(value)
             case "dead-letters" if isinstance(value, DeadLetter):
                 for name in _ids_in(value):
-                    yield REASON, (name, LETTER, value.reason)
+                    yield "reasons", name, LETTER, value.reason
 
-    def _journaled(self, record: JournalRecord) -> Iterator[tuple[str, Sequence[Any]]]:
+    def _journaled(self, record: JournalRecord) -> Iterator[tuple[Any, ...]]:
         if not self._journal.counts(record):
             return
         if isinstance(record, Skip):
@@ -226,28 +215,16 @@ class Ledger:
             self._rolled_back.add(record.from_step, record.to_step)
         elif isinstance(record, Batch):
             for item in record.items:
-                yield TRAINED, (item.id, record.step, item.lane, item.revision, item.use, item.offset)
+                yield "trained", item.id, record.step, item.lane, item.revision, item.use, item.offset
             for item, reason in zip(record.dropped, record.dropped_because, strict=False):
-                yield NEWEST_REASON, (item.id, LEFT_OUT, reason)
+                yield "reasons", item.id, LEFT_OUT, reason
             if record.masked:
-                yield MASKED, (record.step, record.masked)
+                yield "masked", record.step, record.masked
 
     def _without_effect(self, step: int) -> str:
         if step in self._rolled_back:
             return "rolled back"
         return "step skipped" if step in self._skipped else ""
-
-    def _write(self) -> None:
-        try:
-            for insert, rows in self._rows.items():
-                self.database.executemany(insert, rows)
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
-                raise
-            raise ConfigError(
-                "TMPDIR: the disk of temporary files is full; set TMPDIR to a folder with more room"
-            ) from error
-        self._rows, self._num_rows = {}, 0
 
     def _fates(self) -> Iterator[tuple[str, bool, str, str]]:
         """Each published experience: id, whether it was trained, else why it was dropped, its lane in the buffer."""
@@ -301,47 +278,36 @@ AGAIN_S = 1.0
 MAX_AGAIN_S = 15.0
 
 
-class Draining(msgspec.Struct, frozen=True):
-    """Progress of a drain. state: of the master, "" before its answer. outstanding: groups. on_the_way: experiences, -1 before
-    the first account.
+async def drain(log: Log, run: str, owner: str, timeout_s: float, tell: Callable[[str], None]) -> Account:
+    """Drain and account for everything; experiences still on their way at the timeout are in the account. tell: called with
+    the progress in words.
     """
-
-    state: str = ""
-    outstanding: int = 0
-    on_the_way: int = -1
-
-
-OnDraining = Callable[[Draining], None]
-
-
-async def drain(log: Log, run: str, owner: str, timeout_s: float, on_draining: OnDraining) -> Account:
-    """Drain and account for everything; experiences still on their way at the timeout are in the account."""
     _, reports_end = await log.bounds(REPORTS)
     order = await log.publish(POLICIES, Directive(order="drain", owner=owner))
     ends_s = time.monotonic() + timeout_s
     try:
         async with asyncio.timeout(timeout_s):
-            await _master_drained(log, reports_end, order.offset, on_draining)
+            await _master_drained(log, reports_end, order.offset, tell)
     except TimeoutError:
         return await audit(log, run)
     again_s = AGAIN_S
     while True:
         account = await audit(log, run)
-        on_draining(Draining(state="drained", on_the_way=account.on_the_way))
+        tell(f"nothing is outstanding; {account.on_the_way:,} experiences are still on their way")
         if not account.on_the_way or time.monotonic() + again_s > ends_s:
             return account
         await asyncio.sleep(again_s)  # stragglers of superseded attempts, on their way through verify and collect
         again_s = min(2 * again_s, MAX_AGAIN_S)
 
 
-async def _master_drained(log: Log, start: Mapping[int, int], drain: int, on_draining: OnDraining) -> None:
+async def _master_drained(log: Log, start: Mapping[int, int], drain: int, tell: Callable[[str], None]) -> None:
     """Wait until a master that has read the directive at offset `drain` reports that nothing is outstanding."""
     async with aclosing(log.tail(REPORTS, start)) as messages:
         async for message in messages:
             report = message.value
             if not isinstance(report, Progress) or report.master is None or report.master.drained_to < drain:
                 continue  # an older master, or one that has not read it yet
-            on_draining(Draining(report.master.state, report.master.outstanding))
+            tell(f"{report.master.state}: {report.master.outstanding:,} groups outstanding")
             if report.master.is_drained:
                 return
 

@@ -1,6 +1,5 @@
-"""A server that gives roles as clouds do: STS for a web identity, and the metadata of a container and of a machine."""
+"""A server that gives roles for a web identity, as AWS's STS does."""
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,8 +10,6 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 from minio.credentials import Credentials
 
-ROLES = "/latest/meta-data/iam/security-credentials/"
-CONTAINER = "/v2/credentials"
 STS = """<AssumeRoleWithWebIdentityResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/">
 <AssumeRoleWithWebIdentityResult><Credentials><AccessKeyId>{access}</AccessKeyId><SecretAccessKey>{secret}</SecretAccessKey>
 <SessionToken>{token}</SessionToken><Expiration>{until}</Expiration></Credentials>
@@ -37,29 +34,6 @@ def platform(mint: Callable[[], Credentials]) -> Iterator[Platform]:
     here = Platform(mint)
 
     class PlatformHandler(BaseHTTPRequestHandler):
-        def do_PUT(self) -> None:
-            self._say(200, "session")
-
-        def do_GET(self) -> None:
-            if self.path == ROLES:
-                self._say(200, "explorer")
-            elif self.path in (ROLES + "explorer", CONTAINER):
-                keys, until = next_keys()
-                self._say(
-                    200,
-                    json.dumps(
-                        {
-                            "Code": "Success",
-                            "AccessKeyId": keys.access_key,
-                            "SecretAccessKey": keys.secret_key,
-                            "Token": keys.session_token,
-                            "Expiration": until,
-                        }
-                    ),
-                )
-            else:
-                self._say(404, "")
-
         def do_POST(self) -> None:
             asked = parse_qs(urlsplit(self.path).query)
             if asked.get("WebIdentityToken") != [here.token] or asked["RoleArn"] != ["arn:explorer"]:

@@ -27,9 +27,8 @@ from infra.store.open import open_store
 from infra.store.s3 import S3Store, fixed_keys, keys_of, open_s3
 from schemas.errors import ConfigError, StoreError
 from tests import minio
-from tests.infra.platform_server import CONTAINER, Platform, platform
+from tests.infra.platform_server import Platform, platform
 from tests.minio import MinioServer
-from tests.variables import variables
 
 SECRET = "hunter2hunter2"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": SECRET}
@@ -215,25 +214,17 @@ def in_file(path: Path, number: int, profile: str = "default") -> None:
     path.write_text(f"[{profile}]\naws_access_key_id = id-{number}\naws_secret_access_key = secret-{number}\n", "utf-8")
 
 
-@pytest.mark.parametrize("source", ["token", "container", "machine"])
-def test_a_role_is_had_from_the_platform_kept_while_it_lasts_and_then_asked_for_again(
-    source: str, tmp_path: Path
-) -> None:
+def test_a_role_is_had_from_the_platform_kept_while_it_lasts_and_then_asked_for_again(tmp_path: Path) -> None:
     with platform(mint) as here:
-        environment = {
-            "token": identity(tmp_path, here),
-            "container": {"AWS_CONTAINER_CREDENTIALS_FULL_URI": here.url + CONTAINER},
-            "machine": {"AWS_EC2_METADATA_SERVICE_ENDPOINT": here.url},
-        }[source]
-        with variables(**environment):  # as the library reads the container's
-            keys = keys_of(os.environ, **ELSEWHERE)
-            first = keys.retrieve()
-            assert first.access_key.startswith("id-") and first.session_token
-            assert keys.retrieve() == first and here.given == 1
-            here.lasts_s = 0.0
-            short = keys_of(os.environ, **ELSEWHERE)
-            assert short.retrieve() != short.retrieve() and here.given == 3
-            assert first.secret_key in keys.secrets and first.session_token in keys.secrets
+        environment = identity(tmp_path, here)
+        keys = keys_of(environment, **ELSEWHERE)
+        first = keys.retrieve()
+        assert first.access_key.startswith("id-") and first.session_token
+        assert keys.retrieve() == first and here.given == 1
+        here.lasts_s = 0.0
+        short = keys_of(environment, **ELSEWHERE)
+        assert short.retrieve() != short.retrieve() and here.given == 3
+        assert first.secret_key in keys.secrets and first.session_token in keys.secrets
 
 
 def test_keys_in_a_file_are_read_again_when_it_changes(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 from infra.cli.connect import connected, reading
 from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.terminal import Screen, print_json, two_columns
-from infra.ledger.account import Account, Draining, audit, drain
+from infra.ledger.account import Account, audit, drain
 from infra.settings.config import duration_s
 
 SHOWN_IDS = 5
@@ -42,9 +42,9 @@ async def audit_log(
     run = settings.run or settings.app
     # A drain needs the roles at work, so a broker that is not there is not started for it.
     async with connected(settings) if drained else reading(settings) as log:
-        with console.status("reading the log") as status:
+        with console.status("waiting for the master" if drained else "reading the log") as status:
             if drained:
-                account = await drain(log, run, operator(), timeout_s, lambda now: status.update(words(now)))
+                account = await drain(log, run, operator(), timeout_s, status.update)
             else:
                 account = await audit(
                     log, run, lambda topic, left: status.update(f"reading {topic}: {left:,} records left")
@@ -68,12 +68,6 @@ async def audit_log(
 def operator() -> str:
     """The owner of records that a person publishes: user@host."""
     return f"{getpass.getuser()}@{socket.gethostname()}"
-
-
-def words(now: Draining) -> str:
-    if now.on_the_way >= 0:
-        return f"nothing is outstanding; {now.on_the_way:,} experiences are still on their way"
-    return f"{now.state}: {now.outstanding:,} groups outstanding" if now.state else "waiting for the master"
 
 
 def table(account: Account) -> Table:
