@@ -146,8 +146,13 @@ async def consume(log: Log, topic: Topic, driver: WindowDriver | CollectDriver) 
             await driver.accept(PlainDelivery(record, generation, nexts))
         if clock() >= commit_at:
             commit_at = clock() + COMMIT_S
-            with suppress(CommitRefused, BrokerUnavailable):  # the next round commits again, or follows the rebalance
-                await reader.commit(nexts)
+            if done := dict(nexts):
+                with suppress(
+                    CommitRefused, BrokerUnavailable
+                ):  # the next round commits again, or follows the rebalance
+                    await reader.commit(done)
+                    for at in [at for at, offset in done.items() if nexts[at] == offset]:
+                        del nexts[at]
 
 
 async def run_streams(scenario: Scenario, log: Log, metrics: Metrics, folder: Path, wall_ms: Callable[[], int]) -> None:
