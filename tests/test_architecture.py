@@ -89,7 +89,6 @@ BUDGETS = {
     "tests/bench": 3_987,
 }
 MAX_PRODUCT_FILES, MAX_TEST_FILES = 352, 280
-MAX_PARAMETERS = 8
 TOP = {
     "schemas", "infra", "streams", "actors", "trainer", "tests", "pyproject.toml", "README.md", "Makefile", "LICENSE",
     "CONTRIBUTING.md", "CHANGELOG.md",
@@ -172,11 +171,6 @@ def test_infra_loads_torch_only_when_it_is_called() -> None:
     assert not [str(one) for one in all_imports("infra") if one.at_top and one.module.partition(".")[0] in heavy]
 
 
-def test_no_star_import_and_no_relative_one() -> None:
-    found = {name_of(path): read(path).star_or_relative for path in sources(*PACKAGES, "tests")}
-    assert not {name: lines for name, lines in found.items() if lines}
-
-
 def test_bytes_from_outside_never_run_code() -> None:
     forbidden = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
     wrong = [str(one) for one in all_imports(*PACKAGES) if one.module.partition(".")[0] in forbidden]
@@ -223,17 +217,6 @@ def test_no_function_is_longer_than_60_lines() -> None:
             length = (node.end_lineno or 0) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
                 wrong[f"{name_of(path)}:{node.name}"] = length
-    assert not wrong
-
-
-def test_no_function_takes_more_than_eight_parameters() -> None:
-    wrong = {}
-    for path in sources(*PACKAGES):
-        for node in read(path).functions:
-            taken = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
-            number = sum(one.arg not in ("self", "cls") for one in taken)
-            if number > MAX_PARAMETERS:
-                wrong[f"{name_of(path)}:{node.name}"] = number
     assert not wrong
 
 
