@@ -1,7 +1,7 @@
 """`mc` and `kafka-acls.sh` for where they are not: what infra/deploy and its pages ask of them, at a real MinIO and broker.
 
 python -m tests.e2e.compose_tools mc admin policy attach store headrace --user headrace
-python -m tests.e2e.compose_tools kafka-acls --bootstrap-server 127.0.0.1:9094 --list
+python -m tests.e2e.compose_tools kafka-acls --bootstrap-server 127.0.0.1:9094 --add --allow-principal User:serve --topic x
 """
 
 import argparse
@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from aiokafka import AIOKafkaClient
-from aiokafka.protocol.admin import CreateAclsRequest, DeleteAclsRequest, DescribeAclsRequest
+from aiokafka.protocol.admin import CreateAclsRequest, DeleteAclsRequest
 from aiokafka.protocol.api import Request
 
 ALIASES = Path(".mc.json")  # in the working folder
@@ -68,23 +68,20 @@ def mc(words: list[str]) -> None:
 
 KINDS = {"topic": 2, "group": 3}
 OPERATIONS = {"all": 2, "read": 3, "write": 4, "delete": 6, "describe": 8}
-ANY, LITERAL, PREFIXED = 1, 3, 4
+LITERAL, PREFIXED = 3, 4
 DENY, ALLOW = 2, 3
 
 
 def kafka_acls(words: list[str]) -> None:
-    """Kafka's tool for its rules: --add, --remove and --list, of topics and groups."""
+    """Kafka's tool for its rules: --add and --remove, of topics and groups."""
     parser = argparse.ArgumentParser("kafka-acls.sh")
     parser.add_argument("--bootstrap-server", required=True)
-    for flag in ("--add", "--remove", "--list", "--force"):
+    for flag in ("--add", "--remove", "--force"):
         parser.add_argument(flag, action="store_true")
     for option in ("--topic", "--group", "--operation", "--allow-principal", "--deny-principal"):
         parser.add_argument(option, action="append", default=[])
     parser.add_argument("--resource-pattern-type", choices=["literal", "prefixed"], default="literal")
     given = parser.parse_intermixed_args(words)
-    if given.list:
-        print("\n".join(asyncio.run(listed(given.bootstrap_server))))
-        return
     pattern = PREFIXED if given.resource_pattern_type == "prefixed" else LITERAL
     users = [(user, DENY) for user in given.deny_principal] + [(user, ALLOW) for user in given.allow_principal]
     named = {"topic": given.topic, "group": given.group}
@@ -102,24 +99,6 @@ def kafka_acls(words: list[str]) -> None:
             assert [code for code, _ in reply.creation_responses] == [0], reply
         else:
             assert all(code == 0 and found for code, _, found in reply.filter_responses), reply
-
-
-async def listed(bootstrap: str) -> list[str]:
-    """Every rule of a broker, as Kafka's own tool lists them."""
-    (answer,) = await asked(bootstrap, [DescribeAclsRequest(ANY, None, ANY, None, None, ANY, ANY)])  # type: ignore[arg-type]
-    operations, kinds = ({number: name.upper() for name, number in table.items()} for table in (OPERATIONS, KINDS))
-    found = []
-    for kind, name, pattern, rules in answer.resources:
-        how = "PREFIXED" if pattern == PREFIXED else "LITERAL"
-        found.append(
-            f"Current ACLs for resource `ResourcePattern(resourceType={kinds[kind]}, name={name}, patternType={how})`:"
-        )
-        found += [
-            f"\t(principal={principal}, host={host}, operation={operations[operation]}, "
-            f"permissionType={'DENY' if permission == DENY else 'ALLOW'})"
-            for principal, host, operation, permission in rules
-        ]
-    return found
 
 
 async def asked(bootstrap: str, requests: Sequence[Request[Any]]) -> list[Any]:

@@ -140,7 +140,6 @@ def settle(world: World) -> None:
     check_account(world, log)
     check_journal(world, log)
     check_replay(world, log)
-    check_verify(world, log)
     check_collect(world, log)
     check_letters(world, log)
     settle_serving(world, log)
@@ -173,7 +172,7 @@ def effective(log: Logged, run: str) -> list[Any]:
 
 
 def check_account(world: World, log: Logged) -> None:
-    """I1, I6: what senders were told is stored is in the log, and has a fate."""
+    """I1: what senders were told is stored is in the log, and has a fate."""
     account = world.account
     assert isinstance(account, Account)
     stored = members(log, topics.EXPERIENCES).keys() | members(log, topics.EXPERTS).keys()
@@ -184,8 +183,6 @@ def check_account(world: World, log: Logged) -> None:
         world.watch.complain("I1 acknowledged", f"stubs not in the log: {lost}")
     if not account.is_clean:
         world.watch.complain("I2 audit", f"trained twice {account.trained_twice}, unknown {account.unknown}")
-    if account.published != account.trained + sum(account.dropped.values()) + account.pending:
-        world.watch.complain("I6 audit", f"{account.published} published, but {account}")
 
 
 def check_journal(world: World, log: Logged) -> None:
@@ -267,15 +264,6 @@ def check_replay(world: World, log: Logged) -> None:
             continue
         if world.watch.content.get(event.version) not in content.get(event.step, ()):
             world.watch.complain("I4 replay", f"version {event.version} is not what step {event.step} replays to")
-
-
-def check_verify(world: World, log: Logged) -> None:
-    """I6: every experience goes on as itself, as a stub, or as an answer to an evaluation."""
-    passed = members(log, topics.VERIFIED).keys() | members(log, topics.EVALS).keys()
-    passed |= {record.id for record in values(log, topics.VERIFIED, DropMarker)}
-    published = members(log, topics.EXPERIENCES).keys() | members(log, topics.EXPERTS).keys()
-    if lost := sorted(published - passed):
-        world.watch.complain("I6 verify", f"neither verified nor a stub: {lost}")
 
 
 def check_collect(world: World, log: Logged) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -83,32 +84,31 @@ CYCLES = 100
 STOPS = 14  # of a run that never loses a request: what goes wrong here, zombies do
 
 
+def overtaken(role: str, **fields: object) -> Counter[str]:
+    """What came up in runs until a role has gone on overtaken CYCLES times. fields: of the scenario."""
+    seen: Counter[str] = Counter()
+    for seed in count():
+        scenario = msgspec.structs.replace(draw_scenario(seed), **fields)
+        outcome = run_seed(seed, mixture=Mixture(stalls=STOPS, focus=role), scenario=scenario)
+        assert not outcome.violations, outcome.words()
+        assert fields or outcome.num_trained > 0
+        seen.update(outcome.seen)
+        if seen["goes on overtaken"] >= CYCLES:
+            break
+    return seen
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("role", ["train", "master", "process"])
 def test_a_role_that_was_stopped_and_overtaken_adds_nothing_that_is_loaded_trained_or_counted(role: str) -> None:
-    seen: Counter[str] = Counter()
-    seed = 0
-    while seen["goes on overtaken"] < CYCLES:
-        outcome = run_seed(seed, mixture=Mixture(stalls=STOPS, focus=role))
-        assert not outcome.violations, outcome.words()
-        assert outcome.num_trained > 0
-        seen.update(outcome.seen)
-        seed += 1
+    seen = overtaken(role)
     assert role == "process" or seen["FencedOut"] >= CYCLES / 2, f"zombies that noticed nothing: {seen}"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("role", ["train", "master", "serve", "canary"])
 def test_customers_get_what_was_decided_as_far_as_it_was_heard_whoever_was_overtaken(role: str) -> None:
-    seen: Counter[str] = Counter()
-    seed = 0
-    while seen["goes on overtaken"] < CYCLES:
-        drawn = draw_scenario(seed)
-        scenario = msgspec.structs.replace(drawn, num_customers=3, num_suite=2, num_moves=8, num_trials=3)
-        outcome = run_seed(seed, mixture=Mixture(stalls=STOPS, focus=role), scenario=scenario)
-        assert not outcome.violations, outcome.words()
-        seen.update(outcome.seen)
-        seed += 1
+    seen = overtaken(role, num_customers=3, num_suite=2, num_moves=8, num_trials=3)
     assert all(seen[f"answers of {item}"] and seen[f"{item} there at the end"] for item in ("serve", "canary"))
     assert seen["promoted"] and seen["held"] and seen["rolled_back"] and seen["pinned"]
 

@@ -226,22 +226,6 @@ def damage_open(store: MemoryStore) -> None:
     store.put(snapshot.parts["groups/0"].key, b"something else")
 
 
-def lose_part(store: MemoryStore) -> None:
-    snapshot = newest(store, SERIES, lambda reason, line: None)
-    assert snapshot is not None
-    store.delete(snapshot.parts["memories"].key)
-
-
-def damage_manifest(store: MemoryStore) -> None:
-    (key,) = store.keys(f"snapshots/{SERIES}/manifests/")
-    store.put(key, store.get(key)[:-9])
-
-
-def newer_manifest(store: MemoryStore) -> None:
-    (key,) = store.keys(f"snapshots/{SERIES}/manifests/")
-    store.put(key, store.get(key).replace(b'"format":1', b'"format":2'))
-
-
 def newer_layout(store: MemoryStore) -> None:
     (key,) = store.keys(f"snapshots/{SERIES}/manifests/")
     store.put(key, store.get(key).replace(b'"layout":8', b'"layout":9'))
@@ -262,9 +246,6 @@ def other_bytes(store: MemoryStore) -> None:
     ("harm", "reason"),
     [
         (damage_open, "damaged"),
-        (lose_part, "a part is missing"),
-        (damage_manifest, "damaged"),
-        (newer_manifest, "written by a newer release"),
         (newer_layout, "written by a newer release"),
         (other_bytes, "damaged"),
     ],

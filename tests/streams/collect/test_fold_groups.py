@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from msgspec.structs import replace
 
 from infra.chain.chain import ChainResult, Context, Dropped
 from schemas import Closure, Experience
@@ -275,13 +274,6 @@ def test_of_a_group_so_many_answers_are_spoken_of_before_it_is_closed() -> None:
     results = folded(inbox, rules(limits=LimitsConfig(rater_answers=MAX_ANSWERS + 1, rater_share=0.0)), state)
     assert drops(results) == {"feedback about too many answers of a group": 1} and MAX_ANSWERS == 1024
     assert len(state.groups["a.0"].feedback) == MAX_ANSWERS
-
-
-def test_what_is_superseded_is_told_with_its_lane_and_its_place_in_the_order_of_issue() -> None:
-    other = replace(answer("a.0", 0, attempt=0, lane="live"), sequence=412)
-    inbox = FakePartition().extend([block(other), *(block(answer("a.0", number, attempt=1)) for number in range(2))])
-    closure = decisions(folded(inbox))[0].closure
-    assert (closure.outcome, closure.attempt, closure.lane, closure.sequence) == ("superseded", 0, "live", 412)
 
 
 @pytest.mark.parametrize(

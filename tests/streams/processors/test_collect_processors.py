@@ -255,11 +255,6 @@ def test_a_token_is_credited_with_the_normalized_rewards_of_the_turns_behind_it(
     assert first.advantage == pytest.approx((2 * (good + bad) + 3 * bad) / 5), "the mean over its sampled tokens"
 
 
-def test_without_the_division_it_is_less_the_mean_alone() -> None:
-    first, _ = judged(episode(0, (3, 1.0), (7, 0.0)), episode(1, (3, 0.0), (7, 0.0)), kind="mean")
-    assert first.advantages == (Stretch(4, 0.5), Stretch(8, -0.25))
-
-
 def test_what_comes_in_a_later_part_is_credited_to_the_parts_before_it() -> None:
     early, late = episode(0, (3, 0.0), last=False, reward=1.0), episode(0, (7, 1.0), part=1, reward=1.0)
     other = episode(1, (3, 0.0), (7, 0.0))

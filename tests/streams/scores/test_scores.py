@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from schemas import Experience, Message, Span, ids, make_experience
 from schemas.errors import ConfigError
 from streams.scores.exact import exact
 from streams.scores.format import Format
@@ -16,25 +15,7 @@ from tests.streams.scores.answers import answered
 
 def matched(text: str, pattern: str) -> float:
     with closing(Format(pattern=pattern)) as score:
-        return score(answer(text))
-
-
-def answer(text: str, expected: str | None = "280") -> Experience:
-    return make_experience(
-        tokens=[1, 2],
-        logprobs=[-0.1],
-        messages=[
-            Message(role="user", content="37+45="),
-            Message(role="assistant", content=text),
-            Message(role="user", content="280"),
-        ],
-        id=ids.experience_id("t.0", 0, 0),
-        group="t.0",
-        episode=0,
-        group_size=1,
-        spans=(Span(1, 2, 3),),
-        answer=expected,
-    )
+        return score(answered(text))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +37,7 @@ def answer(text: str, expected: str | None = "280") -> Experience:
     ],
 )
 def test_exact(text: str, expected: str | None, options: dict[str, Any], value: float | None) -> None:
-    assert exact(answer(text, expected), **options) == value
+    assert exact(answered(text, answer=expected), **options) == value
 
 
 THINK = r"<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>"
@@ -83,8 +64,8 @@ def test_format_wants_the_whole_response_in_shape(text: str, value: float) -> No
 def test_a_pattern_that_backtracks_without_end_is_given_up_and_the_next_answer_is_matched() -> None:
     with closing(Format(pattern="(a+)+b", timeout_s=0.2)) as score:
         with pytest.raises(TimeoutError):
-            score(answer("a" * 64))
-        assert score(answer("aab")) == 1.0
+            score(answered("a" * 64))
+        assert score(answered("aab")) == 1.0
 
 
 def test_a_pattern_that_is_none_is_refused_at_the_start() -> None:
