@@ -76,7 +76,7 @@ async def test_three_steps_from_settings_to_weights(tmp_path: Path, loss: str) -
 WORKFLOWS = {
     "interact": """
 workflow = "actors.rollout.workflows.interact:Interact"
-options = { max_turns = 3, environment = { use = "actors.rollout.environments.guess:Guess", options = { shaped = 0.5 } } }
+options = { max_turns = 3, environment = { use = "tests.whole_run:Digits" } }
 """,
     "tools": """
 workflow = "actors.rollout.workflows.tools:Tools"

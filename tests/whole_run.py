@@ -9,6 +9,7 @@ from openai import AsyncOpenAI
 
 from actors.engines.engine import Engine
 from actors.master.master import run_master
+from actors.rollout.environment import Outcome
 from actors.rollout.explorer import run_explorer
 from actors.tasksets.loader import load_examples, load_tasks
 from actors.tasksets.taskset import Demonstration, Preference
@@ -81,6 +82,16 @@ async def program(task: dict[str, Any], base_url: str, key: str, model: str) -> 
     async with AsyncOpenAI(base_url=base_url, api_key=key) as client:
         answer = await client.chat.completions.create(model=model, messages=task["messages"])
     return len(answer.choices[0].message.content or "") / 4
+
+
+class Digits:
+    """An environment that rewards each turn with its number of digits."""
+
+    def reset(self, task: Task, *, seed: int) -> Outcome:
+        return Outcome()
+
+    def step(self, action: str) -> Outcome:
+        return Outcome(observation="on", reward=float(sum(map(str.isdigit, action))))
 
 
 def ask(number: int) -> tuple[Message, ...]:

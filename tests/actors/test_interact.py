@@ -21,7 +21,7 @@ from tests.actors.rig import EOS, EXPLORE, MASTER, TopicArrivals, explorer, fold
 from tests.actors.turns import RecordingEngine, TurnTokenizer, issued, play
 
 HERE = __name__
-GUESS = {"use": "actors.rollout.environments.guess:Guess", "options": {"high": 15, "turns": 4}}
+GUESS = {"use": "tests.actors.turns:Guess", "options": {"high": 15, "turns": 4}}
 
 
 class Crashes:
@@ -172,7 +172,7 @@ def test_an_environment_that_is_none_stops_the_role_at_its_start() -> None:
     with pytest.raises(ConfigError, match="reset and step"):
         interact({"use": "schemas:Task", "options": {"id": "a", "messages": []}})
     with pytest.raises(ConfigError, match="turns"):
-        interact({"use": "actors.rollout.environments.guess:Guess", "options": {"turn": 3}})
+        interact({"use": "tests.actors.turns:Guess", "options": {"turn": 3}})
 
 
 def test_a_system_message_comes_before_the_messages_of_the_task() -> None:

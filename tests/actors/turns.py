@@ -7,6 +7,7 @@ import numpy as np
 
 from actors.engines.engine import Completion, Sampling
 from actors.engines.scripted import TENSOR, ScriptedEngine
+from actors.rollout.environment import Outcome
 from actors.rollout.session import Session
 from actors.rollout.workflow import Workflow
 from infra.policies.policy import Policy
@@ -34,6 +35,24 @@ class TurnTokenizer(CharTokenizer):
         for message in kept:
             tokens += self.encode(message.content) + ([EOS] if message.role == "assistant" else [])
         return tokens
+
+
+class Guess:
+    """An environment that hides the number of the task's answer: after a wrong guess it says "higher" or "lower"."""
+
+    def __init__(self, *, high: int, turns: int) -> None:
+        self._left, self._secret = turns, 0
+
+    async def reset(self, task: Task, *, seed: int) -> Outcome:
+        self._secret = int(task.answer or 0)
+        return Outcome()
+
+    async def step(self, action: str) -> Outcome:
+        self._left -= 1
+        if int(action) == self._secret:
+            return Outcome(reward=1.0, end="terminal")
+        said = "higher" if int(action) < self._secret else "lower"
+        return Outcome(observation=said, reward=0.0, end=None if self._left else "terminal")
 
 
 class Talk:

@@ -4,27 +4,23 @@
     POST <url>/step   {"episode": "…", "turn": 0, "action": "…"}                       ─> {"observation": "…", "reward":
     POST <url>/close  {"episode": "…"}  (where `closes` is set)                            0.5, "end": "terminal"}
 
-Every field of an answer is optional. The explorer names the episode, so it may repeat a reset. It repeats a step only if the
-connection was refused. Answers are bounded in size; redirects are not followed.
+Every field of an answer is optional. The explorer repeats a request only if it could not connect. Answers are bounded in size;
+redirects are not followed.
 """
 
 import uuid
-from itertools import islice
 from typing import Any
 
 import httpx
 import msgspec
 
 from actors.rollout.environment import EnvironmentEnd, Outcome
-from infra.log.retry import doubling, retry
 from infra.settings.outside import AnswerRefused, bounded_answer, shared_tls
 from infra.settings.secret import bearer
 from schemas import Task
 from schemas.errors import ConfigError
 
 MAX_ANSWER_BYTES = 1024 * 1024
-FIRST_BACKOFF_S = 0.2
-BUSY = (429, 502, 503, 504)  # nothing was done: the service, or something before it, is full or restarting
 
 
 class _HttpReply(msgspec.Struct, frozen=True):
@@ -36,9 +32,9 @@ class _HttpReply(msgspec.Struct, frozen=True):
 class HttpEnvironment:
     """Environment service with reset and step as JSON over HTTP.
 
-    url: Base URL of the service. timeout_s: Maximum seconds of a request. retries: Further attempts of a request that is safe
-    to repeat. token_env: Environment variable with a bearer token, which is never logged. token_file: File with the bearer
-    token, as an absolute path, in place of the variable. closes: Whether the service expects a call at the end of an episode.
+    url: Base URL of the service. timeout_s: Maximum seconds of a request. retries: Further attempts to connect. token_env:
+    Environment variable with a bearer token, which is never logged. token_file: File with the bearer token, as an absolute
+    path, in place of the variable. closes: Whether the service expects a call at the end of an episode.
 
     Example: HttpEnvironment(url="http://shop-simulator:8080", timeout_s=20)
     """
@@ -57,28 +53,25 @@ class HttpEnvironment:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"url: got {url!r}, expected http://… or https://…")
         self._url = url.rstrip("/")
-        self._retries = retries
         self._closes = closes
         self._timeout_s = timeout_s
         self._headers = bearer(token_env, token_file)
-        self._transport = transport
+        self._transport = transport or httpx.AsyncHTTPTransport(verify=shared_tls(), retries=retries)
         self._client: httpx.AsyncClient | None = None
         self._episode = ""
         self._turn = 0
 
     async def reset(self, task: Task, *, seed: int) -> Outcome:
         """Begin an episode under a fresh name."""
-        self._client = httpx.AsyncClient(
-            timeout=self._timeout_s, headers=self._headers, transport=self._transport, verify=shared_tls()
-        )
+        self._client = httpx.AsyncClient(timeout=self._timeout_s, headers=self._headers, transport=self._transport)
         self._episode, self._turn = uuid.uuid4().hex, 0
         body = {"episode": self._episode, "seed": seed, "task": msgspec.to_builtins(task)}
-        return await self._ask("reset", body, twice=True)
+        return await self._ask("reset", body)
 
     async def step(self, action: str) -> Outcome:
         body = {"episode": self._episode, "turn": self._turn, "action": action}
         self._turn += 1
-        return await self._ask("step", body, twice=False)
+        return await self._ask("step", body)
 
     async def close(self) -> None:
         """Call the service, where it wants that, and close the connection."""
@@ -86,32 +79,17 @@ class HttpEnvironment:
             return
         try:
             if self._closes:
-                await self._ask("close", {"episode": self._episode}, twice=False)
+                await self._ask("close", {"episode": self._episode})
         finally:
             await self._client.aclose()
 
-    async def _ask(self, what: str, body: dict[str, Any], *, twice: bool) -> Outcome:
-        def again(error: Exception) -> bool:
-            return isinstance(error, _Refused) and (twice or error.unsent)
-
-        try:
-            return await retry(lambda: self._once(what, body), islice(doubling(FIRST_BACKOFF_S), self._retries), again)
-        except _Refused as error:
-            raise RuntimeError(str(error)) from error
-
-    async def _once(self, what: str, body: dict[str, Any]) -> Outcome:
+    async def _ask(self, what: str, body: dict[str, Any]) -> Outcome:
         assert self._client is not None, "reset comes first"
         where = f"{self._url}/{what}"
         try:
             response, content = await bounded_answer(self._client, "POST", where, MAX_ANSWER_BYTES, json=body)
-        except AnswerRefused as error:
-            raise RuntimeError(f"{where}: {error}") from error
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise _Refused(f"{where}: cannot be reached: {error}", unsent=True) from error
-        except httpx.TransportError as error:
-            raise _Refused(f"{where}: {type(error).__name__}: {error}") from error
-        if response.status_code in BUSY:
-            raise _Refused(f"{where}: answered {response.status_code}")
+        except (AnswerRefused, httpx.TransportError) as error:
+            raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
         if response.status_code != 200:
             raise RuntimeError(f"{where}: answered {response.status_code}, expected 200: {content[:200]!r}")
         try:
@@ -119,11 +97,3 @@ class HttpEnvironment:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise RuntimeError(f"{where}: {error}; expected observation, reward and end as JSON") from error
         return Outcome(observation=answer.observation, reward=answer.reward, end=answer.end)
-
-
-class _Refused(Exception):
-    """A request that may be tried again. unsent: certainly not even seen by the service."""
-
-    def __init__(self, message: str, *, unsent: bool = False) -> None:
-        super().__init__(message)
-        self.unsent = unsent

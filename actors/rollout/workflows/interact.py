@@ -26,7 +26,7 @@ class Interact(Section, frozen=True):
     Maximum turns of the policy. score: Name of the score with the environment's rewards. timeout_s: Maximum seconds of a reset
     or a step. observations: Role of the messages with observations.
 
-    Example: Interact(environment=Use(use="actors.rollout.environments.guess:Guess"), max_turns=4)
+    Example: Interact(environment=Use(use="actors.rollout.environments.reasoning_gym:ReasoningGym"), max_turns=4)
     """
 
     environment: Use
