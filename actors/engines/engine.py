@@ -174,8 +174,9 @@ def shaped_logits(
     logits_V: np.ndarray, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int]
 ) -> np.ndarray:
     """Logits over the temperature, float64; bias and penalties come before it, top_k and min_p after it, as in vLLM."""
-    shaping = sampling.shaping or Shaping()
-    logits_V = logits_V.astype(np.float64)
+    logits_V, shaping = logits_V.astype(np.float64), sampling.shaping
+    if shaping is None:
+        return logits_V / (sampling.temperature or 1.0)
     for token, bias in shaping.logit_bias:
         logits_V[token] += bias
     seen = np.unique(np.asarray([*prompt, *sampled]))
@@ -189,3 +190,23 @@ def shaped_logits(
     if 0 < shaping.top_k < len(logits_V):
         logits_V[logits_V < np.partition(logits_V, -shaping.top_k)[-shaping.top_k]] = -np.inf
     return logits_V
+
+
+def nucleus(logprobs_V: np.ndarray, top_p: float) -> np.ndarray:
+    """Logprobs of the smallest set with `top_p` of the mass, normalized; the rest is -inf."""
+    if top_p == 1.0:
+        return logprobs_V
+    order = np.argsort(-logprobs_V)
+    sorted_V = np.exp(logprobs_V[order])
+    kept = order[np.cumsum(sorted_V) - sorted_V < top_p]
+    cut_V = np.full_like(logprobs_V, -np.inf)
+    cut_V[kept] = logprobs_V[kept]
+    return log_softmax(cut_V)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Over the last axis, float64."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=-1, keepdims=True)
+    normalized: np.ndarray = wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+    return normalized

@@ -20,7 +20,7 @@ from actors.engines.checks import (
     check_request,
     check_tensors,
 )
-from actors.engines.engine import Completion, KvMode, LoadReport, OnChunk, Sampling, shaped_logits
+from actors.engines.engine import Completion, KvMode, LoadReport, OnChunk, Sampling, log_softmax, nucleus, shaped_logits
 from actors.engines.grammar import STUCK, Grammars, Matcher, byte_vocabulary
 from actors.engines.trace import Trace
 from infra.policies.policy import Policy
@@ -28,7 +28,6 @@ from infra.policies.tensors import Tensor, from_numpy, load_tensors, to_numpy
 from infra.store.images import Pixels
 
 TENSOR = "bigram.weight"
-MAX_ROWS = 4096  # rows of probabilities that are kept
 Script = Callable[[tuple[int, ...]], Sequence[int]]
 
 
@@ -60,7 +59,6 @@ class ScriptedEngine:
         self._script = script
         self._token_s = token_s
         self._table = np.zeros((0, 0), np.float32)
-        self._rows: dict[tuple[int, float, float], tuple[np.ndarray, np.ndarray]] = {}
         self._version = 0
         self._gate = ProbeGate("float32")
         self._num_requests = 0
@@ -136,16 +134,15 @@ class ScriptedEngine:
         while not done:
             due_s = begin_s + (len(trace.tokens) + 1) * self._token_s
             await asyncio.sleep(max(0.0, due_s - clock()) if self._token_s else 0.0)
-            row, cumulative = self._row(last, sampling.temperature, sampling.top_p)
-            if matcher is not None or sampling.shaping is not None:
-                row, cumulative = self._changed(last, sampling, matcher, prompt, trace.tokens)
-                script = script if script is not None and row[script[len(trace.tokens)]] > -np.inf else None
+            row = self._row(last, matcher, prompt, trace)
+            if script is not None and row[script[len(trace.tokens)]] == -np.inf:
+                script = None
             if script is not None:
                 last = script[len(trace.tokens)]
             elif sampling.temperature == 0:
                 last = int(row.argmax())
             else:
-                last = min(int(cumulative.searchsorted(random.random())), len(row) - 1)
+                last = min(int(np.exp(row).cumsum().searchsorted(random.random())), len(row) - 1)
             done = trace.add(last, float(row[last]), self._version, began if self._kv == "keep" else -1)
             if matcher is not None:
                 matcher.take(last)
@@ -157,26 +154,12 @@ class ScriptedEngine:
                     on_chunk(chunk)
         return trace.completion()
 
-    def _row(self, last: int, temperature: float, top_p: float) -> tuple[np.ndarray, np.ndarray]:
-        """Log probabilities of what follows a token, and their cumulative sum; kept, since it costs more than a draw."""
-        if (found := self._rows.get((last, temperature, top_p))) is None:
-            if len(self._rows) >= MAX_ROWS:
-                self._rows.clear()
-            row = _log_softmax(self._table[last] / (temperature or 1.0))
-            row = _nucleus(row, top_p) if top_p < 1.0 else row
-            found = self._rows[last, temperature, top_p] = row, np.exp(row).cumsum()
-        return found
-
-    def _changed(
-        self, last: int, sampling: Sampling, matcher: Matcher | None, prompt: Sequence[int], sampled: Sequence[int]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Log probabilities and their cumulative sum after the client's shaping, over the tokens that the schema allows."""
-        logits = shaped_logits(self._table[last], sampling, prompt, sampled)
+    def _row(self, last: int, matcher: Matcher | None, prompt: tuple[int, ...], trace: Trace) -> np.ndarray:
+        """Log probabilities of the tokens that may follow `last`."""
+        logits = shaped_logits(self._table[last], trace.sampling, prompt, trace.tokens)
         if matcher is not None:
             logits = np.where(matcher.allowed(), logits, -np.inf)
-        row = _log_softmax(logits)
-        row = _nucleus(row, sampling.top_p) if sampling.top_p < 1.0 else row
-        return row, np.exp(row).cumsum()
+        return nucleus(log_softmax(logits), trace.sampling.top_p)
 
     async def load(self, policy: Policy) -> LoadReport:
         async with self._loading:
@@ -187,7 +170,6 @@ class ScriptedEngine:
             scores = [bigram_logprobs(table, tokens) for tokens in policy.probe.sequences] if policy.probe else []
             difference = self._gate.check(policy, scores)
             self._table, self._version = table, policy.version
-            self._rows.clear()
             return LoadReport((time.perf_counter() - begin) * 1e3, difference)
 
     async def score_tokens(self, tokens: Sequence[int]) -> tuple[float, ...]:
@@ -196,22 +178,5 @@ class ScriptedEngine:
 
 def bigram_logprobs(table: np.ndarray, tokens: Sequence[int]) -> tuple[float, ...]:
     """Logprob of every token but the first under a table of bigrams, [V, V]."""
-    rows = _log_softmax(table[np.asarray(tokens[:-1], np.int64)])
+    rows = log_softmax(table[np.asarray(tokens[:-1], np.int64)])
     return tuple(float(row[token]) for row, token in zip(rows, tokens[1:], strict=True))
-
-
-def _nucleus(row: np.ndarray, top_p: float) -> np.ndarray:
-    """Log probabilities of the smallest set with `top_p` of the mass, normalized; the rest is -inf."""
-    order = np.argsort(-row)
-    before = np.cumsum(np.exp(row[order])) - np.exp(row[order])
-    cut = np.full_like(row, -np.inf)
-    kept = order[before < top_p]
-    cut[kept] = row[kept]
-    return _log_softmax(cut)
-
-
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    wide = logits.astype(np.float64)
-    wide -= wide.max(axis=-1, keepdims=True)
-    normalized: np.ndarray = wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
-    return normalized

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.engines.engine import Completion, OnChunk, shaped_logits
+from actors.engines.engine import Completion, OnChunk, nucleus, shaped_logits
 from actors.engines.grammar import Matcher
 from actors.engines.trace import RequestImages, Trace
 from infra.model.vision import Vision, model_inputs
@@ -244,7 +244,9 @@ class RunningBatch:
         greedy = temperatures == 0
         logits = _masked(_shaped(logits.float(), torch.where(greedy, 1.0, temperatures), rows), rows)
         logprobs = torch.log_softmax(logits, -1)
-        logprobs = _nucleus(logprobs, [row.trace.sampling.top_p for row in rows])
+        for index, row in enumerate(rows):
+            if (top_p := row.trace.sampling.top_p) < 1.0:
+                logprobs[index] = torch.from_numpy(nucleus(logprobs[index].numpy(), top_p))
         tokens = torch.multinomial(logprobs.exp(), 1, generator=self._generator)[:, 0]
         if bool(greedy.any()):
             tokens = torch.where(greedy, logprobs.argmax(-1), tokens)
@@ -338,17 +340,3 @@ def _masked(logits_BV: Tensor, rows: Sequence[RunningSequence]) -> Tensor:
     logits_BV = logits_BV.clone()
     logits_BV[list(held)] = logits_BV[list(held)].masked_fill(~allowed_HV, float("-inf"))
     return logits_BV
-
-
-def _nucleus(logprobs_BV: Tensor, top_p: list[float]) -> Tensor:
-    """Rows with top_p below 1 cut to the smallest set with that mass, normalized; the others as they are."""
-    cut = [index for index, share in enumerate(top_p) if share < 1.0]
-    if not cut:
-        return logprobs_BV
-    rows, order = logprobs_BV[cut].sort(-1, descending=True)
-    before = rows.exp().cumsum(-1) - rows.exp()
-    rows = rows.masked_fill(before >= torch.tensor([top_p[index] for index in cut])[:, None], float("-inf"))
-    kept = torch.full_like(rows, float("-inf")).scatter(-1, order, rows)
-    logprobs_BV = logprobs_BV.clone()
-    logprobs_BV[cut] = torch.log_softmax(kept, -1)
-    return logprobs_BV
