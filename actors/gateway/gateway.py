@@ -148,8 +148,6 @@ class Gateway:
         """
         try:
             await sample_choices(self.engine, self.tokenizer.decode, in_flight, watch)
-        except ExceptionGroup as errors:
-            raise self._failure(errors.exceptions[0], in_flight) from errors
         except Exception as error:
             raise self._failure(error, in_flight) from error
         finally:

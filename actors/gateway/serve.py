@@ -21,7 +21,6 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -139,7 +138,7 @@ class _Loops(msgspec.Struct, frozen=True):
             serve_on(server, sock, listening),
             _end(server, gateway, config, self.role.stop, halt, lambda: self._tell_last(connected, ended)),
             outbox.write(),
-            _when(connected, outbox.drain),
+            _lasting("drain", connected, outbox.drain),
             _connect(self.role.log, connected),
             _lasting("policies", connected, self.follower.read),
             _lasting("reload", connected, self.follower.load),
@@ -289,11 +288,6 @@ async def _connect(log: Log, connected: asyncio.Event) -> None:
     await asyncio.Event().wait()
 
 
-async def _when(event: asyncio.Event, loop: Callable[[], Coroutine[None, None, None]]) -> None:
-    await event.wait()
-    await loop()
-
-
 async def _lasting(name: str, connected: asyncio.Event, loop: Callable[[], Coroutine[None, None, None]]) -> None:
     """Run a loop that reads the log; while the log is away it waits, instead of ending the role."""
     await connected.wait()
@@ -335,14 +329,10 @@ def _remember(path: Path, event: PolicyEvent, metrics: Metrics) -> None:
 async def _bring_last(follower: PolicyFollower, path: Path, engine: Engine) -> None:
     try:
         event = msgspec.json.decode(await asyncio.to_thread(path.read_bytes), type=PolicyEvent)
-        await _bounded(follower.bring(event))
+        async with asyncio.timeout(60.0):
+            await follower.bring(event)
     except FileNotFoundError:
         return
     except (msgspec.DecodeError, StoreError, PolicyRefused, BrokerUnavailable, TimeoutError) as error:
         _log.warning("last_policy_not_loaded error=%s", error)
     _log.info("starting_with version=%d", engine.version)
-
-
-async def _bounded(work: Awaitable[Any]) -> None:
-    async with asyncio.timeout(60.0):
-        await work

@@ -144,8 +144,6 @@ class ProgramEpisode:
         parts = self._parts[in_flight.group]
         try:
             await sample_choices(self._session.engine, self._tokenizer.decode, in_flight, watch)
-        except ExceptionGroup as errors:
-            raise self._refused(errors.exceptions[0]) from errors
         except Exception as error:
             raise self._refused(error) from error
         else:

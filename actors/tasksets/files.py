@@ -84,19 +84,6 @@ def as_rows(
             yield row
 
 
-def count_rows(path: Path) -> int:
-    """Maximum rows of a file. Raises ConfigError."""
-    if path.suffix == ".parquet":
-        from actors.tasksets.arrow import count_parquet
-
-        return count_parquet(path)
-    try:
-        with path.open("rb") as file:
-            return sum(1 for line in file if line.strip())
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
 def _cells(path: Path) -> Iterator[tuple[str, Cells | Broken]]:
     if path.suffix == ".parquet":
         from actors.tasksets.arrow import read_parquet

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from actors.tasksets.files import Broken, count_rows, read_rows, tasks
+from actors.tasksets.files import Broken, read_rows, tasks
 from actors.tasksets.instructions import (
     CONFLICTS,
     KINDS,
@@ -88,7 +88,7 @@ def test_parquet_rows_are_read_and_a_broken_one_named(tmp_path: Path) -> None:
     assert (first.messages[0].content, first.answer, first.difficulty) == ("1+1?", "2", 0.25)
     assert (second.messages, second.answer) == ((Message(role="user", content="1+2?"),), "3")
     assert [fault.where for fault in broken] == [f"{path}: row 3"] and "no conversation" in broken[0].reason
-    assert count_rows(path) == 3 and first.split == second.split == "dev"
+    assert first.split == second.split == "dev"
     path.write_bytes(b"PAR1 and nothing more")
     with pytest.raises(ConfigError, match="expected a Parquet file"):
         list(tasks(path=str(path)))

@@ -168,8 +168,11 @@ async def sample_choices(engine: Engine, decode: Decode, in_flight: InFlight, wa
     if request.choices == 1:
         in_flight.answers = [await _choice(engine, decode, in_flight, 0)]
         return
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_choice(engine, decode, in_flight, index)) for index in range(request.choices)]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_choice(engine, decode, in_flight, index)) for index in range(request.choices)]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
     in_flight.answers = [task.result() for task in tasks]
 
 

@@ -20,11 +20,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import zip_longest
 
 import msgspec
 
 from actors.gateway.recording.held import HeldKeys
-from actors.gateway.recording.spool import Spool, SpoolFull, SpoolLost
+from actors.gateway.recording.spool import Spool, SpoolFull
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from schemas import Block, Control, decode, encode
@@ -146,9 +147,9 @@ class Outbox:
                     ready.append((outgoing, record))
                     direct = direct and not self._held.num_held  # from here on all go by way of the disk
                     if direct:
-                        sending.append(group.create_task(self._publish(outgoing.topic, record)))
-        unsent = self._unsent(ready[: len(sending)], [task.result() for task in sending]) + ready[len(sending) :]
-        if unsent:
+                        sending.append(group.create_task(self._send(outgoing, record)))
+        sent = [task.result() for task in sending]
+        if unsent := [pair for pair, is_sent in zip_longest(ready, sent) if not is_sent]:
             await self._to_disk(unsent)
         self._in_hand = 0
 
@@ -163,14 +164,10 @@ class Outbox:
             _tell(outgoing, False)
         return record
 
-    def _unsent(
-        self, ready: Sequence[tuple[Outgoing, Control | Block]], confirmed: Sequence[bool]
-    ) -> list[tuple[Outgoing, Control | Block]]:
-        """Records that the broker did not confirm; the senders of the others are told."""
-        for (outgoing, _), sent in zip(ready, confirmed, strict=True):
-            if sent:
-                _tell(outgoing, True)
-        return [pair for pair, sent in zip(ready, confirmed, strict=True) if not sent]
+    async def _send(self, outgoing: Outgoing, record: Control | Block) -> bool:
+        if sent := await self._publish(outgoing.topic, record):
+            _tell(outgoing, True)
+        return sent
 
     async def _publish(self, topic: Topic, record: Control | Block) -> bool:
         """Publish a record; True if it is stored, or no log will ever take it."""
@@ -215,24 +212,20 @@ class Outbox:
                 why = "store_away" if self._held.num_held else "broker_away"
                 _log.warning("%s records=%d go to the spool", why, len(unsent))
             try:
-                await asyncio.to_thread(self._append, unsent)
+                await asyncio.to_thread(
+                    lambda: self._spool.append(
+                        [msgspec.msgpack.encode((outgoing.topic.name, encode(record))) for outgoing, record in unsent]
+                    )
+                )
             except SpoolFull as error:
-                _log.warning("spool_full error=%s", error)
-                self._shed(outgoings, "spool full")
-            except SpoolLost as error:
-                _log.error("spool_lost error=%s", error)
-                self._shed(outgoings, "spool lost")
+                _log.error("%s error=%s", error.reason.replace(" ", "_"), error)
+                self._shed(outgoings, error.reason)
             else:
                 self._metrics.counter("spooled").inc(len(outgoings))
                 for outgoing in outgoings:
                     _tell(outgoing, True)
         self._say_spooled()
         self._to_drain.set()
-
-    def _append(self, unsent: Sequence[tuple[Outgoing, Control | Block]]) -> None:
-        self._spool.append(
-            [msgspec.msgpack.encode((outgoing.topic.name, encode(record))) for outgoing, record in unsent]
-        )
 
     async def _drain_segment(self) -> bool:
         """Send the oldest segment, or give it up if it cannot be read; False if the broker does not answer."""

@@ -25,9 +25,13 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class SpoolFull(Exception):
     """The entries do not fit: the spool's bound, or the disk's. Nothing of them was kept."""
 
+    reason = "spool full"
 
-class SpoolLost(Exception):
-    """The disk takes no entries, for another reason than room. Nothing of them was kept."""
+
+class SpoolLost(SpoolFull):
+    """The disk takes no entries, for another reason than room."""
+
+    reason = "spool lost"
 
 
 class Spool:

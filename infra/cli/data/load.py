@@ -57,7 +57,7 @@ class TaskSource(msgspec.Struct, frozen=True):
 
     def open(self, settings: "Settings") -> tuple[int | None, Callable[["OnBroken"], Iterable[Task]]]:
         """The number of rows, None where it is not known, and what reads them. Raises ConfigError."""
-        from actors.tasksets.files import as_rows, count_rows, read_rows
+        from actors.tasksets.files import as_rows, read_rows
         from actors.tasksets.hub import HubRows
         from actors.tasksets.loader import with_images
 
@@ -78,7 +78,7 @@ class TaskSource(msgspec.Struct, frozen=True):
             return None, lambda broken: taskset()
         file = self.file
         assert file is not None
-        return count_rows(file), lambda broken: with_images(
+        return None, lambda broken: with_images(
             read_rows(file, Task, fields=fields, split=self.split, on_broken=broken), file, app_store(settings), broken
         )
 
@@ -161,18 +161,17 @@ async def pairs(chosen: SettingsFile, file: FileArgument, fields: MapOption = []
 
 
 async def _load_answers(kind: str, chosen: SettingsFile, file: Path, fields: list[str], split: str = "") -> int:
-    from actors.tasksets.files import count_rows, read_rows
+    from actors.tasksets.files import read_rows
     from actors.tasksets.loader import different, load_examples, with_images
     from actors.tasksets.taskset import Demonstration, Preference
     from infra.model.model import context_tokens, load_tokenizer
 
     renamed = field_map(fields)
     settings = chosen.load()
-    total = count_rows(file)
     async with connected(settings) as log:
         tokenizer = await asyncio.to_thread(load_tokenizer, model_folder(settings), settings.policy.template)
         max_tokens, store = context_tokens(settings.model_path) or MAX_TOKENS, app_store(settings)
-        with progress_bar(f"{kind} from {file}", total) as bar:
+        with progress_bar(f"{kind} from {file}", None) as bar:
             rows: Iterable[Any]
             if kind == "experts":
                 shown = read_rows(file, Demonstration, fields=renamed, split=split, on_broken=bar.broken)
