@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 from actors.engines.engine import Engine, LoadReport
 from infra.log.log import LogMessage, follow
@@ -58,14 +57,6 @@ class ReloadGate:
     def reload(self) -> AbstractContextManager[None]:
         """While it is entered, nothing begins that needs a version."""
         return nullcontext()
-
-
-@runtime_checkable
-class ReadsFiles(Protocol):
-    """An engine whose workers read versions from files."""
-
-    version_files: VersionFiles
-    """Files in which it wants versions."""
 
 
 class _Lacking(Exception):
@@ -121,7 +112,9 @@ class PolicyFollower:
         self._directed = directed
         self._slow_s = slow_s
         self._feed = PolicyFeed(self._policy, channel=channel)
-        self._files = engine.version_files if isinstance(engine, ReadsFiles) else None
+        self._files: VersionFiles | None = getattr(
+            engine, "version_files", None
+        )  # from which its workers read versions
         if self._files is not None:
             self._files.metrics = role.metrics
         self._fetcher = self._new_fetcher()

@@ -1,8 +1,5 @@
 """The vLLM engine: continuous batching with exact hot reload.
 
-    write tensors ── pause · apply · caches · label · resume ── probe enters ── probe's scores ── verdict
-                     \\_______ no token is sampled _______/  \\____ completions are held _______/
-
 Guarantees: vLLM labels every token with the weights that sampled it, and each load attempt has its own label, so spans are
 exact. A load rebuilds keys and values of running requests under the new weights, or keeps them and records their age (`kv`);
 then later requests find only keys and values of the new weights in vLLM's caches. A completion with tokens of an undecided

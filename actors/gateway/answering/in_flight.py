@@ -16,7 +16,7 @@ from actors.engines.trace import Trace
 from actors.gateway.access.concurrency import TakenSlots
 from actors.gateway.access.keys import ApiKey
 from actors.gateway.answering.conversation import spelled, written
-from actors.gateway.answering.parsing import AnswerParser, OwnPieces, Parsed, ParsedPieces, SampledText
+from actors.gateway.answering.parsing import AnswerParser, ForeignPieces, OwnPieces, Parsed, SampledText
 from actors.gateway.answering.requests import ParsedRequest
 from actors.gateway.answering.text import Detokenizer, StopStrings
 from infra.roles.process import unless
@@ -84,14 +84,11 @@ class Growing:
 class InFlight(msgspec.Struct, kw_only=True):
     """One request while it is served.
 
-    place: for its answers. request: as the client asked. key: that asked. group: of its answers, in the log. session:
-    "" where the client named none. answer_ids: one for each choice. rendered: the prompt as the template writes it.
-    tokens: of the prompt as sampled from, prefix included. prefix: tokens that every answer is made to begin with.
-    turn: earlier turns that these tokens go on from exactly. sampling: the same for all choices. trial: the version on
-    trial, -1 where none is or the request was not drawn for it. subject: the user whose key it is sealed under, "" for
-    none. parser: reads calls and thoughts. images: of the prompt, ready for the engine. reason: why it does not go on
-    from earlier turns. growing: one for each choice, none where they are sampled whole. answers: of choices that
-    ended, by index. failed: by the engine. read: what choices say, once it was asked for.
+    group: of its answers, in the log. session: "" where the client named none. rendered: the prompt as the template writes it.
+    tokens: of the prompt as sampled from, prefix included. prefix: tokens that every answer is made to begin with. turn:
+    earlier turns that these tokens go on from exactly; reason: why there are none. trial: the version on trial, -1 where none
+    is or the request was not drawn for it. subject: the user whose key it is sealed under, "" for none. growing: one for each
+    choice, none where they are sampled whole. failed: by the engine. read: what choices say, once it was asked for.
     """
 
     place: TakenSlots
@@ -137,7 +134,7 @@ class InFlight(msgspec.Struct, kw_only=True):
         parsed = self.parsed(index)
         return Message(role="assistant", content=written(spelled(parsed.thought, parsed.said), parsed.calls))
 
-    def pieces(self) -> ParsedPieces:
+    def pieces(self) -> OwnPieces | ForeignPieces:
         return self.parser.pieces(self._written("", ())) if self._is_parsed else OwnPieces(None, ())
 
     @property

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -51,29 +51,6 @@ class Parsed(msgspec.Struct, frozen=True):
     unread: bool = False
 
 
-class ParsedPieces(Protocol):
-    """One answer that is streamed."""
-
-    def add(self, piece: str, tokens: Sequence[int]) -> tuple[str, str]:
-        """The new thought and the new words, as far as they can be separated; calls are neither."""
-
-
-class AnswerParser(Protocol):
-    """Reads answers. Safe in several threads once it is prepared."""
-
-    writing: Writing
-    refusal: str  # why no tools can be called, "" where they can
-
-    def prepare(self) -> None:
-        """Load what it needs; blocks, for a minute where vLLM is to be imported. Again is fine. Raises ConfigError."""
-
-    def parse(self, written: SampledText) -> Parsed:
-        """A whole answer. Never raises."""
-
-    def pieces(self, written: SampledText) -> ParsedPieces:
-        """An answer that is about to be sampled."""
-
-
 def render(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
     """Tokens of a prompt. Raises ApiError for one that the template refuses."""
     try:
@@ -83,8 +60,24 @@ def render(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
         raise bad(f"messages: {error}", "messages") from error
 
 
+class OwnPieces:
+    """An answer that is streamed; its words end where a mark may begin a call."""
+
+    def __init__(self, splitter: ThoughtSplitter | None, marks: Sequence[str]) -> None:
+        self._splitter = splitter
+        self._guard = StopStrings(marks)
+
+    def add(self, piece: str, tokens: Sequence[int]) -> tuple[str, str]:
+        """The new thought and the new words, as far as they can be separated; calls are neither."""
+        thought, said = self._splitter.add(piece) if self._splitter is not None else ("", piece)
+        return thought, self._guard.add(said)
+
+
 class OwnParser:
-    """An AnswerParser for Hermes' calls, and for thoughts between THINK and THOUGHT, also if the template opens them."""
+    """Reads Hermes' calls, and thoughts between THINK and THOUGHT, also if the template opens them. Safe in several threads.
+
+    refusal: why no tools can be called, "" where they can.
+    """
 
     def __init__(self, tokenizer: Tokenizer, writing: Writing | None = None, refusal: str = "") -> None:
         self.writing = writing or tokenizer.writing
@@ -92,16 +85,17 @@ class OwnParser:
         self._decode = tokenizer.decode
 
     def prepare(self) -> None:
-        return
+        """Load what it needs: nothing."""
 
     def parse(self, written: SampledText) -> Parsed:
+        """A whole answer. Never raises."""
         thought, said = self.thought(written)
         if not written.tools or self.writing.tools == NONE:
             return Parsed(thought, said)
         words, calls = read_calls(said)
         return Parsed(thought, words, tuple(calls), unread=CALL_MARKS[HERMES][0] in words)
 
-    def pieces(self, written: SampledText) -> ParsedPieces:
+    def pieces(self, written: SampledText) -> OwnPieces:
         marks = CALL_MARKS[self.writing.tools] if written.tools and self.writing.tools != NONE else ()
         return OwnPieces(self.splitter(written), marks)
 
@@ -118,16 +112,133 @@ class OwnParser:
         return ThoughtSplitter(thinks=True if opened else None)
 
 
-class OwnPieces:
-    """ParsedPieces whose words end where a mark may begin a call."""
+class ForeignPieces:
+    """An answer that is streamed: hands tokens to vLLM one by one, since its parsers look for some of them.
 
-    def __init__(self, splitter: ThoughtSplitter | None, marks: Sequence[str]) -> None:
+    decode: makes their text, which ends at a stop string.
+    """
+
+    def __init__(
+        self,
+        pieces: VllmPieces,
+        splitter: ThoughtSplitter | None,
+        decode: Callable[[Sequence[int]], str],
+        stops: Sequence[str],
+    ) -> None:
+        self._pieces = pieces
         self._splitter = splitter
-        self._guard = StopStrings(marks)
+        self._words = Detokenizer(decode)
+        self._stops = StopStrings(stops)
+        self._broken = False
 
     def add(self, piece: str, tokens: Sequence[int]) -> tuple[str, str]:
-        thought, said = self._splitter.add(piece) if self._splitter is not None else ("", piece)
-        return thought, self._guard.add(said)
+        """Read a piece. After a failure of the parser no piece follows: the rest comes with the whole answer."""
+        thought = said = ""
+        for token in tokens:
+            more = self._add(token) if not self._broken else ("", "")
+            thought, said = thought + more[0], said + more[1]
+        return thought, said
+
+    def _add(self, token: int) -> tuple[str, str]:
+        thought, text, tokens = "", self._stops.add(self._words.add((token,))), [token]
+        if self._splitter is not None:
+            thinks = self._splitter.thinks is not False
+            thought, text = self._splitter.add(text)
+            tokens = [] if thinks else tokens
+        if not (text or tokens):
+            return thought, ""
+        try:
+            more, said = self._pieces.add(text, tokens)
+        except Exception as error:
+            _log.warning("stream_not_parsed error=%r", error)
+            self._broken = True
+            return thought, ""
+        return thought + more, said
+
+
+class ForeignParser:
+    """Reads thoughts between headrace's own marks itself, and all else with vLLM's parsers. Safe in several threads once it is
+    prepared.
+    """
+
+    refusal = ""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.writing = tokenizer.writing
+        self._tokenizer = tokenizer
+        self._own = OwnParser(tokenizer)
+        by_vllm = Writing(self.writing.tools, NONE) if self._own_thoughts else self.writing
+        self._answers = VllmAnswers(tokenizer.wrapped, by_vllm, tokenizer.template)
+
+    def prepare(self) -> None:
+        """Import vLLM; blocks for a minute. Again is fine. Raises ConfigError."""
+        self._answers.prepare()
+
+    def parse(self, written: SampledText) -> Parsed:
+        self.prepare()
+        text = self._spelled(written)
+        thought, said = "", written.text
+        try:
+            thought, said, _ = self._read(written, text, tools=False)
+            half = self._half(said) if written.tools else ""
+            if written.tools and text.endswith(half):
+                _, words, calls = self._read(written, text.removesuffix(half), tools=True)
+                checked = tuple(call for found in calls if (call := checked_call(*found)) is not None)
+                begun = any(mark in said for mark in self._marks)
+                if len(checked) == len(calls) and (checked or not begun):
+                    return Parsed(thought, words + half, checked, unread=bool(half))
+        except Exception as error:  # foreign code on what a model sampled: whatever it raises, the text is still there
+            _log.warning("answer_not_parsed %s error=%r", self.writing.shown, error)
+            return Parsed(thought, said, unread=True)
+        return Parsed(thought, self._with_call(said, text), unread=True) if written.tools else Parsed(thought, said)
+
+    def pieces(self, written: SampledText) -> ForeignPieces:
+        self.prepare()
+        pieces = self._answers.pieces(written.prompt, written.tools)
+        splitter = self._own.splitter(written) if self._own_thoughts else None
+        decode = self._tokenizer.spell if self._answers.spells else self._tokenizer.decode
+        return ForeignPieces(pieces, splitter, decode, written.stops)
+
+    @property
+    def _own_thoughts(self) -> bool:
+        return self.writing.reasoning in OWN_REASONING
+
+    def _read(self, written: SampledText, text: str, *, tools: bool) -> tuple[str, str, list[tuple[str, str]]]:
+        thought, tokens = "", written.tokens
+        if self._own_thoughts:
+            thought, text = self._own.thought(SampledText(prompt=written.prompt, text=text, force=written.force))
+            tokens = () if thought else tokens
+        more, said, calls = self._answers.parse(text, tokens, written.prompt, written.tools if tools else ())
+        return thought + more, said, calls
+
+    def _half(self, said: str) -> str:
+        """A call that breaks off at the end of the answer and so must not be made, "" for none."""
+        end = CALL_ENDS.get(self.writing.tools, "")
+        behind = said.rfind(end) + 1 if end else len(said)
+        begins = [at for mark in self._marks if (at := said.find(mark, behind)) >= 0]
+        return said[min(begins) :] if begins else ""
+
+    def _with_call(self, said: str, text: str) -> str:
+        """The words with the call that could not be read, which some parsers remove."""
+        if any(mark in said for mark in self._marks):
+            return said
+        begins = [at for mark in self._marks if (at := text.find(mark)) >= 0]
+        return said + text[min(begins) :] if begins else said
+
+    @property
+    def _marks(self) -> Sequence[str]:
+        return CALL_MARKS.get(self.writing.tools, ())
+
+    def _spelled(self, written: SampledText) -> str:
+        """The answer for vLLM: with the names of control tokens if its parser wants them."""
+        if not self._answers.spells:
+            return written.text
+        text = written.force + self._tokenizer.spell(written.tokens)
+        stops = StopStrings(written.stops)
+        return stops.add(text) + stops.flush()
+
+
+AnswerParser = OwnParser | ForeignParser
 
 
 def ready(request: ParsedRequest, parser: AnswerParser, *, takes_tools: bool) -> ParsedRequest:
@@ -174,129 +285,6 @@ def answer_parser(tokenizer: Tokenizer, *, has_vllm: bool | None = None) -> Answ
         own = Writing(NONE, NONE if writing.reasoning not in OWN_REASONING else writing.reasoning)
         return OwnParser(tokenizer, own, refusal=_missing(writing) if writing.tools not in OWN_TOOLS else "")
     return ForeignParser(tokenizer)
-
-
-class ForeignParser:
-    """An AnswerParser that reads thoughts between headrace's own marks itself, and all else with vLLM's parsers."""
-
-    refusal = ""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.writing = tokenizer.writing
-        self._tokenizer = tokenizer
-        self._own = OwnParser(tokenizer)
-        by_vllm = Writing(self.writing.tools, NONE) if self._own_thoughts else self.writing
-        self._answers = VllmAnswers(tokenizer.wrapped, by_vllm, tokenizer.template)
-
-    def prepare(self) -> None:
-        self._answers.prepare()
-
-    def parse(self, written: SampledText) -> Parsed:
-        self.prepare()
-        text = self._spelled(written)
-        thought, said = "", written.text
-        try:
-            thought, said, _ = self._read(written, text, tools=False)
-            half = self._half(said) if written.tools else ""
-            if written.tools and text.endswith(half):
-                _, words, calls = self._read(written, text.removesuffix(half), tools=True)
-                checked = tuple(call for found in calls if (call := checked_call(*found)) is not None)
-                begun = any(mark in said for mark in self._marks)
-                if len(checked) == len(calls) and (checked or not begun):
-                    return Parsed(thought, words + half, checked, unread=bool(half))
-        except Exception as error:  # foreign code on what a model sampled: whatever it raises, the text is still there
-            _log.warning("answer_not_parsed %s error=%r", self.writing.shown, error)
-            return Parsed(thought, said, unread=True)
-        return Parsed(thought, self._with_call(said, text), unread=True) if written.tools else Parsed(thought, said)
-
-    def pieces(self, written: SampledText) -> ParsedPieces:
-        self.prepare()
-        pieces = self._answers.pieces(written.prompt, written.tools)
-        splitter = self._own.splitter(written) if self._own_thoughts else None
-        decode = self._tokenizer.spell if self._answers.spells else self._tokenizer.decode
-        return ForeignPieces(pieces, splitter, decode, written.stops)
-
-    @property
-    def _own_thoughts(self) -> bool:
-        return self.writing.reasoning in OWN_REASONING
-
-    def _read(self, written: SampledText, text: str, *, tools: bool) -> tuple[str, str, list[tuple[str, str]]]:
-        thought, tokens = "", written.tokens
-        if self._own_thoughts:
-            thought, text = self._own.thought(SampledText(prompt=written.prompt, text=text, force=written.force))
-            tokens = () if thought else tokens
-        more, said, calls = self._answers.parse(text, tokens, written.prompt, written.tools if tools else ())
-        return thought + more, said, calls
-
-    def _half(self, said: str) -> str:
-        """A call that breaks off at the end of the answer and so must not be made, "" for none."""
-        end = CALL_ENDS.get(self.writing.tools, "")
-        behind = said.rfind(end) + 1 if end else len(said)
-        begins = [at for mark in self._marks if (at := said.find(mark, behind)) >= 0]
-        return said[min(begins) :] if begins else ""
-
-    def _with_call(self, said: str, text: str) -> str:
-        """The words with the call that could not be read, which some parsers remove."""
-        if any(mark in said for mark in self._marks):
-            return said
-        begins = [at for mark in self._marks if (at := text.find(mark)) >= 0]
-        return said + text[min(begins) :] if begins else said
-
-    @property
-    def _marks(self) -> Sequence[str]:
-        return CALL_MARKS.get(self.writing.tools, ())
-
-    def _spelled(self, written: SampledText) -> str:
-        """The answer for vLLM: with the names of control tokens if its parser wants them."""
-        if not self._answers.spells:
-            return written.text
-        text = written.force + self._tokenizer.spell(written.tokens)
-        stops = StopStrings(written.stops)
-        return stops.add(text) + stops.flush()
-
-
-class ForeignPieces:
-    """ParsedPieces that hand tokens to vLLM one by one, since its parsers look for some of them.
-
-    decode: makes their text, which ends at a stop string.
-    """
-
-    def __init__(
-        self,
-        pieces: VllmPieces,
-        splitter: ThoughtSplitter | None,
-        decode: Callable[[Sequence[int]], str],
-        stops: Sequence[str],
-    ) -> None:
-        self._pieces = pieces
-        self._splitter = splitter
-        self._words = Detokenizer(decode)
-        self._stops = StopStrings(stops)
-        self._broken = False
-
-    def add(self, piece: str, tokens: Sequence[int]) -> tuple[str, str]:
-        """Read a piece. After a failure of the parser no piece follows: the rest comes with the whole answer."""
-        thought = said = ""
-        for token in tokens:
-            more = self._add(token) if not self._broken else ("", "")
-            thought, said = thought + more[0], said + more[1]
-        return thought, said
-
-    def _add(self, token: int) -> tuple[str, str]:
-        thought, text, tokens = "", self._stops.add(self._words.add((token,))), [token]
-        if self._splitter is not None:
-            thinks = self._splitter.thinks is not False
-            thought, text = self._splitter.add(text)
-            tokens = [] if thinks else tokens
-        if not (text or tokens):
-            return thought, ""
-        try:
-            more, said = self._pieces.add(text, tokens)
-        except Exception as error:
-            _log.warning("stream_not_parsed error=%r", error)
-            self._broken = True
-            return thought, ""
-        return thought + more, said
 
 
 def _missing(writing: Writing) -> str:

@@ -152,7 +152,7 @@ class FeedbackIntake:
             identity = pseudonym(secret, "feedback", key.tenant, "", request.id)
         table = msgspec.to_builtins(request) | {"rater": rater, "id": identity}
         given = {name: value for name, value in table.items() if value is not None}
-        feedback: Any = await self._recorder.masked(given, len(request.text or "") + len(request.correction or ""))
+        feedback: Any = await self._recorder.masked(given)
         del feedback["choice"]
         # A custom pattern may take them for something else.
         feedback |= {"answer_id": answer, "rater": rater, "id": identity}
@@ -167,7 +167,7 @@ class FeedbackIntake:
         """Hand on what a webhook sent. Raises ApiError."""
         try:
             value = msgspec.json.decode(body)
-            masked = msgspec.json.encode(await self._recorder.masked(value, len(body)))
+            masked = msgspec.json.encode(await self._recorder.masked(value))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise bad(f"the body is not valid JSON, or too deep: {error}") from error
         if not self._secret():

@@ -26,9 +26,6 @@ from schemas.ids import experience_id
 _log = logging.getLogger(__name__)
 
 BROKEN_OFF = "broken off"  # by a client that went away, or an engine that failed
-# More take milliseconds, so they leave the event loop.
-THREAD_TOKENS = 1024
-THREAD_CHARS = 4096
 
 
 class Recorder:
@@ -55,12 +52,7 @@ class Recorder:
 
     async def block(self, served: InFlight) -> Block | None:
         """The block to write of a request that was answered; None if all of it was dropped, with the reason counted."""
-        num_tokens = len(served.tokens) + served.num_sampled
-        num_chars = sum(len(part.content) for part in served.request.prompt.plain) + sum(
-            len(answer.text) for answer in served.answers
-        )
-        is_long = num_tokens > THREAD_TOKENS or num_chars > THREAD_CHARS or bool(served.request.prompt.tools)
-        kept = await asyncio.to_thread(self._all, served) if is_long else self._all(served)
+        kept = await asyncio.to_thread(self._all, served)
         if kept and served.request.prompt.pictures and not await self._deposited(served.request.prompt):
             kept = []
         block = await self._sealed(Block(tuple(kept)), served.subject) if kept else None
@@ -104,13 +96,9 @@ class Recorder:
                 kept.append(redacted)
         return kept
 
-    async def masked(self, value: object, num_chars: int) -> object:
-        """`mask_json`, in a thread for long values."""
-        return await asyncio.to_thread(self.mask_json, value) if num_chars > THREAD_CHARS else self.mask_json(value)
-
-    def mask_json(self, value: object) -> object:
+    async def masked(self, value: object) -> object:
         """A JSON value from outside (feedback) as it may be written."""
-        return self._redactor.mask_json(value) if self._rules.on else value
+        return await asyncio.to_thread(self._redactor.mask_json, value) if self._rules.on else value
 
     def _experience(self, served: InFlight, answer: SampledAnswer, index: int) -> Experience:
         start = len(served.tokens)
