@@ -19,9 +19,9 @@ from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import from_numpy
 from infra.settings.config import Use
 from infra.store.store import Store
-from schemas import Closure, DeadLetter, DropMarker, Experience, PolicyEvent, Progress, Score, Task
+from schemas import Closure, DeadLetter, DropMarker, Experience, PolicyEvent, Score, Task
 from schemas.ids import group_of
-from schemas.topics import DEAD_LETTERS, EXPERIENCES, POLICIES, PROGRESS, REPORTS, TASKS, VERIFIED, Topic
+from schemas.topics import DEAD_LETTERS, EXPERIENCES, POLICIES, PROGRESS, TASKS, VERIFIED, Topic
 from tests.actors.rig import EXPLORE, MASTER, TopicArrivals, explorer, folder_store, memory_log, running, task, until
 
 
@@ -187,34 +187,6 @@ async def test_a_version_an_eval_waits_for_is_not_skipped_and_one_that_is_past_i
     assert [(closure.group, closure.outcome, closure.reason) for closure in closures] == [
         ("eval-dev-1.0", "dropped", VERSION_PASSED)
     ]
-
-
-async def test_a_policy_that_fails_is_refused_and_the_old_one_serves_on(tmp_path: Path) -> None:
-    store = folder_store(tmp_path)
-    log = await memory_log()
-    reports, heard = TopicArrivals(log, REPORTS), TopicArrivals(log, EXPERIENCES)
-    engine = ScriptedEngine()
-    async with running(explorer(log, store, engine), *listening(reports, heard)):
-        await announce(log, store, 1)
-        await until(lambda: engine.version == 1)
-        event = await asyncio.to_thread(
-            publish,
-            store,
-            NewVersion(policy="main", token=0, version=2, parent=1, step=2),
-            {TENSOR: from_numpy(np.ones((4, 4), np.float32))},
-            previous=None,
-            probe=None,
-        )
-        await log.publish(POLICIES, event)
-        await until(lambda: any(report.refused for report in reports.of(Progress)))
-        assert engine.version == 1
-        await log.publish(TASKS, issue("add"))
-        await until(lambda: len(heard.experiences) == 3)
-        await announce(log, store, 3)
-        await until(lambda: engine.version == 3)
-    report, experiences = reports.of(Progress)[-1], heard.experiences
-    assert report.instance == "explore/test" and report.refused.keys() == {2} and report.refused[2]
-    assert {experience.max_version for experience in experiences} == {1}
 
 
 async def test_a_task_is_committed_before_it_runs_so_a_killed_explorer_repeats_no_id(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The gate: a candidate becomes stable by evals and people, stays it by people, and nothing is decided twice."""
 
 import asyncio
-from pathlib import Path
 from random import Random
 
 import httpx
@@ -11,7 +10,7 @@ from msgspec.structs import replace
 from actors.config import CanaryConfig, GateConfig, GateSuite, PeopleConfig
 from actors.gateway.config import CanaryShare
 from actors.gateway.http.canary import SILENT_S, Canary
-from actors.master.gate.gate import REMEMBERED, Gate
+from actors.master.gate.gate import Gate
 from infra.cli.look.status import read_status
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -20,8 +19,7 @@ from infra.roles.process import MISSING_S
 from schemas import Answered, Client, Closure, Directive, EvalResult, PolicyEvent, Progress
 from schemas.fields import CANARY_MISSING, Channel, PolicyEventKind
 from schemas.topics import POLICIES, REPORTS
-from tests.actors.gateway.gateway_rig import serving
-from tests.actors.rig import BLOCK_MS, MASTER, TopicArrivals, crowd, decisions, master, rated, running, until
+from tests.actors.rig import BLOCK_MS, MASTER, TopicArrivals, crowd, decisions, master, rated, running
 from tests.simulator.virtual_loop import VirtualLoop
 
 CONFIG = GateConfig(suites={"dev": GateSuite(at_least=0.5, max_drop=0.02), "safety": GateSuite(at_least=0.9)})
@@ -135,22 +133,6 @@ def test_a_pin_decides_about_no_candidate() -> None:
     gate.event(event("pinned", 50))
     gate.event(event("promoted", 60, channel="candidate"))
     assert judged(gate, 5, 0.9) == [True], "neither version 50 nor 60 was weighed"
-
-
-@pytest.mark.parametrize(("version", "is_known"), [(0, True), (9, False), (10, True)])
-def test_results_of_the_stable_version_and_of_the_last_decided_ones_are_kept(version: int, is_known: bool) -> None:
-    gate = new_gate(GateConfig(suites={"dev": GateSuite()}))
-    gate.event(event("pinned", 0))
-    newest = REMEMBERED + 10
-    found = {number: EvalResult(policy="main", version=number, suite="dev", num_tasks=10, num_correct=9)
-             for number in range(newest + 2)}  # fmt: skip
-    for number in range(newest + 1):
-        gate.result(found[number])
-    assert [verdict.version for verdict in decisions(gate)] == [newest]
-    gate.event(event("pinned", version))
-    gate.result(found[newest + 1])
-    (verdict,) = decisions(gate)
-    assert ("stable/dev" in verdict.stats) is is_known
 
 
 def test_a_master_that_begins_leaves_out_what_an_overtaken_one_decided_and_decides_anew() -> None:
@@ -490,12 +472,3 @@ def test_a_share_of_sessions_without_a_canary_is_an_alarm_within_its_time_until_
         await canary.close()
 
     loop.run_until_complete(check())
-
-
-@pytest.mark.parametrize("channel", ["stable", "canary"])
-async def test_a_gateway_reports_whether_it_is_a_canary(tmp_path: Path, channel: Channel) -> None:
-    async with serving(tmp_path, channel=channel, report_s=0.05) as served:
-        heard = TopicArrivals(served.log, REPORTS)
-        async with running(asyncio.create_task(heard.listen())):
-            await until(lambda: bool(heard.of(Progress)), seconds=60)
-        assert heard.of(Progress)[0].is_canary == (channel == "canary")

@@ -1,23 +1,17 @@
 """interact: what was sampled is what is recorded, every end has its name, and a broken world breaks one episode."""
 
-import asyncio
 import itertools
 import threading
-from pathlib import Path
 
 import pytest
 
-from actors.config import ExploreConfig
 from actors.engines.engine import ContextFull
-from actors.engines.scripted import ScriptedEngine
-from actors.master.plan import rollout
 from actors.rollout.environment import EnvironmentFailed, Outcome
 from actors.rollout.workflow import Workflow
 from infra.settings.plugin import load
 from schemas import Task
 from schemas.errors import ConfigError
-from schemas.topics import EXPERIENCES, TASKS
-from tests.actors.rig import EOS, EXPLORE, MASTER, TopicArrivals, explorer, folder_store, memory_log, running, until
+from tests.actors.rig import EOS
 from tests.actors.turns import RecordingEngine, TurnTokenizer, issued, play
 
 HERE = __name__
@@ -182,27 +176,3 @@ def test_a_system_message_comes_before_the_messages_of_the_task() -> None:
         ("user", "go "),
     ]
     assert experience.score("environment") == 1.0 and experience.end == "terminal"
-
-
-async def test_one_failed_episode_leaves_the_others_of_its_group_alone(tmp_path: Path) -> None:
-    """Through the explorer: the failing task and the other one run at the same time."""
-
-    log = await memory_log()
-    heard = TopicArrivals(log, EXPERIENCES)
-    crash = {"environment": {"use": f"{HERE}:Crashes"}}
-    config = ExploreConfig(
-        **{name: getattr(EXPLORE, name) for name in ("report_s", "linger_s", "drain_s")},
-        workflow="actors.rollout.workflows.interact:Interact",
-        options=crash,
-    )
-    listening = asyncio.create_task(heard.listen())
-    async with running(explorer(log, folder_store(tmp_path), ScriptedEngine(), config), listening):
-        plain = issued("yes")
-        await log.publish(TASKS, rollout(plain, MASTER, round=0, attempt=0, sequence=0, min_version=0))
-        other = Task(id="u", messages=plain.messages, workflow="actors.rollout.workflow:converse")
-        await log.publish(TASKS, rollout(other, MASTER, round=0, attempt=0, sequence=1, min_version=0))
-        await until(lambda: len(heard.experiences) == 6)
-    ends = {item.id: (item.end, item.failure) for item in heard.experiences}
-    failure = "EnvironmentFailed: environment Crashes: step failed: KeyError: 'cell'"
-    assert {end for name, end in ends.items() if name.startswith("t.")} == {("failed", failure)}
-    assert {end[1] for name, end in ends.items() if name.startswith("u.")} == {""}

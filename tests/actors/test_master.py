@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from actors.config import EvalSuite, StopRule
+from actors.config import EvalSuite
 from actors.engines.scripted import TENSOR, ScriptedEngine
 from actors.master.plan import Plan
 from actors.master.snapshot import (
@@ -36,9 +36,9 @@ from infra.policies.tensors import from_numpy
 from infra.store.memory import MemoryStore
 from infra.store.snapshots import FOLDER, SnapshotManifest, save
 from infra.store.store import Store
-from schemas import Closure, Directive, Drawn, EvalResult, Experience, Issued, Progress, Task
+from schemas import Closure, Directive, Drawn, Experience, Issued, Progress, Task
 from schemas.errors import StoreError
-from schemas.topics import EVALS, EXPERIENCES, POLICIES, PROGRESS, REPORTS, TASKS
+from schemas.topics import EXPERIENCES, POLICIES, PROGRESS, REPORTS, TASKS
 from tests.actors.master_life import CONFIG, METRICS, TOKEN, MasterLife, issued_in, new_plan
 from tests.actors.rig import (
     MASTER,
@@ -146,66 +146,6 @@ def test_what_a_killed_explorer_held_is_issued_again_with_other_ids(tmp_path: Pa
         attempts = [issue for issue in issued if issue.sequence == sequence]
         assert [attempt.attempt for attempt in attempts] == [0, 1]
         assert len({attempt.group for attempt in attempts}) == 1
-
-
-def test_a_restarted_master_goes_on_where_the_log_ends(tmp_path: Path) -> None:
-    async def run() -> tuple[list[Issued], list[EvalResult]]:
-        store = folder_store(tmp_path)
-        log = await memory_log()
-        await load(log, dev=3)
-        config = replace(MASTER, evals=(SUITE,), eval_lead=0)
-        tasks, evals = TopicArrivals(log, TASKS), TopicArrivals(log, EVALS)
-        progress, reports = TopicArrivals(log, PROGRESS), TopicArrivals(log, REPORTS)
-        roles = (explorer(log, store, ScriptedEngine()), asyncio.create_task(streams(log)))
-        async with running(*roles, *listening(tasks, evals, progress, reports)):
-            async with running(master(log, config)):
-                await until(lambda: bool(evals.of(EvalResult)) and len(issues_heard(tasks)) == 4 + 3)
-            before = len(reports.records)
-            async with running(master(log, config)):
-                await until(lambda: len(reports.records) > before + 20)
-                groups = [item.group for item in issues_heard(tasks) if not item.suite]
-                await until(lambda: len(progress.of(Closure)) == 4)
-                await log.publish(PROGRESS, Drawn(token=0, step=0, version=0, groups=tuple(groups[:2])))
-                await until(lambda: len(issues_heard(tasks)) == 6 + 3)
-        return issues_heard(tasks), evals.of(EvalResult)
-
-    issued, results = run_virtual(run())
-    assert [issue.sequence for issue in issued if not issue.suite] == list(range(6))
-    assert [(result.version, result.suite, result.num_tasks, result.num_correct) for result in results] == [
-        (0, "dev", 3, 3)
-    ]
-
-
-def test_accuracy_is_measured_at_the_pinned_versions_and_at_the_end(tmp_path: Path) -> None:
-    async def run() -> tuple[list[EvalResult], list[Experience]]:
-        store = folder_store(tmp_path)
-        log = await memory_log()
-        await load(log, dev=3)
-        config = replace(MASTER, evals=(SUITE,), stop=StopRule(versions=5), eval_lead=2, drain="1500ms")
-        evals, heard, progress = TopicArrivals(log, EVALS), TopicArrivals(log, EXPERIENCES), TopicArrivals(log, REPORTS)
-
-        def correct(experience: Experience) -> bool:
-            return experience.max_version >= 2
-
-        roles = (master(log, config), explorer(log, store, ScriptedEngine()))
-        stages = asyncio.create_task(streams(log, correct=correct))
-        async with running(*roles, stages, *listening(evals, heard, progress)):
-            await train(log, store, steps=5)
-
-            def done() -> bool:
-                return any(report.role == "master" and report.state == "done" for report in progress.of(Progress))
-
-            await until(done, seconds=20)
-        return evals.of(EvalResult), [experience for experience in heard.experiences if experience.suite]
-
-    results, answers = run_virtual(run())
-    assert [(item.version, item.num_correct) for item in sorted(results, key=lambda result: result.version)] == [
-        (0, 0),
-        (2, 3),
-        (4, 3),
-        (5, 3),
-    ]
-    assert all(answer.group.startswith(f"eval-dev-{answer.max_version}.") for answer in answers)
 
 
 WHEN = {  # moments of reading, which differ by what else had been read by then

@@ -13,7 +13,7 @@ from actors.config import EvalSuite, MasterConfig, StopRule
 from actors.master.admission import Admission, AdmissionLimits, OutstandingGroup
 from actors.master.evaluation import parse_eval_group
 from actors.master.plan import NOTHING, Plan
-from actors.master.taskbook import TaskBook, chosen
+from actors.master.taskbook import chosen
 from actors.rollout.scheduler import require_issued
 from infra.settings.config import Pacing
 from schemas import Closure, Directive, Drawn, EvalResult, Issued, Message, PolicyEvent, Progress, Task
@@ -221,17 +221,6 @@ def book_task(name: str, **fields: object) -> Task:
     return replace(Task(id=name, messages=(Message(role="user", content=name),)), **fields)
 
 
-def test_a_task_that_is_replaced_brings_its_new_priority_and_split() -> None:
-    book = TaskBook()
-    for name in "ab":
-        book.add(book_task(name))
-    assert book.pool("train")[1] == [1.0, 2.0]
-    book.add(book_task("a", priority=3.0))
-    assert book.pool("train")[1] == [3.0, 4.0]
-    book.add(book_task("a", split="dev"))
-    assert [item.id for item in book.pool("train")[0]] == ["b"] and [item.id for item in book.in_split("dev")] == ["a"]
-
-
 def draws(priorities: Sequence[float], num: int, *, seed: int = 0) -> Counter[str]:
     """How often each task is drawn for the first `num` groups, by its index as a name."""
     tasks = [book_task(str(index)) for index in range(len(priorities))]
@@ -282,23 +271,6 @@ def admission(groups: int = 2, staleness: int = 2, steps: int = 1, first: int = 
     return Admission(
         AdmissionLimits(groups_per_step=groups, max_staleness=staleness, steps_per_version=steps, first_version=first)
     )
-
-
-def test_no_more_than_the_staleness_budget_is_outstanding() -> None:
-    state = admission(groups=2, staleness=2, steps=3)
-    assert state.room == (2 * 3 + 1) * 2
-    for sequence in range(state.room):
-        state.issued(issued(sequence), 0.0)
-    assert state.room == 0
-
-
-def test_a_buffered_group_stays_outstanding_until_it_is_drawn() -> None:
-    state = admission()
-    state.issued(issued(0), 0.0)
-    assert not state.closed(closure(0, "buffered"))
-    assert len(state.outstanding) == 1
-    assert state.drawn(drawn(0, 0, 0)) == 1
-    assert not state.outstanding
 
 
 def test_a_dropped_old_attempt_does_not_end_a_group_that_was_issued_again() -> None:

@@ -247,20 +247,6 @@ def test_a_group_of_half_an_hour_is_issued_once() -> None:
     assert attempts == {0}
 
 
-def test_what_a_dead_explorer_held_is_issued_again_when_nobody_has_told_of_it_for_reissue_s() -> None:
-    made = plan()
-    (task,) = rollouts(made)
-    group = require_issued(task).group
-    last_told_s = 600
-    for at_s in range(1, last_told_s + 1):
-        report(made, at_s, {group: 0})
-    for at_s in range(last_told_s + 1, last_told_s + 300):
-        report(made, at_s, {})
-    assert reissues(made) == []
-    report(made, last_told_s + 300, {})
-    assert [require_issued(reissue).attempt for reissue in reissues(made)] == [1]
-
-
 async def test_an_explorer_reports_what_it_runs_and_what_waits_with_it_until_it_has_ended(tmp_path: Path) -> None:
     log = await memory_log()
     heard = TopicArrivals(log, REPORTS)

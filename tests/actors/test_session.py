@@ -197,22 +197,6 @@ async def test_rewritten_history_begins_a_new_part(rewritten: list[Message]) -> 
     assert engine.prompts[1] == tuple(Spelled().encode_chat(rewritten))
 
 
-async def test_what_was_sampled_before_an_error_is_kept_as_a_failed_episode() -> None:
-    engine = Answers(answer(*spell("x"), END), RuntimeError("gone"), answer(*spell("z"), END))
-    session = Session(engine, Spelled(), SAMPLING)
-
-    reply = await session.reply([user("go")])
-    history = [user("go"), reply, user("on")]
-    with pytest.raises(RuntimeError, match="gone"):
-        await session.reply(history)
-    (failed,) = session.experiences(group="t.0", attempt=0, episode=0, failure="gone")
-    assert failed.end == "failed" and failed.failure == "gone"
-    assert failed.tokens.tolist() == [*engine.prompts[0], *spell("x"), END]
-    await session.reply(history)  # and the turn can be tried again
-    assert engine.prompts[1] == engine.prompts[2]
-    assert len(session.experiences(group="t.0", attempt=0, episode=0)) == 1
-
-
 TURNS = 20
 
 

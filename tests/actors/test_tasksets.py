@@ -29,16 +29,14 @@ from actors.tasksets.taskset import Demonstration, Preference
 from infra.policies.tensors import MAX_RANK, load_tensors
 from infra.store.memory import MemoryStore
 from infra.store.store import BLOBS
-from schemas import DeadLetter, Experience, Message, Span, Task, make_experience
+from schemas import Experience, Message, Span, Task, make_experience
 from schemas.errors import ConfigError
 from schemas.experience import pair_fault
-from schemas.topics import DEAD_LETTERS, TASKSET, TASKSET_RAW
-from streams.config import DifficultyConfig, StreamsConfig, TasksConfig
+from schemas.topics import TASKSET_RAW
 from streams.scores.instructions import follows
 from streams.scores.instructions import instructions as share
 from tests.actors.rig import EOS, CharTokenizer, TopicArrivals, memory_log
 from tests.actors.rig import task as plain_task
-from tests.streams.memory_worker import settled, working
 from tests.tiny_models import drawings
 
 
@@ -201,25 +199,6 @@ async def test_what_is_longer_than_the_context_is_named_and_the_next_one_loaded(
     assert (experts.loaded, pairs.loaded) == (2, 2)
     assert [fault.where for fault in broken] == ["demonstration long", "pair d"]
     assert broken[0].reason == "got 34 tokens, expected at most 10, which is the model's context"
-
-
-async def test_a_success_rate_in_meta_is_the_difficulty_and_what_was_too_easy_is_dropped(tmp_path: Path) -> None:
-    log = await memory_log()
-    tasks = [
-        plain_task("easy", meta={"success_rate": 1.0}),
-        plain_task("middle", meta={"success_rate": 0.25}),
-        plain_task("new"),
-        plain_task("told", difficulty=0.7),
-    ]
-    await load_tasks(log, tasks)
-    config = StreamsConfig(tasks=TasksConfig(difficulty=DifficultyConfig(easiest=0.1)))
-    async with working(log, config, tmp_path):
-        await settled(log)
-    kept = [item.value async for item in log.read_all(TASKSET) if isinstance(item.value, Task)]
-    letters = [item.value async for item in log.read_all(DEAD_LETTERS) if isinstance(item.value, DeadLetter)]
-    difficulty, dropped = {item.id: item.difficulty for item in kept}, [letter.reason for letter in letters]
-    assert difficulty == {"middle": 0.75, "new": None, "told": 0.7}
-    assert dropped == ["too easy"]
 
 
 @pytest.mark.parametrize(

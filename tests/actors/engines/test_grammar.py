@@ -11,7 +11,6 @@ import pytest
 
 from actors.engines.engine import Sampling, SchemaNotTried, SchemaRefused
 from actors.engines.grammar import (
-    MAX_KEPT,
     SHORT_CHARS,
     CompilerProcess,
     Grammars,
@@ -52,20 +51,6 @@ async def test_a_schema_is_compiled_once_while_the_event_loop_runs_on() -> None:
     first, *others = await asyncio.gather(*calls)
     assert all(other is first for other in others) and first is await grammars.compiled(TEXT)
     assert len(reads) == 1 and reads[0] is not threading.main_thread()
-    grammars.close()
-
-
-async def test_no_more_than_so_many_are_kept() -> None:
-    grammars = Grammars(lambda: byte_vocabulary(260))
-    first = await grammars.compiled(json.dumps({"const": 0}))
-    for value in range(1, MAX_KEPT):
-        await grammars.compiled(json.dumps({"const": value}))
-    assert await grammars.compiled(json.dumps({"const": 0})) is first
-    await grammars.compiled(json.dumps({"const": MAX_KEPT}))
-    assert await grammars.compiled(json.dumps({"const": 0})) is first, "it was asked for a moment ago"
-    for value in range(MAX_KEPT + 1, 2 * MAX_KEPT + 1):
-        await grammars.compiled(json.dumps({"const": value}))
-    assert await grammars.compiled(json.dumps({"const": 0})) is not first
     grammars.close()
 
 
@@ -187,35 +172,3 @@ def test_what_takes_longer_than_the_deadline_is_refused_and_the_next_schema_find
     compiler.close()
     with pytest.raises(SchemaRefused, match="no process"):
         compiler.check(large(4))
-
-
-@pytest.mark.slow  # the process takes seconds to start
-async def test_grammars_are_refused_by_the_deadline_and_compiled_within_it() -> None:
-    strict = Grammars(lambda: byte_vocabulary(260), deadline_s=0.001)
-    with pytest.raises(SchemaRefused, match="takes longer"):
-        await strict.compiled(slow(0))
-    assert await strict.compiled('{"type": "string"}') is not None
-    strict.close()
-    usual = Grammars(lambda: byte_vocabulary(260), deadline_s=60.0)
-    assert await usual.compiled(large(0)) is not None
-    with pytest.raises(SchemaRefused, match="not a schema"):
-        await usual.compiled(large(0).replace("string", "strong"))
-    usual.close()
-
-
-@pytest.mark.slow  # the process takes seconds to start
-def test_closing_lets_go_of_whoever_waits() -> None:
-    compiler, told = CompilerProcess(byte_vocabulary(260).spellings), threading.Event()
-
-    def wait() -> None:
-        with pytest.raises(SchemaRefused):
-            compiler.check(large(0))
-        told.set()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    while compiler._process is None:
-        thread.join(0.01)
-    compiler.close()
-    thread.join(60)
-    assert told.is_set()

@@ -19,7 +19,6 @@ from actors.engines.vllm.loading import check_copied
 from actors.engines.vllm.requests import Requests, probe_input, prompt_input
 from actors.engines.vllm.settings import (
     REQUIRED,
-    SEEING,
     TRIED,
     argument_names,
     check_release,
@@ -34,7 +33,6 @@ from schemas import Span
 from schemas.errors import ConfigError
 from tests.tiny_models import build_eye_model, drawings
 
-BACKEND = "distributed_executor_backend"
 Answer = tuple[Sequence[int], Sequence[tuple[str, int, int]]]  # tokens, and the label of each run of them
 
 
@@ -288,24 +286,6 @@ def test_options_reach_vllm_and_those_that_would_break_the_contract_do_not() -> 
         arguments(logprobs_mode="raw_logprobs")
 
 
-@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
-def test_several_workers_have_a_process_each_and_are_not_begun_in_one(kind: str) -> None:
-    def arguments(on_cpu: bool = True, **options: object) -> dict[str, object]:
-        known = frozenset({f"{kind}_parallel_size", BACKEND, *REQUIRED})
-        return engine_arguments(model="m", seed=5, options=options, on_cpu=on_cpu, known=known)
-
-    size = f"{kind}_parallel_size"
-    assert arguments()[BACKEND] == arguments(**{size: 1})[BACKEND] == "uni"
-    assert arguments(**{size: 2})[BACKEND] == "mp"
-    assert BACKEND not in arguments(on_cpu=False, **{size: 2})
-    assert arguments(**{size: 2, BACKEND: "ray"})[BACKEND] == "ray"
-    for on_cpu in (False, True):
-        with pytest.raises(
-            ConfigError, match=f'engine.options.{BACKEND}: got "uni", .* expected "mp", or leave it out'
-        ):
-            arguments(on_cpu, **{size: 2, BACKEND: "uni"})
-
-
 def test_versions_that_are_adapters_have_vllm_begin_with_room_for_them() -> None:
     def arguments(rank: int, **options: object) -> dict[str, object]:
         adapter = Adapter(rank=rank, alpha=8, targets=("q_proj", "v_proj"), base="9f")
@@ -341,20 +321,6 @@ def test_a_release_of_vllm_that_was_not_tried_is_refused_in_one_line(installed: 
 def test_the_tried_releases_of_vllm_are_those_that_the_package_asks_for() -> None:
     first, last = TRIED
     assert f'"vllm>={first},<{last}"' in Path("pyproject.toml").read_text()
-
-
-def test_a_model_that_sees_runs_the_trainers_vision_tower_and_takes_pictures_of_its_own_size(tmp_path: Path) -> None:
-    folder = build_eye_model(tmp_path / "model")
-    vision = load_vision(folder)
-
-    def arguments(**options: object) -> dict[str, object]:
-        known = frozenset({*REQUIRED, *SEEING})
-        return engine_arguments(model="m", seed=5, options=options, on_cpu=True, known=known, vision=vision)
-
-    assert arguments()["model_impl"] == "transformers"
-    assert arguments()["mm_processor_kwargs"] == {"patch_size": 8, "crop_size": {"height": 16, "width": 16}}
-    with pytest.raises(ConfigError, match="model_impl: got 'vllm', headrace needs 'transformers'"):
-        arguments(model_impl="vllm")
 
 
 def test_a_family_of_models_that_sees_in_another_way_is_refused_before_vllm_starts(tmp_path: Path) -> None:

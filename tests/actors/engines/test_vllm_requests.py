@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors.engines.engine import Chunk, Sampling
+from actors.engines.engine import Sampling
 from actors.engines.vllm.adapters import Adapters, Attempts, LoadedAdapter
 from actors.engines.vllm.engine import Swap
 from actors.engines.vllm.requests import Requests
@@ -95,12 +95,6 @@ def test_no_request_has_a_salt_before_the_pause_that_ends_older_weights() -> Non
     assert sent.count(new) > sent[sent.index("pause") :].count(old), "one that was being sent counts as old"
 
 
-def test_where_all_is_computed_again_no_request_has_a_salt() -> None:
-    sent, _, _ = asyncio.run(sent_around_a_load(keep=False))
-    orders = [label for label in sent if label]
-    assert orders[3:] == ["stage", "pause", "apply", "forget", "label", "resume", "compare", "compare"]
-
-
 async def test_a_version_is_refused_where_vllm_keeps_what_older_weights_cached() -> None:
     llm, attempts = FakeCore(), Attempts()
     llm.forgets = False
@@ -139,20 +133,6 @@ async def test_spans_say_from_which_version_on_keys_and_values_are() -> None:
     _, _, queue = await llm.next()
     queue.answer.set_result(answered(([1], [(labels[2], 0, 1)])))
     assert (await call).spans == (Span(0, 1, 5),)
-
-
-async def test_a_stream_says_it_with_every_chunk() -> None:
-    llm, attempts = FakeCore(), Attempts("keep")
-    requests = keeping(llm, attempts)
-    requests.born = old = attempts.begin(3, proved=True)
-    new = attempts.begin(4)
-    attempts.decide(new, True)
-    chunks: list[Chunk] = []
-    call = asyncio.create_task(requests.generate((5,), Sampling(max_tokens=3), chunks.append))
-    _, _, queue = await llm.next()
-    queue.answer.set_result(answered(([1, 2, 3], [(old, 0, 1), (new, 1, 3)])))
-    assert (await call).spans == (Span(0, 1, 3), Span(1, 3, 4, kv=3))
-    assert [(len(chunk.tokens), chunk.version, chunk.kv) for chunk in chunks] == [(1, 3, -1), (2, 4, 3)]
 
 
 async def test_after_a_refused_attempt_keys_and_values_are_those_of_the_served_version() -> None:
@@ -303,16 +283,6 @@ async def test_a_refused_version_leaves_and_the_one_before_serves_on() -> None:
     rig.adapters.retire(one)
     await rig.adapters.close()
     assert rig.adapters.serving is served and list(rig.llm.names.values()) == ["1.2"]
-
-
-async def test_a_version_that_vllm_does_not_hold_as_it_was_sent_is_refused_and_leaves() -> None:
-    rig = Rig(slots=2)
-    await rig.load(1)
-    rig.llm.reason = "after the load vLLM holds other values in model.layers.1"
-    with pytest.raises(PolicyRefused, match=f"policy 2.3: {rig.llm.reason}"):
-        await rig.load(2)
-    await rig.adapters.close()
-    assert list(rig.llm.names.values()) == ["1.2"] and rig.adapters.serving.label == "1.2"
 
 
 async def test_a_request_that_is_cancelled_while_it_is_sent_is_aborted_before_its_version_may_leave() -> None:

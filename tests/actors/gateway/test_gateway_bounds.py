@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from actors.gateway.answering.conversation import Prompt
-from actors.gateway.answering.sessions import BRANCHED, MAX_ENDS, HeldSession, Sessions, held
+from actors.gateway.answering.sessions import BRANCHED, HeldSession, Sessions, held
 from actors.gateway.config import GatewayLimits
 from actors.rollout.continuation import SampledTurn
 from actors.rollout.parts import OTHER
@@ -198,16 +198,6 @@ async def test_what_does_not_go_on_says_why(tmp_path: Path) -> None:
         await asked(client, [system, user("what was said before: a0, a1, a2")])
         turns = await served.recorded(5)
         assert found(turns) == [(0, ""), (1, ""), (0, BRANCHED), (2, ""), (0, HISTORY_REWRITTEN)]
-
-
-async def test_as_many_conversations_of_a_session_are_held_as_are_bounded(tmp_path: Path) -> None:
-    async with serving(tmp_path, engine(answers)) as served:
-        client = await served.opened()
-        begun = [await asked(client, [user(f"c{number}")]) for number in range(MAX_ENDS + 1)]
-        for one in (begun[-1], begun[0]):
-            await asked(client, [*one, user("more")])
-        turns = await served.recorded(MAX_ENDS + 3)
-        assert found(turns)[-2:] == [(1, ""), (0, OTHER)]
 
 
 async def test_a_client_ends_its_session_by_a_header_that_any_client_can_send(tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ from actors.gateway.config import Webhook
 from actors.gateway.errors import ApiError
 from actors.gateway.recording.feedback_intake import check_signature, read_feedback
 from infra.store.memory import MemoryStore
-from infra.store.seal import FOLDER, Keys, open_event, open_text
-from schemas.errors import StoreError
+from infra.store.seal import Keys, open_event, open_text
 from tests.actors.gateway.gateway_rig import ASK, AwayBus, engine, says, serving
 from tests.actors.rig import until
 from tests.names import session_name
@@ -221,28 +220,3 @@ async def test_what_people_write_is_masked_then_sealed_before_the_first_write_to
         answer = given.removeprefix("hr-")
         assert not any("WILHELMINA" in text for text in texts)
         assert {open_text(text, Keys(store), answer) for text in texts} == {"ask WILHELMINA at [email]"}
-
-
-class KeysAway(MemoryStore):
-    """A store that takes no sealing keys while it is away, as one that has no room."""
-
-    away = True
-
-    def put(self, key: str, data: bytes) -> None:
-        if key.startswith(FOLDER) and self.away:
-            raise StoreError("the store is away")
-        super().put(key, data)
-
-
-async def test_what_people_write_waits_on_disk_sealed_until_the_store_has_its_key(tmp_path: Path) -> None:
-    store = KeysAway()
-    async with serving(tmp_path, store=store) as served:
-        async with served.http(await served.new_key()) as http:
-            text = await http.post("/v1/feedback", json={"answer_id": served.answer(), "correction": "WILHELMINA"})
-        assert text.status_code == 202 and not await served.received()
-        assert b"WILHELMINA" not in spooled(tmp_path)[0].read_bytes()
-        store.away = False
-        await until(lambda: not spooled(tmp_path), seconds=30)
-        (received,) = await served.received(1)
-        said = json.loads(received.body)["correction"]
-        assert open_text(said, Keys(store), served.answer().removeprefix("hr-")) == "WILHELMINA"

@@ -12,7 +12,6 @@ import pydantic
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 
-from actors.engines.engine import SchemaNotTried
 from actors.engines.grammar import Matcher, byte_vocabulary, make_compiler
 from actors.engines.scripted import ScriptedEngine
 from actors.gateway.answering.requests import read_chat
@@ -92,28 +91,6 @@ async def test_a_vocabulary_that_cannot_spell_json_is_told_before_the_first_byte
             await client.chat.completions.create(model="m", messages=asked, response_format=OBJECT, stream=stream)
         assert (caught.value.param, caught.value.code) == ("response_format", "unsupported_value")
         await client.chat.completions.create(model="m", messages=asked, max_tokens=3)
-
-
-class _Untried(ScriptedEngine):
-    """Has no process to compile schemas in, the first time."""
-
-    def __init__(self) -> None:
-        super().__init__(num_vocabulary=VOCABULARY, max_model_len=4096)
-        self.refusals = [SchemaNotTried("there is no process to compile it in")]
-
-    async def prepare(self, json_schema: str) -> None:
-        if self.refusals:
-            raise self.refusals.pop()
-        await super().prepare(json_schema)
-
-
-async def test_a_schema_that_could_not_be_tried_may_be_asked_for_again(tmp_path: Path) -> None:
-    async with serving(tmp_path, _Untried()) as served:
-        client = await served.opened()
-        with pytest.raises(openai.InternalServerError, match="no process") as caught:
-            await client.chat.completions.create(model="m", messages=ASK, response_format=OBJECT, max_tokens=40)
-        assert caught.value.status_code == 503
-        await client.chat.completions.create(model="m", messages=ASK, response_format=OBJECT, max_tokens=40)
 
 
 class _Few(ByteTokenizer):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.engines.engine import Sampling, Shaping, shaped_logits
-from actors.gateway.answering.conversation import MAX_DEPTH, ChatMessage, Conversation, ConversationCache, read_calls
+from actors.gateway.answering.conversation import MAX_DEPTH, read_calls
 from actors.gateway.answering.requests import ParsedRequest, read_chat
 from actors.gateway.answering.text import THINK, THOUGHT, Detokenizer, StopStrings, ThoughtSplitter
 from actors.gateway.apis.messages import read_messages
@@ -219,17 +219,6 @@ def test_thoughts_and_words_joined_are_the_answer(pieces: list[str], step: int) 
         assert (thought, words) == ("", text)
     else:
         assert THINK + thought + (THOUGHT + words if THOUGHT in text else "") == text
-
-
-def test_conversations_that_are_kept_are_bounded_in_number_and_in_bytes() -> None:
-    cache = ConversationCache(2, 10**9)
-    for number in range(10):
-        cache.put(f"a{number}", Conversation(tenant="acme", messages=(ChatMessage(role="user", content="x"),)))
-    assert len(cache) == 2 and cache.find("a9", "acme") is not None and cache.find("a7", "acme") is None
-    assert cache.find("a9", "globex") is None
-    small = ConversationCache(100, 5000)
-    small.put("large", Conversation(messages=(ChatMessage(role="user", content="x" * 10_000),)))
-    assert (len(small), small.total_size) == (0, 0)
 
 
 ASK = [{"role": "user", "content": "Hi"}]
