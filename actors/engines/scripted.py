@@ -55,24 +55,16 @@ class ScriptedEngine:
         self._model = model
         self._seed = seed
         self._num_vocabulary = num_vocabulary
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._script = script
         self._token_s = token_s
         self._table = np.zeros((0, 0), np.float32)
-        self._version = 0
+        self.version = 0
         self._gate = ProbeGate("float32")
         self._num_requests = 0
         self._running: set[asyncio.Task[Completion]] = set()
         self._loading = asyncio.Lock()
         self._grammars = Grammars(lambda: byte_vocabulary(self._num_vocabulary))
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
 
     @property
     def num_running(self) -> int:
@@ -111,7 +103,7 @@ class ScriptedEngine:
         images: Sequence[Pixels] = (),
     ) -> Completion:
         check_images(None, prompt, images)
-        check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
+        check_request(prompt, sampling, self._num_vocabulary, self.max_model_len)
         task = asyncio.ensure_future(self._sample(tuple(prompt), sampling, on_chunk))
         self._running.add(task)
         try:
@@ -128,7 +120,7 @@ class ScriptedEngine:
         trace = Trace(sampling)
         matcher = await self._grammars.matcher(sampling)
         last, done = prompt[-1], False
-        began = self._version
+        began = self.version
         clock = asyncio.get_running_loop().time
         begin_s = clock()
         while not done:
@@ -143,7 +135,7 @@ class ScriptedEngine:
                 last = int(row.argmax())
             else:
                 last = min(int(np.exp(row).cumsum().searchsorted(random.random())), len(row) - 1)
-            done = trace.add(last, float(row[last]), self._version, began if self._kv == "keep" else -1)
+            done = trace.add(last, float(row[last]), self.version, began if self._kv == "keep" else -1)
             if matcher is not None:
                 matcher.take(last)
                 if matcher.stuck:
@@ -164,12 +156,12 @@ class ScriptedEngine:
     async def load(self, policy: Policy) -> LoadReport:
         async with self._loading:
             check_tensors(policy, {TENSOR: self._table.shape})
-            check_probe_sequences(policy.probe, self._num_vocabulary, self._max_model_len)
+            check_probe_sequences(policy.probe, self._num_vocabulary, self.max_model_len)
             begin = time.perf_counter()
             table = to_numpy(policy.tensors[TENSOR])
             scores = [bigram_logprobs(table, tokens) for tokens in policy.probe.sequences] if policy.probe else []
             difference = self._gate.check(policy, scores)
-            self._table, self._version = table, policy.version
+            self._table, self.version = table, policy.version
             return LoadReport((time.perf_counter() - begin) * 1e3, difference)
 
     async def score_tokens(self, tokens: Sequence[int]) -> tuple[float, ...]:

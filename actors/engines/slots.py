@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.engines.engine import Completion, OnChunk, nucleus, shaped_logits
+from actors.engines.engine import OnChunk, nucleus, shaped_logits
 from actors.engines.grammar import Matcher
 from actors.engines.trace import RequestImages, Trace
 from infra.model.vision import Vision, model_inputs
@@ -42,25 +42,19 @@ class RunningSequence:
         self.generator = generator
         self.on_chunk = on_chunk
         self.cancelled = False
+        self.is_stuck = False  # the grammar allows no further token
         self.kv_version = -1  # oldest version of its keys and values
 
     @property
     def num_reserved(self) -> int:
         return len(self.prompt) + self.trace.sampling.max_tokens
 
-    @property
-    def is_stuck(self) -> bool:
-        """True once the grammar allows no further token."""
-        return self.matcher is not None and self.matcher.stuck
-
     def add(self, token: int, logprob: float, version: int) -> bool:
         """Record a token; True where it ends the sequence."""
         if self.matcher is not None:
             self.matcher.take(token)
+            self.is_stuck = self.matcher.stuck
         return self.trace.add(token, logprob, version, self.kv_version) or self.is_stuck
-
-    def completion(self) -> Completion:
-        return self.trace.completion()
 
 
 class _Captured:

@@ -69,7 +69,7 @@ class TorchEngine:
         self._seed = seed
         self._dtype = dtype
         self._max_sequences = max_sequences
-        self._max_model_len = max_model_len or 0
+        self.max_model_len = max_model_len or 0
         self._threads = threads
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[RunningSequence] = deque()
@@ -77,7 +77,7 @@ class TorchEngine:
         self._entering: list[RunningSequence] = []
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._version = 0
+        self.version = 0
         self._held: dict[str, Tensor] = {}
         self._gate = ProbeGate(dtype)
         self._adapters = AdapterGate(model)
@@ -85,14 +85,6 @@ class TorchEngine:
         self._is_base = True  # the model is its folder's, whatever adapter is on it
         self._loading = asyncio.Lock()
         self._grammars = Grammars(lambda: folder_vocabulary(model, self._num_vocabulary))
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
 
     @property
     def num_running(self) -> int:
@@ -107,7 +99,7 @@ class TorchEngine:
         self._held = model_tensors(self._model)
         self._num_vocabulary = int(self._model.config.get_text_config().vocab_size)
         longest = int(self._model.config.get_text_config().max_position_embeddings)
-        self._max_model_len = min(self._max_model_len or longest, longest)
+        self.max_model_len = min(self.max_model_len or longest, longest)
         kind = UncachedBatch if remembers_otherwise(self._model) else RunningBatch
         self._batch = kind(self._model, torch.Generator().manual_seed(self._seed), self._vision)
         self._loop = asyncio.get_running_loop()
@@ -136,7 +128,7 @@ class TorchEngine:
         images: Sequence[Pixels] = (),
     ) -> Completion:
         self._check_alive()
-        check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
+        check_request(prompt, sampling, self._num_vocabulary, self.max_model_len)
         check_images(self._vision, prompt, images)
         generator = None if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
         matcher = await self._grammars.matcher(sampling)
@@ -165,7 +157,7 @@ class TorchEngine:
         self._adapters.check(policy, self._adapter, whole=not self._is_base)
         if policy.adapter is None:
             check_tensors(policy, {name: tensor.shape for name, tensor in self._held.items()})
-        check_probe_sequences(policy.probe, self._num_vocabulary, self._max_model_len)
+        check_probe_sequences(policy.probe, self._num_vocabulary, self.max_model_len)
         held = self._held if policy.adapter == self._adapter else {}
         return changed_names(held, policy.tensors)
 
@@ -188,7 +180,7 @@ class TorchEngine:
         if self._kv == "rebuild":
             self._batch.rebuild(policy.version)
         self._held = dict(policy.tensors)
-        self._version = policy.version
+        self.version = policy.version
         return LoadReport((time.perf_counter() - begin) * 1e3, difference)
 
     def _wear(self, adapter: Adapter | None) -> None:
@@ -256,18 +248,18 @@ class TorchEngine:
         self._batch.remove_cancelled()
         finished: list[RunningSequence] = []
         if self._batch.rows:
-            finished += self._batch.step(self._version)
+            finished += self._batch.step(self.version)
         entering: list[RunningSequence] = []
         while self._waiting and len(self._batch.rows) + len(entering) < self._max_sequences:
             row = self._waiting.popleft()
             if not row.cancelled:
                 entering.append(row)
         if entering:
-            finished += self._batch.admit(entering, self._version)
+            finished += self._batch.admit(entering, self.version)
         streamed = [row for row in (*self._batch.rows, *finished) if row.on_chunk is not None]
         chunks = [(row, row.trace.take_chunks()) for row in streamed]
         if finished or chunks:
-            completions = [(row, row.completion()) for row in finished]
+            completions = [(row, row.trace.completion()) for row in finished]
             self._loop.call_soon_threadsafe(self._deliver, chunks, completions)
 
     def _deliver(

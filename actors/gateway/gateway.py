@@ -87,7 +87,7 @@ class Gateway:
         self._prepared_schemas: Newest[str, None] = Newest(MAX_SCHEMAS)
         self.stopped: asyncio.Future[EngineStopped] = asyncio.get_running_loop().create_future()
         self.tallies = Tallies(config.refusals)
-        self._trial = trial
+        self.trial = trial
         self._secret = secret
         self._subjects: Newest[str, str] = Newest(MAX_NAMES)  # by session
         self.served: Newest[str, int] = Newest(MAX_NAMES)  # choices of the newest requests, by group
@@ -131,7 +131,7 @@ class Gateway:
             turn=tokenized.prompt.number,
             reason=tokenized.prompt.reason,
             sampling=sampling,
-            trial=self._trial() if drawn else -1,
+            trial=self.trial() if drawn else -1,
             subject=self._subject(request, key, name if session else ""),
             parser=self.parser,
             images=images,
@@ -153,11 +153,6 @@ class Gateway:
         finally:
             self.release(in_flight)
             self._ended(in_flight)
-
-    @property
-    def trial(self) -> int:
-        """The version on trial, -1 for none, where this gateway takes part in trials."""
-        return self._trial()
 
     def release(self, in_flight: InFlight) -> None:
         """Give back its place; again is fine."""

@@ -6,7 +6,6 @@ did not get is not recorded; requests at once, sub-agents and rewritten history 
 
 import asyncio
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -22,7 +21,7 @@ from actors.gateway.answering.sessions import behind_answer
 from actors.gateway.errors import ApiError, bad, no_room, unavailable
 from actors.rollout.continuation import SampledTurn
 from actors.rollout.parts import AT_ONCE, Follow, GrowingPart
-from actors.rollout.session import LONG_CHARS, Session
+from actors.rollout.session import LONG_CHARS, Session, apart
 from infra.model.model import Tokenizer
 from infra.store.images import Pixels, images_of
 from schemas import Score
@@ -52,6 +51,7 @@ class ProgramEpisode:
         self.num_asked = 0
         self._session = session
         self._tokenizer = tokenizer
+        self.decode = tokenizer.decode
         self._requests = requests
         self._own_sampling = own_sampling
         self._parser = parser
@@ -65,9 +65,6 @@ class ProgramEpisode:
     @property
     def version(self) -> int:
         return self._session.engine.version
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids)
 
     def count(self, request: ParsedRequest) -> int:
         """Tokens of a request's prompt as the template writes it. Raises ApiError."""
@@ -84,16 +81,9 @@ class ProgramEpisode:
         try:
             is_long = request.num_chars > LONG_CHARS
             prompt, plain = request.prompt, request.prompt.plain
-            rendered = (
-                await asyncio.to_thread(render, prompt, self._tokenizer) if is_long else render(prompt, self._tokenizer)
-            )
-            tail = self._follow(request)
+            rendered = await apart(is_long, render, prompt, self._tokenizer)
             parts = self._session.parts
-            found = (
-                await asyncio.to_thread(parts.find, plain, rendered, tail)
-                if is_long
-                else parts.find(plain, rendered, tail)
-            )
+            found = await apart(is_long, parts.find, plain, rendered, self._follow(request))
             forced = self._tokenizer.encode(request.force) if request.force else []
             sampling = self._sampling(request, len(found.prompt) + len(forced))
             mine = [found.part or parts.begin(found.reason)]

@@ -13,18 +13,19 @@ before an error is still returned.
 """
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from actors.engines.engine import Engine, Sampling
 from actors.rollout.continuation import MARK, SampledTurn, following_tokens
-from actors.rollout.parts import Conversation, Found, GrowingPart, Parts
+from actors.rollout.parts import Conversation, Follow, GrowingPart, Parts
 from infra.store.images import ImageReader, Pixels, images_of
 from schemas import Experience, Message, Score, make_experience
 from schemas.fields import End, Meta
 from schemas.ids import experience_id
 
 LONG_CHARS = 16_384
+T = TypeVar("T")
 _SHORT = (Message(role="user", content="?"), Message(role="assistant", content=MARK))
 
 
@@ -56,11 +57,6 @@ class Session:
         self._notes: Meta = {}
 
     @property
-    def num_parts(self) -> int:
-        """Number of token sequences; above 1 if a turn did not extend the earlier turns."""
-        return len(self.parts.all)
-
-    @property
     def num_sampled(self) -> int:
         """Number of sampled tokens."""
         return sum(len(part.logprobs) for part in self.parts.all)
@@ -79,8 +75,9 @@ class Session:
         conversation = tuple(messages)
         if not conversation:
             raise ValueError("messages: got none, expected the conversation so far")
-        rendered = await self._rendered(conversation)
-        part, prompt, reason = await self._place(conversation, rendered)
+        is_long = sum(len(message.content) for message in conversation) > LONG_CHARS
+        rendered = await apart(is_long, self.tokenizer.encode_chat, conversation)
+        part, prompt, reason = await apart(is_long, self.parts.find, conversation, rendered, self._follow(conversation))
         images = await self._shown(conversation)
         completion = await self.engine.generate(prompt, sampling or self.sampling, images=images)
         content = self.tokenizer.decode(completion.tokens[:-1] if completion.stopped else completion.tokens)
@@ -138,12 +135,6 @@ class Session:
             for index, part in enumerate(parts)
         ]
 
-    async def _rendered(self, conversation: Conversation) -> list[int]:
-        """The conversation's tokens; a long one leaves the event loop, and with it the heartbeat, to others meanwhile."""
-        if is_long(conversation):
-            return await asyncio.to_thread(self.tokenizer.encode_chat, conversation)
-        return self.tokenizer.encode_chat(conversation)
-
     async def _shown(self, conversation: Conversation) -> tuple[Pixels, ...]:
         images = images_of(conversation)
         if not images:
@@ -152,7 +143,7 @@ class Session:
             raise ValueError(f"messages: got {len(images)} images, expected none: this session reads no store")
         return await asyncio.to_thread(self.images.read_all, images)
 
-    async def _place(self, conversation: Conversation, rendered: Sequence[int]) -> Found:
+    def _follow(self, conversation: Conversation) -> Follow:
         def follow(turn: SampledTurn, known: int) -> list[int] | None:
             return following_tokens(
                 self.tokenizer.encode_chat,
@@ -163,11 +154,9 @@ class Session:
                 decode=self.tokenizer.decode,
             )
 
-        if is_long(conversation):
-            return await asyncio.to_thread(self.parts.find, conversation, rendered, follow)
-        return self.parts.find(conversation, rendered, follow)
+        return follow
 
 
-def is_long(messages: Sequence[Message]) -> bool:
-    """True if there is more text than an event loop may wait for."""
-    return sum(len(message.content) for message in messages) > LONG_CHARS
+async def apart(is_long: bool, work: Callable[..., T], *given: Any) -> T:
+    """The result of `work`, from a thread where it takes longer than an event loop, and with it a heartbeat, may wait."""
+    return await asyncio.to_thread(work, *given) if is_long else work(*given)

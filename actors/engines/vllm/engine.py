@@ -203,7 +203,7 @@ class VllmEngine:
         self._grammars = Grammars(lambda: folder_vocabulary(str(self._folder), self._num_vocabulary), keeps=False)
         self._attempts = Attempts("keep" if self._keeps else "rebuild")
         self.version_files = VersionFiles()
-        self._version = 0
+        self.version = 0
         self._held: Mapping[str, Tensor] = {}
         self._adapter: Adapter | None = None
         self._adapters: Adapters | None = None
@@ -217,14 +217,6 @@ class VllmEngine:
         if known is not None:
             engine_arguments(model="", seed=0, options=options, on_cpu=False, known=known)
         return known is not None
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
 
     @property
     def num_running(self) -> int:
@@ -247,7 +239,7 @@ class VllmEngine:
         self._num_vocabulary = int(config.get_vocab_size())
         # Published under both names; vLLM would keep two copies.
         self._tied = ("lm_head.weight",) if config.hf_text_config.tie_word_embeddings else ()
-        self._max_model_len = int(config.max_model_len)
+        self.max_model_len = int(config.max_model_len)
         self._gate = ProbeGate(str(config.dtype).removeprefix("torch."))
         label = self._attempts.begin(0, proved=True)
         await self._llm.update_weight_version(label)
@@ -291,7 +283,7 @@ class VllmEngine:
         on_chunk: OnChunk | None = None,
         images: Sequence[Pixels] = (),
     ) -> Completion:
-        check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
+        check_request(prompt, sampling, self._num_vocabulary, self.max_model_len)
         requests = self._running()
         check_images(self._vision, prompt, images)
         if sampling.json_schema:
@@ -401,7 +393,7 @@ class VllmEngine:
                 stopped = EngineStopped(f"a reload failed and could not be undone: {error}")
                 self._attempts.fail(label, stopped)
                 raise stopped from error
-            self._held, self._version = policy.tensors, policy.version
+            self._held, self.version = policy.tensors, policy.version
             self._attempts.decide(label, True)
             return LoadReport(pause_ms, difference)
 
@@ -421,18 +413,18 @@ class VllmEngine:
             adapters.retire(loaded)
             raise
         adapters.serve(loaded)
-        self._version = policy.version
+        self.version = policy.version
         return LoadReport(took_ms, difference)
 
     def _check_adapter(self, policy: Policy) -> None:
         check_tensors(policy, self._shapes)
-        check_probe_sequences(policy.probe, self._num_vocabulary, self._max_model_len - 1)
+        check_probe_sequences(policy.probe, self._num_vocabulary, self.max_model_len - 1)
 
     async def _undo(self) -> None:
         """Put all served tensors back: other modules than were sent may differ. Raises EngineStopped where that fails."""
         try:
             file = await asyncio.to_thread(in_a_file, self.version_files, self._held)
-            label = self._attempts.begin(self._version, proved=True)
+            label = self._attempts.begin(self.version, proved=True)
             await self._started_swap().put(file.path, self._parts(self._held), label, None, keep=False, clears=True)
         except PolicyRefused as error:
             raise EngineStopped(str(error)) from error
@@ -444,7 +436,7 @@ class VllmEngine:
 
     def _check(self, policy: Policy) -> list[list[str]]:
         check_tensors(policy, {name: tuple(tensor.shape) for name, tensor in self._held.items()})
-        check_probe_sequences(policy.probe, self._num_vocabulary, self._max_model_len - 1)
+        check_probe_sequences(policy.probe, self._num_vocabulary, self.max_model_len - 1)
         return self._parts(policy.tensors)
 
     def _parts(self, tensors: Mapping[str, Tensor]) -> list[list[str]]:

@@ -52,14 +52,14 @@ class Authenticator:
     def __init__(self, book: KeyBook, metrics: Metrics, clock: Callable[[], float] = time.time) -> None:
         self.book = book
         self._metrics = metrics
-        self._clock = clock
+        self.now_s = clock
         self._buckets: Newest[tuple[str, str], Bucket] = Newest(MAX_BUCKETS)
 
     def enter(self, scope: Scope, authorization: str) -> ApiKey:
         """The key of a request, which has the scope of its route. Raises ApiError."""
         presented = authorization[len(BEARER) :].strip() if authorization[: len(BEARER)].lower() == BEARER else ""
         try:
-            key = self.book.find(presented, self._clock())
+            key = self.book.find(presented, self.now_s())
         except Refused as refused:
             raise self._refused(refused) from refused
         self._check_scope(key, scope)
@@ -73,14 +73,14 @@ class Authenticator:
     def check_live(self, key: ApiKey) -> None:
         """Raise ApiError if the key was revoked, or expired, since it was presented."""
         try:
-            self.book.live(key.id, self._clock())
+            self.book.live(key.id, self.now_s())
         except Refused as refused:
             raise self._refused(refused) from refused
 
     def charge(self, key: ApiKey, num_tokens: int) -> None:
         """Note the tokens a request used."""
         if key.tpm:
-            self._bucket(key.id, "tokens", key.tpm).charge(num_tokens, self._clock())
+            self._bucket(key.id, "tokens", key.tpm).charge(num_tokens, self.now_s())
 
     def check_answer(self, key: ApiKey, answer: str) -> Train:
         """Return the `--train` of the key that an answer was given to.
@@ -98,11 +98,8 @@ class Authenticator:
             raise ApiError(403, message, kind="permission_error", param="answer_id", code="other_tenant")
         return next(known for known in TRAINS if known == train)
 
-    def now_s(self) -> float:
-        return self._clock()
-
     def _take(self, name: str, kind: str, per_minute: int, amount: int) -> None:
-        wait_s = self._bucket(name, kind, per_minute).take(amount, self._clock()) if per_minute else 0.0
+        wait_s = self._bucket(name, kind, per_minute).take(amount, self.now_s()) if per_minute else 0.0
         if wait_s:
             self._metrics.counter("quota_exceeded", kind=kind).inc()
             message = f"Rate limit reached: {per_minute} {kind} a minute. Try again in {wait_s:.1f} s."
@@ -111,7 +108,7 @@ class Authenticator:
     def _bucket(self, name: str, kind: str, per_minute: int) -> Bucket:
         bucket = self._buckets.get((name, kind))
         if bucket is None:
-            bucket = Bucket(per_minute, per_minute, self._clock())
+            bucket = Bucket(per_minute, per_minute, self.now_s())
             self._buckets.put((name, kind), bucket)
         return bucket
 

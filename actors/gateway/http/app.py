@@ -220,7 +220,7 @@ class Site:
         if wanted and wanted != str(self._gateway.engine.version):
             raise unavailable(f"version {wanted[:20]} is not served here now")
         inside = self._canary is not None and self._canary.takes(
-            self._gateway.request_name(parsed, key, session), self._gateway.trial, self._authenticator.book.secret
+            self._gateway.request_name(parsed, key, session), self._gateway.trial(), self._authenticator.book.secret
         )
         known_here = bool(parsed.said)  # a conversation that continues by ids is known to one gateway
         if inside and not known_here and (response := await self._from_canary(request, body, parsed, api)) is not None:
@@ -247,7 +247,8 @@ class Site:
 
     async def _from_canary(self, request: Request, body: bytes, parsed: ParsedRequest, api: Api) -> Response | None:
         assert self._canary is not None
-        version = self._gateway.trial if self._gateway.trial >= 0 else self._gateway.engine.version
+        trial = self._gateway.trial()
+        version = trial if trial >= 0 else self._gateway.engine.version
         work = self._canary.answer(
             request.url.path,
             {**request.headers, VERSION_HEADER: str(version)},
