@@ -82,7 +82,7 @@ BUDGETS = {
     "infra/cli/console": 1_759,
     "infra/cli/demo": 1_193,
     "streams": 8_498,
-    "actors": 15_717,
+    "actors": 15_452,
     "actors/master/gate": 771,
     "trainer": 10_791,
     "tests": 58_774,
