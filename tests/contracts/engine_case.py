@@ -9,7 +9,6 @@ from typing import Any, Self
 import numpy as np
 
 from actors.engines.engine import Completion, Engine, KvMode
-from actors.engines.reload import ReadsFiles
 from actors.engines.scripted import TENSOR, ScriptedEngine
 from actors.engines.vllm.engine import in_a_file
 from infra.model.model import load_tokenizer
@@ -76,8 +75,8 @@ class Case(Started):
         sequences = ((1, 20, 30, 40, 50), (1, 7, 9), (*prefix, 30), (*prefix, 31, 32))
         made = Probe(sequences, tuple(tuple(self.reference(tensors, tokens, 1.0)) for tokens in sequences))
         lying = dict(tensors)
-        if isinstance(self.engine, ReadsFiles):
-            lying = in_a_file(self.engine.version_files, tensors)
+        if (files := getattr(self.engine, "version_files", None)) is not None:
+            lying = in_a_file(files, tensors)
         return Policy(version=self.newest, tensors=lying, probe=made if probe else None)
 
     async def load(self, policy: Policy) -> None:
