@@ -11,9 +11,8 @@ from infra.cli.settings import Settings
 from infra.cli.terminal import JsonFormatter, LineFormatter
 from infra.log.access import EMBEDDED_FOLDER
 from infra.log.log import Log
-from infra.observe.metrics import Metrics
 from infra.settings.config import duration_s
-from infra.store.open import DividedStore, MeasuredStore, open_store
+from infra.store.open import DividedStore, open_store
 from infra.store.store import Store
 from schemas.errors import BrokerUnavailable, ConfigError
 from schemas.topics import FEEDBACK, topic_config
@@ -63,10 +62,6 @@ def main_store(settings: Settings) -> Store:
             f"[store] use: got {config.use!r}, a {type(store).__name__}, expected a subclass of headrace.Store"
         )
     return store
-
-
-def measured_store(settings: Settings, metrics: Metrics) -> Store:
-    return MeasuredStore(app_store(settings), metrics)
 
 
 @asynccontextmanager

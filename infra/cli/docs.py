@@ -276,14 +276,10 @@ def options(command: Any) -> Iterator[str]:
         shown = metavar if is_argument else ", ".join(option.opts)
         if not (is_argument or getattr(option, "is_flag", False)):
             shown += f" {metavar}"
-        if option.required:
-            default = "required"
-        elif isinstance(option.show_default, str):
-            default = option.show_default
-        else:
-            default = (
-                f"`{option.default}`" if option.default or (option.default == 0 and option.default is not False) else ""
-            )
+        default = option.show_default if isinstance(option.show_default, str) else ""
+        if not default and option.default is not False and (option.default or option.default == 0):
+            default = f"`{option.default}`"
+        default = "required" if option.required else default
         yield f"| `{shown}` | {default} | {cell(plain(option.help))} |\n"
     if len(own) < len(command.params):
         yield "\nReads the settings: `--config`, `--set`.\n"

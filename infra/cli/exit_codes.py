@@ -12,7 +12,7 @@ FENCED_OUT = 3
 INTERRUPTED = 130
 STOPPED = 143  # 128 and SIGTERM, as a shell reports it
 
-# A library's own words for a cause that lies in the settings or the model.
+# A library's own words for a cause in the settings or the model, which a restart cannot fix.
 FINAL_WORDS = re.compile(
     r"larger than the available KV cache memory|No available memory for the cache blocks|max_model_len|model's max seq len"
     r"|are not supported for now|does not recognize this architecture|does not appear to have a file named"
@@ -65,8 +65,3 @@ def root_cause(error: BaseException) -> str:
         return str(first)
     is_above = _SEE_ABOVE in str(first) and stat.S_ISREG(os.fstat(2).st_mode)
     return (last_error(Path(os.readlink("/proc/self/fd/2"))) if is_above else "") or f"{type(first).__name__}: {first}"
-
-
-def is_final(cause: str) -> bool:
-    """True for a library's error that a restart cannot fix."""
-    return FINAL_WORDS.search(cause) is not None

@@ -13,10 +13,11 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
 from actors.gateway.access.keys import create_key
 from actors.gateway.config import Webhook
-from infra.cli.commands.init import run_init
+from infra.cli.main import app
 from infra.cli.settings import Settings, load_settings
 from infra.ledger.forget import ForgetReport, complete, destroy, tell
 from infra.ledger.index import LogIndex
@@ -64,7 +65,8 @@ class Clock:
 
 
 def settings_in(folder: Path, *, least: int = 2) -> Settings:
-    assert run_init(folder, "model", "torch", "agent") == 0
+    done = CliRunner().invoke(app, ["init", str(folder), "--model", "model", "--engine", "torch"])
+    assert done.exit_code == 0, done.output
     # A step takes two and comes at once: the first answer ever has an advantage of 0, and would teach nothing alone.
     small = [f"trainer.lanes.live.min_sequences={least}", "trainer.min_publish_interval=0s"]
     # There is no model beside it, whose tokenizer spells edits.

@@ -26,11 +26,6 @@ from streams.config import FeedbackConfig
 from streams.sources.event import EventSource
 from streams.sources.langfuse import read_keys
 
-NOT_SAID = (
-    "not tried: whether topics are there, rights of broker and bucket; headrace check --connect tries them",
-    "a role reads the settings when it starts: those that run keep the old ones until they are started again",
-)
-
 
 @command
 async def check(
@@ -98,8 +93,6 @@ async def check_settings(settings: Settings, *, create: bool) -> int:
         async with reading(settings, create=True) as log:
             created = [*await create_topics(log, settings), *await create_source_topics(log, settings)]
         console.print(f"topics created: {', '.join(created) or 'none, all were there'}")
-    for line in NOT_SAID:
-        console.print(line)
     return 0
 
 
@@ -154,7 +147,10 @@ def check_reward(settings: Settings) -> list[str]:
 
 def summary(settings: Settings, parsers: str = "") -> Table:
     """The decisions that matter most, as resolved. parsers: how the model writes calls and thoughts."""
-    pacing = settings.pacing
+    pacing, lora = settings.pacing, settings.trainer.lora
+    adapter = (
+        "" if lora is None else f", an adapter of rank {lora.rank}, alpha {lora.alpha}, on {', '.join(lora.targets)}"
+    )
     groups = (
         f"{settings.groups_awaited} {'groups' if 'usual' in settings.trainer.lanes else 'answers or more'} per step"
     )
@@ -167,20 +163,13 @@ def summary(settings: Settings, parsers: str = "") -> Table:
         **({"answers": parsers} if parsers else {}),
         "engine": settings.engine.use
         + (", which keeps keys and values over a reload" if settings.reload.kv == "keep" else ""),
-        "learner": settings.trainer.learner.use + adapter_words(settings),
+        "learner": settings.trainer.learner.use + adapter,
         "pacing": f"{groups}, {pacing.steps_per_version} steps per version, "
         f"at most {pacing.max_staleness} versions stale",
         "lanes": lanes,
         "reward": settings.reward.use or shown(settings.reward.blend) or "every score alike",
     }
     return two_columns(settings.app, rows.items(), numbers=False)
-
-
-def adapter_words(settings: Settings) -> str:
-    lora = settings.trainer.lora
-    if lora is None:
-        return ""
-    return f", an adapter of rank {lora.rank}, alpha {lora.alpha}, on {', '.join(lora.targets)}"
 
 
 def chain_table(stage: str, steps: Sequence[Step]) -> Table:

@@ -97,7 +97,12 @@ async def _rights_tried(settings: Settings, bootstrap: str, access: Access, role
             if not asked.partitions and not fault:
                 fault = "is not there, and [[feedback]] names it: headrace check --create makes it"
             found.append(Tried(f"topic {source_topic}", f"{asked.partitions} partitions: read", fault))
-        for group in consumer_groups(settings):
+        # Stages, explorers, feedback over HTTP, and each source with a topic read as a group.
+        for group in (
+            *READS,
+            "feedback",
+            *(f"feedback.{source.name}" for source in settings.feedback if source.from_.topic),
+        ):
             if group.startswith(RIGHTS[role].groups):
                 name = f"{settings.app}.{group}"
                 asked = await rights.group_rights(name)
@@ -108,12 +113,6 @@ async def _rights_tried(settings: Settings, bootstrap: str, access: Access, role
 
 def denied(rights: Sequence[str], where: str = "") -> str:
     return f"may not {', '.join(rights)}: it needs an ACL{where}" if rights else ""
-
-
-def consumer_groups(settings: Settings) -> list[str]:
-    """Whatever reads as a group: stages, explorers, what comes in over HTTP, and each source with a topic."""
-    sources = [f"feedback.{source.name}" for source in settings.feedback if source.from_.topic]
-    return [*READS, "feedback", *sources]
 
 
 def store_tried(settings: Settings, role: str = OPERATOR) -> Iterator[Tried]:

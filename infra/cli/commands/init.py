@@ -43,13 +43,6 @@ def init(
 
     Example: [cyan]headrace init support --model Qwen/Qwen3-0.6B[/], [cyan]headrace init mine --from program --tiny[/]
     """
-    return run_init(directory, model, engine, example, tiny=tiny)
-
-
-def run_init(directory: Path, model: str, engine: str, example: str, *, tiny: bool = False) -> int:
-    """Copy the files of an example, with the app named after the folder. tiny: write the toys' model too, with random weights.
-    Raises ConfigError where there are some already.
-    """
     if engine not in ENGINES:
         raise ConfigError(f"--engine: got {engine!r}, expected one of {', '.join(ENGINES)}")
     files = example_files(example)

@@ -14,19 +14,18 @@ from schemas import Experience
 from schemas.errors import BadFrame
 from schemas.ids import group_of, session_of
 
-MAX_SHOWN = 20_000  # characters of a message, unless all is asked for
-MAX_WHOLE = 2_000_000
+MAX_SHOWN = 200_000  # characters of a message
 MAX_TOKENS = 3000
 MAX_BESIDE = 64
 LEVELS = 6  # of how likely a token was
 Spell = Callable[[Sequence[int]], list[str]]
 
 
-def shown(trace: AnswerTrace, spell: Spell | None, *, opened: bool, whole: bool = False) -> dict[str, Any]:
+def shown(trace: AnswerTrace, spell: Spell | None, *, opened: bool) -> dict[str, Any]:
     """The part of an answer that may be shown: `answer` (the experience), `versions` that sampled it, `shut` (why its texts
     are not shown, "" if they are), `messages`, `tokens` and the number of tokens `left_out`.
 
-    opened: it was unsealed for this viewer. whole: show long messages. spell: tokens → texts.
+    opened: it was unsealed for this viewer. spell: tokens → texts.
     """
     answer = trace.published or trace.judged or trace.buffered[0][1]
     view: dict[str, Any] = {
@@ -37,11 +36,10 @@ def shown(trace: AnswerTrace, spell: Spell | None, *, opened: bool, whole: bool 
         return view | {"shut": "forgotten" if answer.lost else "sealed"}
     if answer.lost:
         return view | {"shut": answer.lost}
-    limit = MAX_WHOLE if whole else MAX_SHOWN
     try:
         messages = [
             {
-                "role": each.role, "text": each.content[:limit], "cut": max(0, len(each.content) - limit),
+                "role": each.role, "text": each.content[:MAX_SHOWN], "cut": max(0, len(each.content) - MAX_SHOWN),
                 "images": len(each.images),
             }
             for each in answer.messages

@@ -102,15 +102,14 @@ async def answers(console: Console, request: Request) -> Values | Response:
 
 
 async def answer(console: Console, request: Request) -> Values:
-    trace = await console.reading.answer(str(request.path_params["ref"]))
-    return await answer_values(console, trace, whole=request.query_params.get("whole") == "1")
+    return await answer_values(console, await console.reading.answer(str(request.path_params["ref"])))
 
 
-async def answer_values(console: Console, trace: AnswerTrace, *, opened: bool = False, whole: bool = False) -> Values:
+async def answer_values(console: Console, trace: AnswerTrace, *, opened: bool = False) -> Values:
     """The page of one answer. opened: True to show its sealed texts, for this view."""
     group, rows = group_of(trace.id), console.reading.rows
     return {
-        "trace": trace, "view": shown(trace, await console.spell(), opened=opened, whole=whole), "opened": opened,
+        "trace": trace, "view": shown(trace, await console.spell(), opened=opened), "opened": opened,
         "scores": list_scores(trace), "beside": await rows(beside, trace.id), "openings": await rows(data.openings, trace.id),
         "fate": await rows(data.fate, trace.id), "group": group, "in_session": bool(session_of(group)),
     }  # fmt: skip
@@ -150,7 +149,10 @@ async def all_versions(console: Console, request: Request) -> Values:
 
 async def version(console: Console, request: Request) -> Values:
     reading = console.reading
-    number = _version(str(request.path_params["version"]))
+    text = str(request.path_params["version"])
+    number = parse_query({"version": text})[0].version
+    if number is None or number < 0:
+        raise NotInLog(f"got {text[:40]!r}, expected a version")
     history = await reading.history_since(number, PAGE_S)
     events = [(time_ms, event) for time_ms, event in history.events if event.version == number]
     if not events:
@@ -188,14 +190,6 @@ async def letter(console: Console, request: Request) -> Values:
 
 async def privacy(console: Console, request: Request) -> Values:
     return await console.reading.rows(data.privacy)
-
-
-def _version(text: str) -> int:
-    """The number of a version in an address or a form. Raises NotInLog."""
-    digits = text.removeprefix("v")
-    if not digits.isdecimal() or len(digits) > 15:
-        raise NotInLog(f"got {text[:40]!r}, expected a version")
-    return int(digits)
 
 
 # Every address with its template and the function that reads its values.

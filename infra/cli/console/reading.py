@@ -83,12 +83,12 @@ class Reading:
         self._held: dict[str, tuple[float, Any]] = {}
         self._tracing = asyncio.Lock()
         self._readings: dict[str, asyncio.Task[Any]] = {}  # what is being read, which all who ask for it wait for
-        self._running: set[asyncio.Task[Any]] = set()
 
     async def close(self) -> None:
-        for task in self._running:
+        running = [*self._readings.values()]
+        for task in running:
             task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
         self.index.close()
 
     async def rows(self, question: Callable[..., Found], *values: Any) -> Found:
@@ -181,19 +181,13 @@ class Reading:
         task: asyncio.Task[Found] | None = self._readings.get(name)
         if task is None:
             task = self._readings[name] = asyncio.create_task(self._read(name, read))
-            self._running.add(task)
-            task.add_done_callback(self._ended)
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # every reader that waits gets it
         await asyncio.wait([task], timeout=wait_s)
         if task.done():
             return task.result()
         if known is None:
             raise NotReadYet("The log is being read: look again in a moment.")
         return known[1]
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._running.discard(task)
-        if not task.cancelled():
-            task.exception()  # every reader that waits for it gets it
 
     async def _read(self, name: str, read: Callable[[], Awaitable[Found]]) -> Found:
         try:

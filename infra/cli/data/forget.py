@@ -63,17 +63,11 @@ def show(console: Console, found: ForgetReport) -> None:
         )
     console.print(f"roles that looked a key up drop what they hold within {FRESH_S:g} s, counted as forgotten")
     if not found.steps:
-        console.print(
-            "no step had trained on it: no version has learned from it, and replay loses nothing", style="green"
-        )
+        console.print("no step had trained on it: no version learned from it, replay loses nothing", style="green")
         return
     more = f" and {len(found.steps) - SHOWN_STEPS} more" if len(found.steps) > SHOWN_STEPS else ""
     console.print(f"trained in steps {', '.join(map(str, found.steps[:SHOWN_STEPS]))}{more}", style="yellow")
-    if found.first_version is None:
-        console.print("no published version has learned from it yet; the next one will have")
-    else:
-        console.print(f"versions {found.first_version} to {found.newest_version} have learned from it")
-    console.print(
-        f"replay reproduces what comes before step {found.steps[0]}, and what follows a checkpoint of step"
-        f" {found.replay_from} or later (--from)"
-    )
+    learned = f"versions {found.first_version} to {found.newest_version} have learned from it"
+    console.print("the next published version will have learned from it" if found.first_version is None else learned)
+    again = f"those after a checkpoint of step {found.replay_from} or later (--from)"
+    console.print(f"replay reproduces the steps before {found.steps[0]}, and {again}")

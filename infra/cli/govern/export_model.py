@@ -10,7 +10,7 @@ import asyncio
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,13 +76,9 @@ async def export_model(
     check_new(folder)
     async with reading(settings) as log:
         event, decisions = await published(log, settings.policy.name, version)
-    about = ExportedPolicy(
-        app=settings.app, policy=event.policy, version=event.version, parent=event.parent, step=event.step,
-        manifest_sha256=event.manifest_sha256, decisions=tuple(decisions),
-    )  # fmt: skip
     console = Screen(stderr=True)
     console.print(f"fetching version {event.version} of {event.policy}")
-    num_bytes = await asyncio.to_thread(export, app_store(settings), event, settings, folder, about, alone=adapter)
+    num_bytes = await asyncio.to_thread(export, app_store(settings), event, settings, folder, decisions, alone=adapter)
     console.print(f"{folder}: version {event.version}, {num_bytes:,} bytes of weights; what is known of it: {ABOUT}")
     return 0
 
@@ -108,7 +104,13 @@ async def published(log: Log, policy: str, version: str) -> tuple[PolicyEvent, l
 
 
 def export(
-    store: Store, event: PolicyEvent, settings: Settings, folder: Path, about: ExportedPolicy, *, alone: bool = False
+    store: Store,
+    event: PolicyEvent,
+    settings: Settings,
+    folder: Path,
+    decisions: Sequence[ChannelDecision] = (),
+    *,
+    alone: bool = False,
 ) -> int:
     """Fetch, verify and write; how many bytes of weights. alone: of an adapter nothing else. Blocks."""
     policy = fetched(store, event)
@@ -126,7 +128,10 @@ def export(
             num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
         else:
             num_bytes = write_model(tensors, settings.model_path, made)
-        about = msgspec.structs.replace(about, adapter=policy.adapter)
+        about = ExportedPolicy(
+            app=settings.app, policy=event.policy, version=event.version, parent=event.parent, step=event.step,
+            manifest_sha256=event.manifest_sha256, decisions=tuple(decisions), adapter=policy.adapter,
+        )  # fmt: skip
         (made / ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
         made.rename(folder)
     return num_bytes

@@ -106,17 +106,16 @@ def one_line(record: object) -> str:
         return batch_line(record)
     fields = msgspec.to_builtins(record, builtin_types=(bytes,))
     kind = fields.pop("kind", type(record).__name__)
-    return f"{kind} " + " ".join(f"{name}={value_text(value)}" for name, value in fields.items())
+    texts = {
+        name: repr(value) if isinstance(value, str) and " " in value else str(value) for name, value in fields.items()
+    }
+    return f"{kind} " + " ".join(f"{name}={cut(text)}" for name, text in texts.items())
 
 
 def batch_line(batch: Batch) -> str:
     counts = "".join(f" {lane}={count}" for lane, count in Counter(item.lane for item in batch.items).items())
     drops = "".join(f" dropped[{reason}]={count}" for reason, count in batch.drops.items())
     return f"batch step={batch.step} version={batch.version} phase={batch.phase} token={batch.token}{counts}{drops}"
-
-
-def value_text(value: object) -> str:
-    return cut(repr(value) if isinstance(value, str) and " " in value else str(value))
 
 
 def plain(message: LogMessage) -> Any:

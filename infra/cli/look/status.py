@@ -348,11 +348,14 @@ def no_version(state: State) -> list[str]:
 
 def canary_alarm(role: State) -> list[str]:
     """The line of a role that waits for a canary, with what to do about it; none where it has one or wants none."""
-    missing_s, trial = role["gauges"].get(CANARY_MISSING, 0.0), role["gauges"].get("trial_version", -1.0)
-    if not missing_s:
+    if not (missing_s := role["gauges"].get(CANARY_MISSING, 0.0)):
         return []
-    why = f"version {trial:.0f} is on trial" if role["role"] == "master" else "a share of sessions is meant for one"
-    end = "headrace promote or rollback" if role["role"] == "master" else "gateway.canary.share = 0"
+    why, end = "a share of sessions is meant for one", "gateway.canary.share = 0"
+    if role["role"] == "master":
+        why, end = (
+            f"version {role['gauges'].get('trial_version', -1.0):.0f} is on trial",
+            "headrace promote or rollback",
+        )
     return [
         f"{role['instance']}: {why} and no canary has been heard of for {missing_s:.0f} s: "
         f"start headrace serve --channel canary (or see its log), or end it with {end}"
@@ -362,9 +365,6 @@ def canary_alarm(role: State) -> list[str]:
 def show(console: Console, state: State) -> None:
     """Print the state: a line for each role, then what differs from nothing. A usual run fits 80 columns and 24 lines."""
     _show_roles(console, state["roles"])
-    for release, instances in _releases(state["roles"]).items():
-        where = "all roles" if len(instances) == len(state["roles"]) else ", ".join(instances)
-        console.print(f"release    {release} at {where}", markup=False)
     _show_versions(console, state)
     lags = ", ".join(f"{name} {value:,}" for name, value in state["lags"].items() if value is not None)
     console.print(f"lag        {lags or 'no consumer has committed yet'}")
@@ -416,14 +416,6 @@ def shown_rates(role: State) -> list[tuple[str, float]]:
     return [(name, rates[name]) for name in RATES if rates.get(name, 0.0) > 0][:MAX_RATES]
 
 
-def _releases(roles: Sequence[State]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for role in roles:
-        if role["release"]:
-            found.setdefault(role["release"], []).append(role["instance"])
-    return found
-
-
 def _show_waiting(console: Console, state: State) -> None:
     if waiting := state["waiting"]:
         first = span(waiting["first_s"])
@@ -432,8 +424,6 @@ def _show_waiting(console: Console, state: State) -> None:
         if held := role["gauges"].get("held_back", 0.0):
             why = "tenant_share or subject_share of the last step is used up"
             console.print(f"held back  {held:,.0f} experiences: {why}", markup=False)
-        if turns := role["gauges"].get("turns_held", 0.0):
-            console.print(f"sessions   {turns:,.0f} turns wait for later turns at {role['instance']}", markup=False)
 
 
 def accuracy_text(found: State) -> str:

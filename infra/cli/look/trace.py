@@ -118,8 +118,9 @@ def show_answer(console: Console, answer: AnswerTrace, waits: str = "") -> None:
     rows.add_column()
     rows.add_column()
     first = answer.published or answer.judged or answer.buffered[0][1]
-    question, response = ("", first.lost) if first.lost else texts(first)
-    rows.add_row("", "asked", question)
+    asked = " ".join(each.content for each in first.messages if each.role != "assistant") if not first.lost else ""
+    rows.add_row("", "asked", cut(asked))
+    response = first.lost or repr(cut(first.response))
     rows.add_row(clock(answer.published_ms), "answered", f"{response}  {spans(first)}  {first.end}")
     if answer.judged is not None:
         rows.add_row("", "judged", f"{scores(answer.judged)}  by {', '.join(answer.judged.stamps) or 'no score'}")
@@ -164,11 +165,6 @@ def show_policy(console: Console, made: PolicyTrace) -> None:
     if made.ids:
         more = f" and {len(made.ids) - SHOWN_IDS:,} more (--json lists all)" if len(made.ids) > SHOWN_IDS else ""
         console.print(f"{', '.join(made.ids[:SHOWN_IDS])}{more}", style="dim")
-
-
-def texts(answer: Experience) -> tuple[str, str]:
-    asked = " ".join(each.content for each in answer.messages if each.role != "assistant")
-    return cut(asked), repr(cut(answer.response))
 
 
 def spans(answer: Experience) -> str:

@@ -10,9 +10,10 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
+import typer
 from rich.table import Table
 
 from infra.cli.plan.rates import gb
@@ -88,15 +89,25 @@ class ModelPlan(msgspec.Struct, frozen=True):
     problems: tuple[str, ...] = ()
 
 
-def this_machine(gpu_gb: float | None, host_gb: float | None, shm_gb: float | None, step_s: float) -> Machine:
-    """The options, and for those left out this machine; a GPU of 80 GB where it has none."""
-    shared = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
-    return Machine(
-        gpu=(gpu_bytes() or 80e9) if gpu_gb is None else gpu_gb * 1e9,
-        host=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if host_gb is None else host_gb * 1e9,
-        shm=(shared.f_bavail * shared.f_frsize if shared else 0) if shm_gb is None else shm_gb * 1e9,
-        step_s=step_s,
-    )
+class MachineFlags(msgspec.Struct, frozen=True):
+    """The machines that the model shall fit; for an option left out this machine, with a GPU of 80 GB where it has none."""
+
+    gpu_gb: Annotated[
+        float | None, typer.Option(help="Memory of a GPU in GB; 0 for none.", show_default="this machine's, or 80")
+    ] = None
+    host_gb: Annotated[float | None, typer.Option(help="Memory of a host in GB.", show_default="this machine's")] = None
+    shm_gb: Annotated[float | None, typer.Option(help="Free GB in /dev/shm.", show_default="this machine's")] = None
+    step_s: Annotated[float, typer.Option(help="Seconds per optimizer step.")] = 120.0
+
+    def machine(self) -> Machine:
+        shared = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Machine(
+            gpu=(gpu_bytes() or 80e9) if self.gpu_gb is None else self.gpu_gb * 1e9,
+            host=host if self.host_gb is None else self.host_gb * 1e9,
+            shm=(shared.f_bavail * shared.f_frsize if shared else 0) if self.shm_gb is None else self.shm_gb * 1e9,
+            step_s=self.step_s,
+        )
 
 
 def plan_model(settings: Settings, machine: Machine) -> ModelPlan:

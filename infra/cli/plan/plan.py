@@ -1,28 +1,15 @@
 """`headrace plan`: what a model and rates need, before anything runs."""
 
 import json
-from typing import Annotated
 
 import msgspec
-import typer
 from rich.table import Table
 
 from infra.cli.options import JsonOption, SettingsFile, command
-from infra.cli.plan.model import model_table, plan_model, this_machine
+from infra.cli.plan.model import MachineFlags, model_table, plan_model
 from infra.cli.plan.rates import RateFlags, gb, plan_rates, rate_tables, read_costs
 from infra.cli.terminal import Screen
 from schemas.errors import ConfigError
-
-
-class MachineFlags(msgspec.Struct, frozen=True):
-    """The machines that the model shall fit."""
-
-    gpu_gb: Annotated[
-        float | None, typer.Option(help="Memory of a GPU in GB; 0 for none.", show_default="this machine's, or 80")
-    ] = None
-    host_gb: Annotated[float | None, typer.Option(help="Memory of a host in GB.", show_default="this machine's")] = None
-    shm_gb: Annotated[float | None, typer.Option(help="Free GB in /dev/shm.", show_default="this machine's")] = None
-    step_s: Annotated[float, typer.Option(help="Seconds per optimizer step.")] = 120.0
 
 
 @command
@@ -46,7 +33,7 @@ def plan(chosen: SettingsFile, asked: RateFlags, machine: MachineFlags, as_json:
     figures: dict[str, object] = {"computed": True}
     shown: list[Table | str] = []
     if settings.policy.model:
-        there = this_machine(machine.gpu_gb, machine.host_gb, machine.shm_gb, machine.step_s)
+        there = machine.machine()
         figures["model"] = found = plan_model(settings, there)
         problems += [f"will not fit: {problem}" for problem in found.problems]
         hosts = f"hosts of {gb(there.host)} with {gb(there.shm)} free in /dev/shm"

@@ -1,7 +1,6 @@
 """`headrace export`: a run as one file, to be replayed elsewhere."""
 
 import asyncio
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -42,27 +41,22 @@ async def export(
             bundle = await fill(archive, source, start)
             archive.finish(bundle)
     counts = {name: item.end - item.begin for name, (item,) in bundle.topics.items()}
-    summary = {
-        "file": str(file),
-        "bytes": (await asyncio.to_thread(file.stat)).st_size,
-        "from_step": start.manifest.place.step,
-        "steps": start.survey.num_steps,
-        "records": counts,
-        "sealed": archive.sealed,
-    }
+    num_bytes, step, steps = (
+        (await asyncio.to_thread(file.stat)).st_size,
+        start.manifest.place.step,
+        start.survey.num_steps,
+    )
     if as_json:
-        print_json(summary)
-    else:
-        records = ", ".join(f"{count:,} of {name}" for name, count in counts.items())
+        found = {"file": str(file), "bytes": num_bytes, "from_step": step, "steps": steps, "records": counts}
+        print_json(found | {"sealed": archive.sealed})
+        return 0
+    records = ", ".join(f"{count:,} of {name}" for name, count in counts.items())
+    print(f"{file}  {num_bytes:,} bytes: {steps} steps from {step}, {records}")
+    if archive.sealed:
         print(
-            f"{file}  {summary['bytes']:,} bytes: {start.survey.num_steps} steps from {summary['from_step']}, {records}"
+            f"{archive.sealed:,} of {counts[topics.BUFFER.name]:,} blocks are sealed, and their keys are not in the file: "
+            "steps that trained on these cannot be replayed from it, only where the run's store is"
         )
-        if archive.sealed:
-            print(
-                f"{archive.sealed:,} of {counts[topics.BUFFER.name]:,} blocks are sealed, and their keys are not in the file: "
-                "steps that trained on these cannot be replayed from it, only where the run's store is"
-            )
-        sys.stdout.flush()
     return 0
 
 

@@ -199,17 +199,13 @@ def summarize(console: Console, verdict: ReplayResult, *, verify: bool) -> None:
         f"{verdict.steps} steps from step {verdict.from_step} to {verdict.to_step} in {verdict.replay_s:.1f} s: "
         f"{rate:.1f} steps/s{ratio} ({verdict.run_s:.1f} s by its log)"
     )
-    if verdict.forgotten:
-        console.print(
-            f"steps {listed(verdict.forgotten)} cannot be reproduced: what they trained on was forgotten",
-            style="yellow",
-        )
-    if verdict.without_key:
-        console.print(
-            f"steps {listed(verdict.without_key)} cannot be replayed here: what they trained on is sealed, and its keys are not"
-            " here. They are in no archive; replay the run where its store is",
-            style="yellow",
-        )
+    sealed = "what they trained on is sealed, and its keys are not here. They are in no archive: replay it where its store is"
+    for steps, why in (
+        (verdict.forgotten, "cannot be reproduced: what they trained on was forgotten"),
+        (verdict.without_key, f"cannot be replayed here: {sealed}"),
+    ):
+        if steps:
+            console.print(f"steps {listed(steps)} {why}", style="yellow")
     if lost := (*verdict.forgotten, *verdict.without_key):
         console.print(f"what follows a checkpoint of step {max(lost)} or later can be: --from", style="yellow")
     if verify:

@@ -64,7 +64,9 @@ async def reprocess(
 
     Example: [cyan]headrace reprocess verify --from 2026-11-20 --with stricter.toml --diff[/]
     """
-    from streams.reprocess.run import INPUTS, ReprocessOrder
+    from streams.reprocess.letters import redeliver
+    from streams.reprocess.run import INPUTS, ReprocessOrder, plan
+    from streams.reprocess.run import reprocess as run_stage
 
     if stage not in INPUTS:
         raise ConfigError(f"reprocess: got {stage!r}, expected one of {', '.join(INPUTS)}")
@@ -80,10 +82,16 @@ async def reprocess(
         refused = [name for name in ("diff", "rescore") if getattr(flags, name)]
         if refused or other is not None:
             raise ConfigError(f"reprocess dead-letters: takes no --{refused[0] if refused else 'with'}")
-        letters = await _letters(settings, order, console)
+        async with connected(settings) as log:
+            ranges = await plan(log, order)
+            with bar(console, "delivering again", sum(part_range.size for part_range in ranges)) as moved:
+                letters = await redeliver(log, ranges, moved, by=getpass.getuser())
         print_json(letters) if as_json else show_letters(console, letters)
         return 1 if letters.refused else 0
-    report = await _stage(settings, judged_by, order, console)
+    async with reading(settings) as log:
+        ranges = await plan(log, order)
+        with bar(console, f"reprocessing {stage}", sum(part_range.size for part_range in ranges)) as moved:
+            report = await run_stage(log, order, ranges, settings, judged_by.streams(), moved)
     if as_json:
         print_json(msgspec.to_builtins(report) | {"same": report.is_same})
     else:
@@ -114,30 +122,13 @@ def merged(under: Tables, over: Tables) -> Tables:
     return found
 
 
-async def _stage(
-    settings: Settings, judged_by: Settings, order: "ReprocessOrder", console: Console
-) -> "ReprocessReport":
-    from streams.reprocess.run import plan, reprocess
-
-    async with reading(settings) as log:
-        ranges = await plan(log, order)
-        with bar(console, f"reprocessing {order.stage}", sum(part_range.size for part_range in ranges)) as moved:
-            return await reprocess(log, order, ranges, settings, judged_by.streams(), moved)
-
-
-async def _letters(settings: Settings, order: "ReprocessOrder", console: Console) -> "LettersReport":
-    from streams.reprocess.letters import redeliver
-    from streams.reprocess.run import plan
-
-    async with connected(settings) as log:
-        ranges = await plan(log, order)
-        with bar(console, "delivering again", sum(part_range.size for part_range in ranges)) as moved:
-            return await redeliver(log, ranges, moved, by=getpass.getuser())
-
-
 def show(console: Console, report: "ReprocessReport", order: "ReprocessOrder") -> None:
     rows = [(name, f"{count:,}") for name, count in report_totals(report, order)]
-    console.print(two_columns(f"{report.stage}: {title(report, order)}", rows))
+    verdict = "run, not compared"
+    if order.diff:
+        same = "the same as recorded" if report.is_same else "NOT as recorded"
+        verdict = same if report.compared else "nothing to compare with"
+    console.print(two_columns(f"{report.stage}: {verdict}", rows))
     if report.changes:
         changes = Table(
             "what", "reason", "count", "for example", "recorded", "now", title="not as recorded", title_justify="left"
@@ -148,14 +139,6 @@ def show(console: Console, report: "ReprocessReport", order: "ReprocessOrder") -
                 changes.add_row(*first, example.key, example.old, example.new)
                 first = ("", "", "")
         console.print(changes)
-
-
-def title(report: "ReprocessReport", order: "ReprocessOrder") -> str:
-    if not order.diff:
-        return "run, not compared"
-    if not report.compared:
-        return "nothing to compare with"
-    return "the same as recorded" if report.is_same else "NOT as recorded"
 
 
 def report_totals(report: "ReprocessReport", order: "ReprocessOrder") -> list[tuple[str, int]]:

@@ -14,8 +14,8 @@ import typer
 
 from actors.config import ReloadConfig
 from actors.gateway.config import GatewayConfig, Webhook
-from infra.cli.connect import app_store, broker_address, connected, log_to_stderr, measured_store
-from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT, is_final, root_cause
+from infra.cli.connect import app_store, broker_address, connected, log_to_stderr
+from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT, FINAL_WORDS, root_cause
 from infra.cli.options import SettingsFile, exit_with, flags
 from infra.cli.run.stay_down import VARIABLE, stay_down
 from infra.cli.settings import Settings
@@ -31,6 +31,7 @@ from infra.roles.role import Role, instance_name
 from infra.settings.config import Use, split_address
 from infra.settings.plugin import add_plugin_folders, find
 from infra.settings.secret import read_secret
+from infra.store.open import MeasuredStore
 from schemas import Progress
 from schemas.errors import BrokerUnavailable, ConfigError, HeadraceError, StoreError
 from schemas.topics import REPORTS
@@ -114,8 +115,13 @@ def serve(
 def _end_with(role: str, chosen: SettingsFile, override: str = "") -> None:
     """Run a role; where a restart cannot fix its end, and VARIABLE says so, wait to be stopped."""
     chosen = SettingsFile(chosen.config, [*chosen.sets, *([override] if override else [])])
+    loop: Callable[[], asyncio.AbstractEventLoop] | None = None  # Python's own
+    if role == "serve":
+        from infra.local.http_server import new_loop
+
+        loop = new_loop
     try:
-        exit_with(lambda: run_role(role, chosen), role_loop(role))
+        exit_with(lambda: run_role(role, chosen), loop)
     except typer.Exit as end:
         stays = end.exit_code in (CONFIG_ERROR, FENCED_OUT) and os.environ.get(VARIABLE)
         if stays and launched_rank(os.environ) is None:
@@ -153,7 +159,7 @@ async def run_role(role: str, chosen: SettingsFile) -> int:
         except Exception as error:
             cause = root_cause(error)
             await say_failed(role, settings, cause)
-            if not isinstance(error, HeadraceError) and is_final(cause):
+            if not isinstance(error, HeadraceError) and FINAL_WORDS.search(cause):
                 raise ConfigError(cause) from error
             raise
 
@@ -181,7 +187,7 @@ async def _run(role: str, settings: Settings, stop: asyncio.Event) -> None:
 
 
 def make_role(name: str, settings: Settings, log: Log, metrics: Metrics, stop: asyncio.Event) -> Role:
-    store = measured_store(settings, metrics)
+    store = MeasuredStore(app_store(settings), metrics)
     return Role(floor=settings, log=log, store=store, metrics=metrics, stop=stop, instance=instance_name(name))
 
 
@@ -192,15 +198,6 @@ def metrics_address(settings: Settings) -> tuple[str, int]:
         return host, port if not launched_rank(os.environ) else 0  # the first rank speaks for all
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def role_loop(role: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Factory of a role's event loop; None for Python's own."""
-    if role != "serve":
-        return None
-    from infra.local.http_server import new_loop
-
-    return new_loop
 
 
 async def _master(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:

@@ -326,7 +326,7 @@ def test_a_settings_file_beside_the_data_runs_nothing_either(tmp_path: Path) -> 
         *(({"learner": {"use": use}}, "") for use in LEARNERS),
         ({"lanes": {"usual": {"loss": "os:system"}}}, 'trainer.lanes.usual.loss = "os:system"'),
         ({"lanes": {"usual": {"loss": "trainer.losses.losses:load"}}}, "trainer.losses.losses:load"),
-        ({"lanes": {"usual": {"loss": "infra.cli.commands.init:run_init"}}}, "infra.cli.commands.init:run_init"),
+        ({"lanes": {"usual": {"loss": "infra.cli.commands.init:init"}}}, "infra.cli.commands.init:init"),
         ({"lanes": {"expert": {"loss": "../grpo"}}}, "../grpo"),
         ({"learner": {"use": "builtins:exec"}}, 'trainer.learner.use = "builtins:exec"'),
         ({"learner": {"use": TORCH, "options": {"model": "/etc"}}}, "trainer.learner.options.model"),

@@ -193,13 +193,6 @@ FIRST_MS = START_MS + 23 * 3_600_000
         (((0, Progress(role="train", instance="train/1", state="learning", gauges={"held_back": 1234.0})),), 1,
          ["held back 1,234 experiences: tenant_share or subject_share of the last step is used up"]),
         (
-            tuple((0.0, Progress(role="explore", instance=f"explore/vm/{at}", state="exploring", release=release))
-                  for at, release in enumerate(("0.1.0", "0.2.0", ""))), 1,
-            ["release 0.1.0 at explore/vm/0", "release 0.2.0 at explore/vm/1"],
-        ),
-        (((0, Progress(role="explore", instance="e", state="x", release="0.1.0 (9f)")),), 1,
-         ["release 0.1.0 (9f) at all roles"]),
-        (
             ((0, worker(1, FeedbackWait(answers=380, first_ms=FIRST_MS + 1000))), (0, worker(2, FeedbackWait(6, FIRST_MS))),
              (0, worker(3, FeedbackWait())), (0, worker(4, FeedbackWait(9, 1), "stopped")), (0, worker(5, None))), 0,
             ["waiting 386 answers for feedback; the first window closes in 23 h"],
@@ -207,7 +200,7 @@ FIRST_MS = START_MS + 23 * 3_600_000
         (((0, worker(1, FeedbackWait(380, START_MS))), (100, worker(2, FeedbackWait(380, START_MS)))), 101,
          ["waiting 380 answers for feedback; the first window closes in 0 s"]),
     ],
-    ids=["usual", "drops", "held back", "releases", "one release", "waits", "silent"],
+    ids=["usual", "drops", "held back", "waits", "silent"],
 )  # fmt: skip
 def test_the_screen_has_a_line_for_what_differs_from_nothing(
     events: tuple[Event, ...], now_s: float, lines: list[str]
@@ -215,7 +208,7 @@ def test_the_screen_has_a_line_for_what_differs_from_nothing(
     found = [" ".join(line.split()) for line in shown(state_of(*events, now_s=now_s)).splitlines()]
     assert [line for line in lines if line not in found] == [], found
     nothing = shown(state_of((0, progress("train")), (0, worker(1, FeedbackWait())), now_s=1))
-    assert not [word for word in ("release", "waiting", "held back") if word in nothing]
+    assert not [word for word in ("waiting", "held back") if word in nothing]
 
 
 @pytest.mark.parametrize(
