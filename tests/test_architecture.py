@@ -78,9 +78,9 @@ MAX_FUNCTION_LINES = 60
 BUDGETS = {
     "schemas": 2_568,
     "infra": 15_336,
-    "infra/cli": 6_585,
-    "infra/cli/console": 1_759,
-    "infra/cli/demo": 1_193,
+    "infra/cli": 6_463,
+    "infra/cli/console": 1_745,
+    "infra/cli/demo": 1_180,
     "streams": 8_498,
     "actors": 15_452,
     "actors/master/gate": 771,
