@@ -84,9 +84,9 @@ BUDGETS = {
     "streams": 8_498,
     "actors": 15_452,
     "actors/master/gate": 771,
-    "trainer": 10_791,
+    "trainer": 10_638,
     "tests": 58_774,
-    "tests/bench": 3_987,
+    "tests/bench": 3_993,
 }
 MAX_PRODUCT_FILES, MAX_TEST_FILES = 352, 280
 TOP = {

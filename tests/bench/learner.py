@@ -15,17 +15,18 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from infra.model.model import load_model, no_progress_bars
-from infra.model.size import model_size, peak_tflops, token_cost
+from infra.model.size import model_size
 from infra.policies.tensors import to_torch
 from schemas import BatchItem, Span, make_experience
 from tests.bench.report import Row, compared
 from tests.memory import peak_bytes, wait_for_card
-from trainer.batch.batch import TrainItem, pack
+from trainer.batch.batch import Microbatch, TrainItem, pack
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.torch import TorchLearner
 
 RATE = 1e-6
 CLIP = 0.2  # of GRPO
+H100_FLOPS = 989.5e12  # a second, dense bfloat16; NVIDIA data sheet
 NEAR = {"float32": (1e-5, 1e-3), "bfloat16": (1e-2, 0.2)}  # how far losses, and gradients by their norm, may be apart
 
 
@@ -97,11 +98,17 @@ def shape_rows(model: str, config: TrainerConfig, device: str, shape: Shape, rep
     cost = "learner_tokens" if shape == SHAPES[0] else ""
     yield Row(f"{shape.name}, sampled tokens", tokens, "/s", cost=cost)
     yield Row(f"{shape.name}, memory at the peak", peak_bytes(ours, device) / 2**20, "MiB")
-    peak = peak_tflops(torch.cuda.get_device_name()) if device == "cuda" else 0.0
-    if peak:
-        pairs = int((whole.positions_BT + 1).sum())
-        needed = token_cost(model).step(whole.tokens_BT.size, pairs, len(whole.target_N))
-        yield Row(f"{shape.name}, MFU", 100 * needed / wall_s / 1e12 / peak, "%")
+    if device == "cuda" and "H100" in torch.cuda.get_device_name():
+        yield Row(f"{shape.name}, MFU", 100 * step_flops(learner.model.module, whole) / wall_s / H100_FLOPS, "%")
+
+
+def step_flops(module: Any, rows: Microbatch) -> float:
+    """Operations of a forward and a backward of a dense model."""
+    config, pairs = module.config, int((rows.positions_BT + 1).sum())
+    weights = sum(value.numel() for name, value in module.named_parameters() if ".layers." in name and value.dim() > 1)
+    attention = 4.0 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs
+    head = 2.0 * config.vocab_size * config.hidden_size * len(rows.target_N)
+    return 3 * (2.0 * weights * rows.tokens_BT.size + attention + head)
 
 
 def random_model(folder: Path, hidden: int, layers: int) -> str:

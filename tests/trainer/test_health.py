@@ -12,19 +12,18 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from infra.model.size import FORWARD_AND_BACKWARD, TokenCost
 from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy import Probe
 from infra.policies.tensors import to_numpy
 from infra.store.memory import MemoryStore
-from schemas import Batch, BatchItem, EvalResult, Rollback, Saved, Skip, Span, make_experience
+from schemas import Batch, EvalResult, Rollback, Saved, Skip, Span
 from schemas.errors import ConfigError
 from tests.trainer.memory_run import CONFIG as RUN_CONFIG
 from tests.trainer.memory_run import FLOOR, STEPS, filled_log, journal, published, train
 from tests.trainer.trainer_samples import make_item
 from trainer.batch.assemble import step_seed
-from trainer.batch.batch import LANES, PackedBatch, TrainItem
+from trainer.batch.batch import LANES, PackedBatch
 from trainer.config import TrainerGuardConfig
 from trainer.health import (
     ANY_FINITE,
@@ -42,7 +41,7 @@ from trainer.health import (
 )
 from trainer.learners.learner import StepStats
 from trainer.learners.scripted import ScriptedLearner
-from trainer.loop.report import WITH_FROZEN_WEIGHTS, Arithmetic, Board, TrainerReport, card_memory
+from trainer.loop.report import Board
 from trainer.loop.step import condition, mean_reward
 from trainer.loop.trackers import MAX_WAITING, OPENERS, Point, Tracker, Writer, check_trackers, open_trackers
 
@@ -279,44 +278,6 @@ def test_lanes_are_apart_and_tokens_without_a_ratio_give_no_weights():
     assert values["usual/weight_max"] == pytest.approx(1.0)
     assert values["expert/tokens"] == 2.0
     assert "expert/ess" not in values
-
-
-COST = TokenCost(position=1000.0, pair=10.0, head=1.0)
-PROMPT, SAMPLED = 20, 10
-
-
-def item(index: int, prompt: int) -> TrainItem:
-    """An answer of 10 tokens to a prompt of 20, all of which are `prompt`."""
-    experience = make_experience(
-        id=f"a.0.0-{index}-0", group="a.0", episode=index, group_size=4,
-        tokens=[*[prompt] * PROMPT, *range(SAMPLED)], logprobs=np.zeros(SAMPLED), messages=(),
-        spans=(Span(PROMPT, PROMPT + SAMPLED, 0),),
-    )  # fmt: skip
-    return TrainItem(
-        experience, BatchItem(id=experience.id, partition=0, offset=0, index=0, lane="usual", advantage=1.0)
-    )
-
-
-def test_a_prompt_is_needed_once_for_all_its_answers_and_an_answers_last_token_is_no_input() -> None:
-    alone = FORWARD_AND_BACKWARD * (29 * 1000 + 29 * 30 / 2 * 10 + 10)
-    assert Arithmetic(COST).needed([item(0, 5)]) == alone
-    assert Arithmetic(COST).needed([item(0, 5), item(1, 6)]) == 2 * alone
-    shared = FORWARD_AND_BACKWARD * ((29 + 9) * 1000 + (29 * 30 / 2 + sum(range(21, 30))) * 10 + 20)
-    assert Arithmetic(COST).needed([item(0, 5), item(1, 5)]) == shared
-    assert Arithmetic(COST, share=WITH_FROZEN_WEIGHTS).needed([item(0, 5)]) == pytest.approx(alone * 2 / 3)
-
-
-def test_the_share_of_the_cards_is_told_where_their_peak_is_known_and_no_memory_without_a_card() -> None:
-    stats = StepStats(finite=True, loss=math.nan, grad_norm=1.0, values={})
-    needed = Arithmetic(COST).needed([item(0, 5)])
-    for arithmetic, told in (
-        (None, (None, None)), (Arithmetic(COST), (needed, None)), (Arithmetic(COST, peak=1e6), (needed, needed / 0.5 / 1e6))
-    ):  # fmt: skip
-        metrics = Metrics("train")
-        TrainerReport(metrics, arithmetic=arithmetic).step(0, [item(0, 5)], stats, 0, 0.5)
-        found = metrics.snapshot()
-        assert (found.get("flops"), found.get("mfu")) == told
-    assert ("gpu_memory_bytes" in found) == (card_memory() is not None)
 
 
 class FakeTracker:

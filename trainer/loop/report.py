@@ -2,92 +2,24 @@
 
 Counters only grow within one process; a sum over restarts adds the instances up. Nothing reads the event files back; a step
 that is executed again writes its points again.
-
-FLOPs count a forward and a backward of the policy over the trained tokens, a prompt once for all of its answers. A reference, a
-critic, a second forward of a loss that looks ahead, padding and recomputation are left out, so that the share of the GPUs' peak
-(MFU, see `infra.model.size`) falls if a step spends time on them.
 """
 
 import asyncio
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
-import msgspec
-
 from infra.log.log import Log
-from infra.model.size import FORWARD_AND_BACKWARD, TokenCost, peak_tflops, token_cost
 from infra.observe.metrics import Metrics
 from infra.observe.release import full_release
 from schemas import EvalResult, Progress, topics
 from schemas.fields import Life, is_kept_figure
 from trainer.batch.batch import TrainItem
-from trainer.config import TrainerConfig
 from trainer.learners.learner import StepStats
 from trainer.loop.trackers import Point, Tracker
-
-WITH_FROZEN_WEIGHTS = 2 / FORWARD_AND_BACKWARD  # of a backward the half that makes gradients of weights is not needed
-
-
-class Arithmetic(msgspec.Struct, frozen=True):
-    """Operations of a step against those that the cards can do.
-
-    cost: of the model. share: of a forward and a whole backward, what is needed. peak: operations a second of all cards
-    together, 0 where they are not known.
-
-    Example: Arithmetic(cost=TokenCost(position=1.2e9, pair=1.1e5, head=2.7e8), peak=989.5e12)
-    """
-
-    cost: TokenCost
-    share: float = 1.0
-    peak: float = 0.0
-
-    def needed(self, items: Sequence[TrainItem]) -> float:
-        """Operations of a step on these: the last token of an answer is no input."""
-        positions = pairs = read = 0
-        prompts: set[bytes] = set()
-        for item in items:
-            tokens = item.experience.tokens
-            begin = min((span.start for span in item.experience.spans), default=0)
-            prompt = tokens[:begin].tobytes()
-            known = begin if prompt in prompts else 0
-            prompts.add(prompt)
-            inputs = len(tokens) - 1
-            positions += inputs - known
-            pairs += (inputs * (inputs + 1) - known * (known + 1)) // 2
-            read += sum(span.stop - span.start for span in item.experience.spans)
-        return self.share * self.cost.step(positions, pairs, read)
-
-
-def open_arithmetic(folder: str | Path, config: TrainerConfig) -> Arithmetic | None:
-    """FLOPs of the model in a folder, on this process's GPU and as many of its kind as there are ranks; None for a model
-    without attention as it is counted here. Raises ConfigError.
-    """
-    import torch
-
-    try:
-        cost = token_cost(folder)
-    except AttributeError:
-        return None
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() and config.dtype == "bfloat16" else ""
-    return Arithmetic(
-        cost=cost,
-        share=1.0 if config.lora is None else WITH_FROZEN_WEIGHTS,
-        peak=peak_tflops(card) * 1e12 * config.ranks,
-    )
-
-
-def card_memory() -> tuple[int, int] | None:
-    """Bytes in use on this process's card, by whomever, and all it has; None where this process uses none."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return None
-    free, total = torch.cuda.mem_get_info()
-    return total - free, total
 
 
 class Board:
@@ -135,14 +67,9 @@ PERIOD_S = 1.0
 
 
 class TrainerReport:
-    """Counts steps, tokens, waits and staleness. Not thread-safe: the event loop alone writes it.
+    """Counts steps, tokens, waits and staleness. Not thread-safe: the event loop alone writes it."""
 
-    arithmetic: of the model, None where the use of the cards is not measured.
-    """
-
-    def __init__(
-        self, metrics: Metrics, owner: str = "", board: Board | None = None, arithmetic: Arithmetic | None = None
-    ) -> None:
+    def __init__(self, metrics: Metrics, owner: str = "", board: Board | None = None) -> None:
         self.metrics = metrics
         self.owner = owner or f"train/{os.getpid()}"
         self.gauges: dict[str, float] = {}
@@ -150,7 +77,6 @@ class TrainerReport:
         self.life: Life = "starting"
         self.worth_showing: dict[str, float] = {}  # of the newest step, shown with the version that follows
         self.board = board
-        self.arithmetic = arithmetic
 
     def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
         self.metrics.counter(name, **labels).inc(amount)
@@ -166,8 +92,6 @@ class TrainerReport:
         self.add("experiences_trained", len(items))
         for phase, passed_s in stats.seconds.items():
             self.add("phase_seconds", passed_s, phase=phase)
-        if self.arithmetic is not None:
-            self._count_arithmetic(self.arithmetic, items, step_s)
         for name, value in stats.values.items():
             self.set(name, value)
         self.set("loss", stats.loss)
@@ -189,15 +113,6 @@ class TrainerReport:
                 self.set(f"{name}_run", max(self.gauges.get(f"{name}_run", 0.0), value))
         if self.board is not None:
             self.board.step(step, self.gauges)
-
-    def _count_arithmetic(self, arithmetic: Arithmetic, items: list[TrainItem], step_s: float) -> None:
-        needed = arithmetic.needed(items)
-        self.add("flops", needed)
-        if arithmetic.peak and step_s:
-            self.set("mfu", needed / step_s / arithmetic.peak)
-        if (memory := card_memory()) is not None:
-            self.set("gpu_memory_bytes", memory[0])
-            self.set("gpu_memory_capacity_bytes", memory[1])
 
 
 def staleness_tokens(items: list[TrainItem], version: int) -> Mapping[int, int]:

@@ -289,7 +289,7 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     from trainer.batch.assemble import build_batch
     from trainer.batch.image_inputs import open_sight
     from trainer.learners.learner import Ranks
-    from trainer.loop.report import TrainerReport, open_arithmetic
+    from trainer.loop.report import TrainerReport
     from trainer.train import run_trainer
 
     if (launched_rank(os.environ) or 0) > 0:
@@ -302,7 +302,6 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     async with connected(settings, linger_ms=0) as log:
         learner = await asyncio.to_thread(open_on_rank, settings, folder, os.environ)
         role = make_role("train", settings, log, metrics, stop)
-        arithmetic = await asyncio.to_thread(open_arithmetic, folder, settings.trainer)
         board = open_board(settings, metrics)
         try:
             await run_trainer(
@@ -310,7 +309,7 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
                 settings.trainer,
                 learner,
                 seed=settings.master.seed,
-                report=TrainerReport(metrics, role.instance, board, arithmetic),
+                report=TrainerReport(metrics, role.instance, board),
                 chain=build_batch(settings.processor),
                 image_inputs=await asyncio.to_thread(open_sight, folder, role.store),
                 max_tokens=context_tokens(folder),
