@@ -17,6 +17,7 @@ that a model's own answers can be read back.
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
+from itertools import pairwise
 from threading import Lock
 from typing import Any
 
@@ -39,7 +40,7 @@ class Controls:
             getattr(backend.model, "unk_token", None) or ""
         )  # of a text without a token of its own
         self._ids = frozenset(number for number, _ in self._tokens.values()) - {unknown}
-        self._cut = f"{secrets.randbits(128):039d}"
+        self._cut = f"{secrets.randbits(64):020d}"
         nonce = secrets.token_hex(16)
         self._secret = {number: f"\uf8ff{nonce}-{number}\uf8ff" for number, _ in self._tokens.values()}
         names = self._tokens.keys()
@@ -66,10 +67,11 @@ class Controls:
         if apart == given:
             return _ids(self._backend, render(given))
         text = render(apart)
-        found = self._found(text)
-        for number, start, stop in reversed(found):
-            text = f"{text[:start]}{self._secret[number]}{text[stop:]}"
-        return self._spelled(text)
+        pieces, end = [], 0
+        for number, start, stop in self._found(text):
+            pieces += [text[end:start], self._secret[number]]
+            end = stop
+        return self._spelled("".join([*pieces, text[end:]]))
 
     def _spelled(self, text: str) -> list[int]:
         """Ids of a text without its cuts, where only secret names are control tokens."""
@@ -114,9 +116,8 @@ class Controls:
         return found
 
     def _inserted(self, text: str, places: Collection[int]) -> str:
-        for at in sorted(places, reverse=True):
-            text = f"{text[:at]}{self._cut}{text[at:]}"
-        return text
+        ends = sorted(places)
+        return self._cut.join(text[start:stop] for start, stop in pairwise([0, *ends, len(text)]))
 
     def _all_apart(self, given: Any, *, edges: bool = True) -> Any:
         if isinstance(given, str):

@@ -58,10 +58,6 @@ class SnapshotManifest(msgspec.Struct, frozen=True):
         return sum(part.stored_bytes for part in self.parts.values())
 
 
-class _Head(msgspec.Struct):
-    format: int
-
-
 Refused = Callable[[str, str], None]
 _decoder = msgspec.json.Decoder(SnapshotManifest)
 
@@ -106,17 +102,15 @@ def candidates(store: Store, series: str, refused: Refused) -> Iterator[Snapshot
     """Whole snapshots, newest first. refused: gets the reason and a line for each that is not whole. Raises StoreError."""
     for key in sorted(store.keys(_folder(series, "manifests")), reverse=True):
         try:
-            data = store.get(key)
-            if (found := msgspec.json.decode(data, type=_Head).format) > FORMAT:
-                refused(NEWER, f"snapshot {key}: got format {found}, expected up to {FORMAT}: upgrade this role")
-                continue
-            snapshot = _decoder.decode(data)
+            snapshot = _decoder.decode(store.get(key))
         except NotInStore:  # pruned meanwhile
             continue
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             refused(DAMAGED, f"snapshot {key}: {error}")
             continue
-        if (snapshot.series, snapshot.key) != (series, key):
+        if snapshot.format != FORMAT:
+            refused(NEWER, f"snapshot {key}: got format {snapshot.format}, expected {FORMAT}: upgrade this role")
+        elif (snapshot.series, snapshot.key) != (series, key):
             refused(DAMAGED, f"snapshot {key}: belongs to {snapshot.series} at {snapshot.key}")
         elif lost := missing(store, snapshot):
             refused(MISSING, f"snapshot {key}: {lost} is missing")

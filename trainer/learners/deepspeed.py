@@ -63,8 +63,9 @@ class DeepSpeedLearner:
 
     rank: rank 0 receives the calls; every other process calls `follow`.
 
-    Up to stage 2 each rank loads the whole model, and a reference model, too. At stage 3 rank 0 reads the folder tensor by
-    tensor, and each rank keeps its shard of both. `trainer.ranks_timeout` limits the wait of a rank for another.
+    Up to stage 2 each rank loads the whole model, and a reference model, too. At stage 3 each rank reads
+    them whole into the memory of its host once, and keeps its shard of both. `trainer.ranks_timeout` limits the wait of a rank
+    for another.
 
     The sum of gradients over microbatches and ranks is in float32; but at stage 2 DeepSpeed rounds each microbatch's sum to
     trainer.dtype. Stage 1 with bfloat16 is refused.
