@@ -36,9 +36,8 @@ class RunRecord:
         """Take in what has come since the last call."""
         for topic in READ:
             begins, ends = await log.bounds(topic)
-            starts = {
-                index: max(begin, self._nexts.get(topic.name, {}).get(index, 0)) for index, begin in begins.items()
-            }
+            read = self._nexts.get(topic.name, {})
+            starts = {index: max(begin, read.get(index, 0)) for index, begin in begins.items()}
             async with aclosing(log.scan(topic, starts, ends)) as messages:
                 async for message in messages:
                     self.take(message)

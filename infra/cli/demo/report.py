@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from infra.cli.settings import Settings
 from infra.ledger.account import audit
 from infra.local.supervisor import ChildState
 from infra.log.log import Log
-from schemas import Batch, Block, topics
+from schemas import Batch, Block, Experience, topics
 from schemas.journal import JournalRecord, effective
 
 ENDS = 500  # answers at each end of the run over which users' accuracy is reported
@@ -33,19 +33,19 @@ async def finish_report(
     """Write report.json and report.png; returns the figures. run: read to the end of the log."""
     name, task = settings.run or settings.app, options.chosen
     account = await audit(log, name)
-    held = await read_answers(log, task.suite)
+    held, newest = await read_answers(log, task.suite)
     journal = [message.value async for message in log.read_all(topics.BATCHES)]
     entries, _ = effective([record for record in journal if isinstance(record, JournalRecord)], name)
     phases = [entry.phase for entry in entries if isinstance(entry, Batch)]
     values: dict[str, Any] = {
         **accuracies(run, task.suite),
         **({} if task.is_toy else changes(run, held, task.suite)),
+        "nats_from_start": None if task.is_toy else await asyncio.to_thread(nats_from, settings.model_path, newest),
         "wall_s": round(run.elapsed_s(), 1),
         "task": task.name,
         "measure": task.measure,
         "suite": task.suite,
         "engine": options.engine or task.engines[0],
-        "reload_kv": settings.reload.kv,
         "seed": options.seed,
         "policy_versions": len(run.published),
         "steps": phases.count("train"),
@@ -74,18 +74,34 @@ async def finish_report(
 
 Answer = tuple[str, str, str]  # the task's id, its prompt, the answer
 NUM_SHOWN = 5
+NUM_COMPARED = 64  # newest answers whose distance from the untrained model is averaged
 
 
-async def read_answers(log: Log, suite: str) -> dict[int, dict[int, Answer]]:
-    """The answers to a suite: version → number of the task → answer."""
+async def read_answers(log: Log, suite: str) -> tuple[dict[int, dict[int, Answer]], deque[Experience]]:
+    """The answers to a suite, version → number of the task → answer; and the newest answers that may be trained."""
     found: dict[int, dict[int, Answer]] = {}
+    newest = deque[Experience](maxlen=NUM_COMPARED)
     async for message in log.read_all(topics.EXPERIENCES):
         for experience in message.value.experiences if isinstance(message.value, Block) else ():
             asked = parse_eval_group(experience.group) if experience.suite == suite else None
             if asked is not None and experience.messages:
                 prompt = experience.messages[0].content
                 found.setdefault(asked[1], {})[asked[2]] = (experience.task, prompt, experience.response)
-    return found
+            elif not experience.suite and experience.spans:
+                newest.append(experience)
+    return found, newest
+
+
+def nats_from(model: str, answers: Iterable[Experience]) -> float | None:
+    """Mean of log μ - log π of the model over the sampled tokens: an estimate of KL(μ ‖ π) per token, at temperature 1."""
+    from trainer.learners.forward import PackedModel
+
+    policy, gains = PackedModel(model, dtype="float32", device="cpu"), list[float]()
+    for answer in answers:
+        under = policy.sequence_logprobs(tuple(map(int, answer.tokens)))  # of every token but the first
+        sampled = [under[place - 1] for span in answer.spans for place in range(span.start, span.stop)]
+        gains += [float(mu) - pi for mu, pi in zip(answer.logprobs, sampled, strict=True)]
+    return round(sum(gains) / len(gains), 3) if gains else None
 
 
 def changes(run: RunRecord, held: Mapping[int, Mapping[int, Answer]], suite: str) -> dict[str, object]:
@@ -137,12 +153,10 @@ def measured(run: RunRecord) -> dict[str, object]:
     """The figures that the roles report."""
     idle = run.counter("train", "idle_seconds")
     busy = sum(run.counter("train", f"{name}_seconds") for name in ("learner", "publish_wait", "snapshot", "journal"))
-    mismatches = [
-        report.gauges.get("mismatch_abs_max_run", 0.0) for report in run.reports.values() if report.role == "train"
-    ]
+    trainers = [report.gauges for report in run.reports.values() if report.role == "train"]
     names = ("reload_pause_ms_p50", "reload_pause_ms_p95", "publish_to_serving_ms_p95")
     return {
-        "mismatch_abs_max": max(mismatches, default=None),
+        "mismatch_abs_max": max((gauges.get("mismatch_abs_max_run", 0.0) for gauges in trainers), default=None),
         **{name: run.gauge("explore", name) for name in names},
         "requests_failed": int(run.counter("explore", "requests_failed")),
         "tokens_sampled": int(run.counter("explore", "tokens")),
@@ -215,6 +229,7 @@ def result_rows(values: Values) -> Iterator[tuple[str, str]]:
         if pairs := list(values["unseen_pairs"].values()):
             yield "pairs of kinds never trained", f"{percent(pairs[0])} → {percent(pairs[-1])}"
         yield "distinct held-out answers", " → ".join(map(str, values["distinct_answers"]))
+        yield "distance from the start", f"{number(values['nats_from_start'])} nats per token of the newest answers"
     cost = f"{values['wall_s'] / 60:.1f} minutes, {values['tokens_sampled']:,} tokens sampled"
     yield "cost", f"{cost}, {sum(values['peak_rss_mb'].values()) / 1000:.1f} GB of memory"
     warmup = f"{values['warmup_steps']} of warm-up, {values['policy_versions']} versions"
@@ -230,7 +245,7 @@ def result_rows(values: Values) -> Iterator[tuple[str, str]]:
         yield "sampling", f"{number(values['rollout_tokens_per_s'], 0)} tokens/s; idle: {idle}"
     pause = f"{number(values['reload_pause_ms_p50'], 0)} ms p50, {number(values['reload_pause_ms_p95'], 0)} p95"
     serving = f"{number(values['publish_to_serving_ms_p95'], 0)} ms p95"
-    yield "hot reload", f"pause {pause} with {values['reload_kv']}, published to serving {serving}"
+    yield "hot reload", f"pause {pause}, published to serving {serving}"
     yield "requests failed", str(values["requests_failed"])
     yield "peak memory", ", ".join(f"{name} {value:,.0f}" for name, value in values["peak_rss_mb"].items()) + " MB"
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -97,11 +97,8 @@ async def ask(
             await asyncio.sleep(random.expovariate(1 / think_s))
             _, prompt, rules = question(random)
             try:
-                answer = await client.chat.completions.create(
-                    model="main",
-                    messages=[{"role": "user", "content": prompt}],
-                    user=user,
-                )
+                asked: Any = [{"role": "user", "content": prompt}]
+                answer = await client.chat.completions.create(model="main", messages=asked, user=user)
             except Exception as error:  # whatever a user would see is noted
                 note(Seen(at_s=time.time(), error=shown(error)))
                 continue
@@ -148,11 +145,9 @@ async def until_promoted(url: str, *, every_s: float = 0.5) -> None:
     address = url.removesuffix("/v1") + "/healthz"
     async with asyncio.timeout(START_S), httpx.AsyncClient() as client:
         while True:
-            try:
+            with contextlib.suppress(httpx.HTTPError):  # it is still loading its model
                 if (await client.get(address)).json().get("version", -1) >= 1:
                     return
-            except httpx.HTTPError:
-                pass  # it is still loading its model
             await asyncio.sleep(every_s)
 
 

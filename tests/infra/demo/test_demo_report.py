@@ -19,6 +19,7 @@ from infra.cli.demo.report import (
     draw_plot,
     examples_table,
     measured,
+    nats_from,
     read_answers,
     read_seen,
     result_table,
@@ -50,6 +51,8 @@ from schemas import (
     topics,
 )
 from tests.schemas.record_samples import group_block
+from tests.tiny_models import build_tiny_model
+from trainer.learners.forward import PackedModel
 
 START_S = 1_763_715_600.0
 TRAFFIC: dict[str, Any] = {"traffic": True}
@@ -128,7 +131,7 @@ VALUES = {
     "wall_s": 217.0, "tokens_sampled": 9000, "steps": 143, "warmup_steps": 275, "policy_versions": 145,
     "experiences_published": 80_188, "experiences_trained": 75_184, "dropped": {"all rewards equal": 4704}, "pending": 0,
     "staleness_mean": 1.5, "staleness_max": 2, "mismatch_abs_max": 1e-5, "reload_pause_ms_p50": 85.0,
-    "reload_pause_ms_p95": 179.0, "reload_kv": "keep", "publish_to_serving_ms_p95": 581.0, "requests_failed": 0,
+    "reload_pause_ms_p95": 179.0, "publish_to_serving_ms_p95": 581.0, "requests_failed": 0,
     "rollout_tokens_per_s": 2733.0, "explorer_idle_share": 0.09, "trainer_idle_share": 0.28, "peak_rss_mb": {"kafka": 350.0},
 }  # fmt: skip
 
@@ -161,7 +164,7 @@ def test_a_chat_models_report_shows_answers_before_and_after_and_the_pairs_never
         for version, responses in ((0, ["Hm.", "Hm.", "Hm."]), (9, ["Yes.", "no", "So."])):
             for number, response in enumerate(responses):
                 await log.publish(topics.EXPERIENCES, Block(experiences=(answered(version, number, response),)))
-        return await read_answers(log, "held-out")
+        return (await read_answers(log, "held-out"))[0]
 
     results = [
         EvalResult(policy="main", version=version, suite="held-out", num_tasks=3, num_correct=sum(right), right=right)
@@ -170,10 +173,21 @@ def test_a_chat_models_report_shows_answers_before_and_after_and_the_pairs_never
     found = changes(run_of(*enumerate(results)), asyncio.run(main()), "held-out")
     assert found["unseen_pairs"] == {0: 0.0, 9: 0.5} and found["distinct_answers"] == [1, 3]
     assert found["examples"] == [(f"Prompt {n}", "Hm.", said) for n, said in enumerate(["Yes.", "no", "So."])]
-    values = VALUES | found
+    values = VALUES | found | {"nats_from_start": 0.412}
     console = Console(file=io.StringIO(), width=200)
     console.print(result_table(values), examples_table(values))
     assert isinstance(console.file, io.StringIO) and "0.0% → 50.0%" in console.file.getvalue()
+
+
+def test_the_distance_from_the_start_is_the_mean_of_what_answers_gained_per_sampled_token(tmp_path: Path) -> None:
+    folder = str(build_tiny_model(tmp_path, "llama"))
+    under = PackedModel(folder, dtype="float32", device="cpu").sequence_logprobs((1, 2, 3, 4))
+    answer = make_experience(
+        id="t-0.0.0-0-0", group="t-0.0", episode=0, group_size=1, tokens=[1, 2, 3, 4], messages=(),
+        logprobs=[under[1] / 2, under[2] / 2], spans=(Span(start=2, stop=4, version=1),),
+    )  # fmt: skip
+    assert nats_from(folder, [answer]) == pytest.approx(-(under[1] + under[2]) / 4, abs=1e-3)
+    assert nats_from(folder, []) is None
 
 
 def move(event: str, version: int) -> PolicyEvent:
