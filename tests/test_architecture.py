@@ -76,16 +76,16 @@ MAX_FUNCTION_LINES = 60
 # Lines of Python, blank ones and docstrings included, and files. Lower a number when a folder shrinks; raise one only with the
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
-    "schemas": 2_568,
-    "infra": 15_336,
-    "infra/cli": 6_463,
+    "schemas": 2_567,
+    "infra": 15_167,
+    "infra/cli": 6_494,
     "infra/cli/console": 1_745,
-    "infra/cli/demo": 1_180,
-    "streams": 8_498,
-    "actors": 15_452,
+    "infra/cli/demo": 1_189,
+    "streams": 8_482,
+    "actors": 15_439,
     "actors/master/gate": 771,
-    "trainer": 10_638,
-    "tests": 58_774,
+    "trainer": 10_632,
+    "tests": 54_285,
     "tests/bench": 3_993,
 }
 MAX_PRODUCT_FILES, MAX_TEST_FILES = 352, 280

@@ -11,7 +11,9 @@ import typer
 from rich.markup import escape
 from rich.progress import Progress, TaskID
 
+from infra.chain.processor import Drop
 from infra.cli.connect import app_store, connected
+from infra.cli.exit_codes import DONE, FAILED
 from infra.cli.options import SettingsFile, command
 from infra.cli.run.roles import model_folder
 from infra.cli.terminal import Screen, printable
@@ -85,10 +87,14 @@ class TaskSource(msgspec.Struct, frozen=True):
 async def tasks(
     chosen: SettingsFile,
     source: TaskSource,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Load nothing; list tasks whose own answer scores below 1.0.")
+    ] = False,
 ) -> int:
     """Load tasks of a file, of a data set or of a taskset: {"id": …, "messages": […] or "prompt": …, "answer": …} per row.
 
-    The command reports and skips broken rows. After an interruption, run it again to continue.
+    The command reports and skips broken rows. After an interruption, run it again to continue. --validate scores each task's
+    own answer with the scores of the settings; exit code 1: a score is below 1.0, so no answer can earn the full reward.
 
     Example: [cyan]headrace load tasks gsm8k.parquet --map prompt=question[/],
     [cyan]headrace load tasks --dataset openai/gsm8k:main --split train --map prompt=question[/] or
@@ -100,9 +106,35 @@ async def tasks(
     add_plugin_folders(settings.folder, settings.plugins)
     total, read = await asyncio.to_thread(source.open, settings)
     with progress_bar(f"tasks from {source.shown}", total) as bar:
+        if validate:
+            return await validated(settings, read(bar.broken), bar)
         async with connected(settings) as log:
             done = await load_tasks(log, read(bar.broken), on_progress=bar.moved)
     return tell("tasks", done, bar)
+
+
+async def validated(settings: "Settings", rows: Iterable[Task], bar: "Bar") -> int:
+    """Put each task's own answer before the scores; returns the exit code. Raises ConfigError without a score."""
+    from streams.stages.chain_builder import verifiable
+
+    names = settings.tasks.filter.scores or tuple(score.name for score in settings.score)
+    if not names:
+        raise ConfigError("load tasks --validate: got settings without [[score]], expected at least one")
+    check = verifiable(settings.streams(), names)
+    num_tasks = num_rejected = 0
+    for task in rows:
+        verdict = await check(task)
+        num_tasks += 1
+        if isinstance(verdict, Drop):
+            num_rejected += 1
+            if num_rejected <= MAX_NAMED:
+                bar.say(verdict.detail)
+        bar.moved(num_tasks)
+    by = ", ".join(names)
+    bar.say(
+        f"{num_tasks - num_rejected} of {num_tasks} tasks: their own answer gets 1.0 by {by}; {bar.num_broken} rows broken"
+    )
+    return FAILED if num_rejected or not num_tasks else DONE
 
 
 @command
