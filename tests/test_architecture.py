@@ -77,15 +77,15 @@ MAX_FUNCTION_LINES = 60
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
     "schemas": 2_567,
-    "infra": 15_167,
+    "infra": 15_162,
     "infra/cli": 6_494,
     "infra/cli/console": 1_745,
     "infra/cli/demo": 1_189,
     "streams": 8_482,
-    "actors": 15_439,
+    "actors": 15_508,
     "actors/master/gate": 771,
-    "trainer": 10_632,
-    "tests": 54_285,
+    "trainer": 10_633,
+    "tests": 54_310,
     "tests/bench": 3_993,
 }
 MAX_PRODUCT_FILES, MAX_TEST_FILES = 352, 280
