@@ -73,12 +73,6 @@ def fences(kind: str) -> list[Any]:
     return [pytest.param(fence, id=str(fence)) for fence in FENCES if fence.kind == kind]
 
 
-def commands(group: Any, path: str) -> Iterator[str]:
-    for name, command in group.commands.items():
-        yield f"{path} {name}"
-        yield from commands(command, f"{path} {name}") if hasattr(command, "commands") else ()
-
-
 def test_the_reference_is_what_the_code_says() -> None:
     written = {page.relative_to(docs.FOLDER).as_posix() for page in (docs.FOLDER / "reference").iterdir()}
     pages = docs.pages()
@@ -126,41 +120,9 @@ def test_every_field_of_a_record_of_the_log_and_of_the_public_face_says_what_it_
     assert not silent
 
 
-LOOPS = (
-    "trainer/train",
-    "actors/rollout/explorer",
-    "actors/master/master",
-    "actors/gateway/serve",
-    "streams/stages/driver",
-)
-
-
-@pytest.mark.parametrize("name", LOOPS)
-def test_each_role_states_the_contract_of_its_loops_with_topics_that_are_there(name: str) -> None:
-    words = ast.get_docstring(ast.parse(text_of(ROOT / f"{name}.py"))) or ""
-    contract = dict(
-        re.findall(r"^    (consumes|produces|waits for|unblocked by|durable first)  +(.+)$", words, re.MULTILINE)
-    )
-    assert len(contract) == 5
-    named = re.findall(r"[a-z.-]+", re.sub(r"\(.*?\)", "", f"{contract['consumes']} {contract['produces']}"))
-    known = {topic.name for topic in topics.ALL}
-    assert len(known & set(named)) >= 4
-    assert set(named) - known <= {"requests", "answers", "keys", "of", "the", "object", "store"}
-
-
 def test_every_option_of_a_part_that_ships_says_what_it_means() -> None:
     page = (docs.FOLDER / "reference" / "options.md").read_text(encoding="utf-8")
     assert [line for line in page.splitlines() if line.startswith("| `") and line.endswith("|  |")] == []
-
-
-def test_every_command_and_setting_has_its_place_in_the_reference() -> None:
-    shown = (docs.FOLDER / "reference" / "commands.md").read_text(encoding="utf-8")
-    assert [line.strip("#` ") for line in re.findall(r"^## .*$", shown, re.MULTILINE)] == list(
-        commands(WHOLE, "headrace")
-    )
-    settings = (docs.FOLDER / "reference" / "settings.md").read_text(encoding="utf-8")
-    for table in ("[kafka]", "[[feedback]]", "[master.gate.canary]", "[trainer.lanes.<name>]", "[collect.limits]"):
-        assert f"\n## `{table}`\n" in settings
 
 
 def test_every_part_that_ships_has_its_options_in_the_reference() -> None:

@@ -169,8 +169,7 @@ def test_status_tells_what_the_log_says_and_check_gives_the_exit_code(kafka: str
 def test_audit_accounts_for_what_was_published_and_says_when_a_promise_is_broken(
     kafka: str, app_name: str, config: Path
 ) -> None:
-    trained = batch(0, "a.0.0-0-0", "a.0.0-1-0")
-    trained = type(trained)(run=app_name, token=0, step=0, version=0, items=trained.items)
+    trained = structs.replace(batch(0, "a.0.0-0-0", "a.0.0-1-0"), run=app_name, token=0, version=0)
     publish(
         kafka,
         app_name,
@@ -186,8 +185,7 @@ def test_audit_accounts_for_what_was_published_and_says_when_a_promise_is_broken
     assert (found["published"], found["trained"], found["pending"], found["clean"]) == (6, 2, 1, True)
     assert found["dropped"] == {"all rewards equal": 2, "too short": 1}
     assert "dropped: all rewards equal" in printed(config, "audit")
-    again = type(trained)(run=app_name, token=0, step=1, version=1, items=trained.items)
-    publish(kafka, app_name, [(topics.BATCHES, again)])
+    publish(kafka, app_name, [(topics.BATCHES, structs.replace(trained, step=1, version=1))])
     shown = printed(config, "audit", code=1)
     assert "NOT CLEAN" in shown and "trained twice: a.0.0-0-0, a.0.0-1-0" in shown
     assert json.loads(printed(config, "audit", "--json", code=1))["clean"] is False

@@ -131,22 +131,6 @@ async def test_a_page_does_not_take_what_is_unread_for_what_is_not_there(tmp_pat
             await reading.answer(live(99, "", "").id)
 
 
-async def test_of_two_consoles_over_one_run_both_show_it_and_one_goes_on_when_the_other_ends(tmp_path: Path) -> None:
-    log = await filled()
-    async with looking(tmp_path, log) as (other, _), looking(tmp_path, log) as (client, _):
-        for path in PAGES:
-            assert page_text(await client.get(path)) and (await other.get(path)).status_code == 200
-    async with looking(tmp_path, log) as (client, _):
-        for name in (FILE, f"{FILE}-wal", f"{FILE}-shm"):  # and a file that is removed is made again
-            (tmp_path / "state" / name).unlink(missing_ok=True)
-        new = live(30, "a later wish", "granted")
-        await log.publish(topics.EXPERIENCES, Block((new,)))
-        async with asyncio.timeout(30):
-            while "granted" not in page_text(await client.get("/answers?text=wish")):  # noqa: ASYNC110 (a page tells no one)
-                await asyncio.sleep(0.05)
-        assert "question 0 about refunds" in page_text(await client.get("/answers?text=refunds"))
-
-
 async def test_an_index_that_is_not_there_and_a_page_that_broke_say_so_under_the_same_headers(tmp_path: Path) -> None:
     log = await filled()
     async with looking(tmp_path, log) as (client, _):

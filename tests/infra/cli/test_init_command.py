@@ -10,13 +10,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from actors.gateway.config import GatewayConfig
 from infra.cli.commands.init import EXAMPLES, example_files
 from infra.cli.main import app
-from infra.cli.run.roles import read_webhooks
 from infra.cli.run.up import ROLES, roles_to_start, say_door
 from infra.cli.settings import load_settings
-from schemas.errors import ConfigError
 from tests.infra.test_docs import parse
 
 
@@ -81,23 +78,6 @@ def test_up_serves_where_there_is_a_gateway_and_shows_a_key_once(tmp_path: Path)
     assert words.count("http://127.0.0.1:8123/v1") == 2 and words.count("api_key") == 1
     file.write_text('app = "bot"\n')
     assert roles_to_start(load_settings(file)) == ROLES
-
-
-def test_webhook_secrets_come_from_the_environment_and_their_absence_is_told(tmp_path: Path) -> None:
-    (tmp_path / "headrace.toml").write_text(
-        'app = "bot"\n[gateway]\n[[feedback]]\nname = "z"\nuse = "m:f"\n'
-        'from = { webhook = "/zendesk", secret_env = "HEADRACE_TEST_NO_SUCH_SECRET" }\n'
-    )
-    with pytest.raises(ConfigError, match="HEADRACE_TEST_NO_SUCH_SECRET"):
-        read_webhooks(load_settings(tmp_path / "headrace.toml"))
-    assert read_webhooks(load_settings(_empty(tmp_path))) == ()
-    assert GatewayConfig().train_on == "nothing", "nobody's answers are learned from by default"
-
-
-def _empty(folder: Path) -> Path:
-    file = folder / "empty.toml"
-    file.write_text('app = "bot"\n')
-    return file
 
 
 NAMES = sorted(folder.name for folder in EXAMPLES.iterdir() if (folder / "headrace.toml").is_file())

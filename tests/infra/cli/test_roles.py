@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from actors.config import GateConfig, MasterConfig, PeopleConfig, ReloadConfig
@@ -24,7 +23,7 @@ from infra.store.directory import DirectoryStore
 from infra.store.seal import Keys, app_secret
 from schemas.errors import ConfigError
 from schemas.ids import keyed_subject
-from streams.config import FeedbackConfig, From, StreamsConfig
+from streams.config import FeedbackConfig, From
 from trainer.config import LoraConfig, TrainerConfig
 
 SUBJECT = keyed_subject(b"secret", "acme", "ann")
@@ -141,13 +140,6 @@ def test_an_engine_that_cannot_keep_keys_and_values_is_refused_where_it_is_to() 
         ConfigError, match=r'reload.kv: got "keep" with infra.observe.metrics:Metrics.*expected "rebuild"'
     ):
         implied_options(Settings(app="a", reload=ReloadConfig(kv="keep")), other)
-
-
-def test_the_file_has_every_table_of_the_streams_wing_with_its_type_and_default() -> None:
-    of_file = {field.name: field for field in msgspec.structs.fields(Settings)}
-    for table in msgspec.structs.fields(StreamsConfig):
-        assert of_file[table.name] == table
-    assert Settings(app="bot").streams() == StreamsConfig()
 
 
 def test_a_word_of_people_counts_as_long_as_a_session_and_any_feedback_are_waited_for_unless_said_otherwise() -> None:

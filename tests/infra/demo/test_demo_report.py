@@ -91,14 +91,6 @@ async def test_a_log_that_is_read_on_is_read_once() -> None:
     assert ": 2 steps, 0 experiences trained, no version yet" in run.line()
 
 
-def test_a_line_of_progress_names_phase_steps_version_and_accuracy() -> None:
-    run = run_of(
-        (1, progress("train", steps=12.0, experiences_trained=3000.0)), (2, progress("master", state="issuing")),
-        (3, PolicyEvent(event="published", policy="main", version=8)), (4, evaluated(0, 0)), (4, evaluated(8, 3)),
-    )  # fmt: skip
-    assert run.line().endswith("s  issuing: 12 steps, 3,000 experiences trained, v8; held-out 30.0% at v8")
-
-
 def test_figures_are_of_held_out_versions_of_tokens_and_of_all_processes_that_a_role_has_had() -> None:
     results = [evaluated(0, 0), evaluated(1, 3), evaluated(40, 9), evaluated(41, 10, "dev")]
     assert accuracies(run_of(*enumerate(results)), "held-out") == {
@@ -237,15 +229,6 @@ def test_the_pictures_can_be_drawn_of_any_run(tmp_path: Path, full: bool) -> Non
     for name, more in (("plot", {}), ("traffic", {"stable": []})):
         draw_plot(run, {"measure": "accuracy", "suite": "held-out", **more}, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
-
-
-def test_nothing_but_the_warm_up_is_given_and_explorers_answer_evals_alone(tmp_path: Path) -> None:
-    found = load_settings(write_settings(DemoOptions(directory=tmp_path, **TRAFFIC)))
-    lanes = found.trainer.lanes
-    assert {name: lane.weight for name, lane in lanes.items()} == {"live": 1.0, "expert": 0.0}
-    assert found.master.split not in ("train", *(suite.suite for suite in found.master.evals))
-    assert found.gateway is not None and found.gateway.channel == "stable" and found.reward.require == ("user",)
-    assert "instructions" not in found.reward.blend, "nobody knows in production which answer will be liked"
 
 
 def test_the_users_keys_are_in_their_environment_and_in_no_argument(tmp_path: Path) -> None:
