@@ -199,9 +199,9 @@ class Gateway:
             held = self.conversations.get(answer)
             if held is not None and forgotten_mark(secret, held.subject) == about:
                 self.conversations.pop(answer)
-        for session in list(self.sessions):
+        for session in list(self.sessions.held):
             if forgotten_mark(secret, self._subjects.get(session) or "") == about:
-                self.sessions.forget(session)
+                self.sessions.held.pop(session)
 
     async def _decoded(self, request: ParsedRequest, key: ApiKey) -> tuple[Pixels, ...]:
         prompt = request.prompt

@@ -317,22 +317,6 @@ async def test_a_message_that_is_no_answer_is_named(answer: str | bytes) -> None
             await said_to(environment)
 
 
-async def test_the_token_of_a_file_is_sent(tmp_path: Path) -> None:
-    heard: list[str | None] = []
-
-    async def listen(connection: ServerConnection) -> None:
-        assert connection.request is not None
-        heard.append(connection.request.headers.get("Authorization"))
-
-    (tmp_path / "token").write_text("s3cret\n")
-    async with serve(listen, "127.0.0.1", 0) as server:
-        port = next(iter(server.sockets)).getsockname()[1]
-        with pytest.raises(RuntimeError) as failed:
-            await said_to(OpenEnv(url=f"http://127.0.0.1:{port}", token_file=str(tmp_path / "token"), retries=0))
-    assert "s3cret" not in str(failed.value)
-    assert heard == ["Bearer s3cret"]
-
-
 def test_a_server_that_is_away_or_a_wrong_setting_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"ws://127.0.0.1:9/ws"):
         asyncio.run(said_to(OpenEnv(url="http://127.0.0.1:9", retries=1)))

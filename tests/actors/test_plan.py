@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from actors.config import EvalSuite, MasterConfig, StopRule
-from actors.master.admission import Admission, AdmissionLimits, OutstandingGroup
+from actors.master.admission import Admission, AdmissionLimits
 from actors.master.evaluation import parse_eval_group
 from actors.master.plan import NOTHING, Plan
 from actors.master.taskbook import chosen
@@ -302,17 +302,6 @@ def test_min_version_is_that_of_the_step_that_will_draw_less_the_bound() -> None
     # One group step is outstanding (drawn at version 1), so the next is drawn at step 2, version 2.
     assert state.min_version() == 1
     assert state.min_version(ahead=0) == 0
-
-
-def test_the_same_issue_read_twice_changes_nothing_and_a_newer_attempt_waits_anew() -> None:
-    state = admission()
-    state.issued(issued(0, attempt=1), 1.0)
-    state.issued(issued(0, attempt=1), 5.0)
-    assert state.outstanding["task.0"] == OutstandingGroup(0, 1, 1.0)
-    state.issued(issued(0, attempt=0), 6.0)
-    assert state.outstanding["task.0"] == OutstandingGroup(0, 1, 1.0)
-    state.issued(issued(0, attempt=2), 7.0)
-    assert state.outstanding["task.0"] == OutstandingGroup(0, 2, 7.0)
 
 
 class World:

@@ -51,17 +51,6 @@ async def first_two_answer(task: Task, session: Session) -> tuple[Score, ...]:
     return ()
 
 
-async def first_fails(task: Task, session: Session) -> tuple[Score, ...]:
-    """Of three the first fails after it answered, the second answers, and the third waits for what never comes."""
-    number = next(turn)
-    await session.reply(task.messages)
-    if number == 0:
-        raise RuntimeError("the environment fell over")
-    if number == 2:
-        await asyncio.Event().wait()
-    return ()
-
-
 async def never_ends(task: Task, session: Session) -> tuple[Score, ...]:
     await session.reply(task.messages)
     await asyncio.Event().wait()
@@ -124,17 +113,6 @@ def test_a_group_ends_when_enough_of_its_episodes_have_and_the_others_are_stoppe
     assert rig.counters()["episodes_cancelled{reason=enough others}"] == 3
     assert rig.counters()["tokens_cancelled{reason=enough others}"] >= 3, "one turn each"
     assert rig.engine.num_running == 0
-
-
-def test_an_episode_that_failed_is_none_of_the_enough(tmp_path: Path) -> None:
-    async def act(rig: Rig) -> None:
-        await rig.log.publish(TASKS, issue_group("add", enough=2))
-        await until(lambda: len(rig.answers.experiences) == 2)
-        published = len(rig.reports.records)
-        await until(lambda: len(rig.reports.records) > published + 3)  # longer than finished episodes linger
-        assert rig.markers.records == []
-
-    play(tmp_path, named("first_fails"), act)
 
 
 def test_what_still_runs_of_a_group_that_was_closed_without_it_is_stopped(tmp_path: Path) -> None:

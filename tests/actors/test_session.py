@@ -147,17 +147,6 @@ async def test_a_turn_cut_by_its_length_is_closed_by_the_template(sampled: list[
     assert engine.prompts[1] == (*engine.prompts[0], *sampled, *tail)
 
 
-async def test_what_was_sampled_is_kept_where_the_template_drops_text() -> None:
-    engine = Answers(answer(*spell("x"), END), answer(*spell("y"), END))
-    session = Session(engine, Spelled(drops_first=True), SAMPLING)
-
-    reply = await session.reply([user("go")])
-    await session.reply([user("go"), reply, user("on")])
-    (experience,) = session.experiences(group="t.0", attempt=0, episode=0)
-    tail = [NEWLINE, BOS, *spell("on"), END, NEWLINE, BOS]
-    assert experience.tokens.tolist() == [*engine.prompts[0], *spell("x"), END, *tail, *spell("y"), END]
-
-
 class LastAlone(Spelled):
     """Its template writes the last message alone: what follows an answer cannot be told from it."""
 

@@ -8,7 +8,7 @@ only the exact spelling of earlier turns is lost. Only digests of a conversation
 import hashlib
 import sys
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -68,21 +68,11 @@ class Sessions:
     """The newest sessions. limit: how many. max_bytes: of them together."""
 
     def __init__(self, limit: int, max_bytes: int) -> None:
-        self._held: Newest[str, tuple[HeldSession, ...]] = Newest(limit, max_size=max_bytes, size=_size)
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._held.total_size
+        self.held: Newest[str, tuple[HeldSession, ...]] = Newest(limit, max_size=max_bytes, size=_size)
 
     def prompt(self, group: str, prompt: Prompt, rendered: Sequence[int], tokenizer: Tokenizer) -> Continuation:
         """Continue a session with its next turn."""
-        ends, said, reason = (self._held.get(group) or ()), _digests(prompt.plain), ""
+        ends, said, reason = (self.held.get(group) or ()), _digests(prompt.plain), ""
         for held in reversed(ends):
             if len(said) <= held.known or said[held.known - 1] != held.past[-1]:
                 continue
@@ -99,13 +89,9 @@ class Sessions:
         forgotten.
         """
         others = [
-            mine for mine in (self._held.get(group) or ()) if held.past[mine.known - 1 : mine.known] != mine.past[-1:]
+            mine for mine in (self.held.get(group) or ()) if held.past[mine.known - 1 : mine.known] != mine.past[-1:]
         ]
-        self._held.put(group, (*others[1 - MAX_ENDS :], held))
-
-    def forget(self, group: str) -> None:
-        """The next turn is rendered anew."""
-        self._held.pop(group)
+        self.held.put(group, (*others[1 - MAX_ENDS :], held))
 
 
 def behind_answer(

@@ -13,7 +13,6 @@ from actors.gateway.answering.conversation import Prompt
 from actors.gateway.answering.sessions import BRANCHED, HeldSession, Sessions, held
 from actors.gateway.config import GatewayLimits
 from actors.rollout.continuation import SampledTurn
-from actors.rollout.parts import OTHER
 from schemas import Experience, Message
 from schemas.fields import HISTORY_REWRITTEN
 from tests.actors.gateway.gateway_rig import ByteTokenizer, RunningGateway, engine, says, serving
@@ -31,19 +30,19 @@ def test_sessions_are_bounded_in_bytes_as_well_as_in_number() -> None:
     sessions = Sessions(limit=1000, max_bytes=1_000_000)
     for index in range(100):
         sessions.keep(f"s{index}", session(20_000, "x" * 100_000))
-        assert sessions.num_bytes <= 1_000_000
-    assert 0 < len(sessions) < 10
+        assert sessions.held.total_size <= 1_000_000
+    assert 0 < len(sessions.held) < 10
     sessions.keep("s99", session(10))
-    sessions.forget("nobody")
+    sessions.held.pop("nobody")
     for index in range(100):
-        sessions.forget(f"s{index}")
-    assert (len(sessions), sessions.num_bytes) == (0, 0)
+        sessions.held.pop(f"s{index}")
+    assert (len(sessions.held), sessions.held.total_size) == (0, 0)
     sessions.keep("too large alone", session(300_000))
-    assert (len(sessions), sessions.num_bytes) == (0, 0)
+    assert (len(sessions.held), sessions.held.total_size) == (0, 0)
     few = Sessions(limit=2, max_bytes=1_000_000)
     for index in range(5):
         few.keep(f"s{index}", session(10))
-    assert len(few) == 2
+    assert len(few.held) == 2
 
 
 def test_a_session_is_packed_and_goes_on_with_its_very_tokens_where_its_history_is_the_same() -> None:
@@ -159,19 +158,6 @@ async def asked(client: openai.AsyncOpenAI, said: Conversation, **headers: str) 
 
 def found(turns: list[Experience]) -> list[tuple[int, str]]:
     return [(one.carried, one.part_reason) for one in turns]
-
-
-async def test_conversations_of_one_session_that_take_turns_each_go_on_from_their_own(tmp_path: Path) -> None:
-    async with serving(tmp_path, engine(answers)) as served:
-        client = await served.opened()
-        one = await asked(client, [{"role": "system", "content": "A."}, user("a0")])
-        other = await asked(client, [{"role": "system", "content": "B."}, user("b0")])
-        for number in (1, 2):
-            one = await asked(client, [*one, user(f"a{number}")])
-            other = await asked(client, [*other, user(f"b{number}")])
-        turns = await served.recorded(6)
-        assert found(turns) == [(0, ""), (0, OTHER), (1, ""), (1, ""), (2, ""), (2, "")]
-        assert served.count("sessions_split") == 1
 
 
 async def test_parallel_calls_go_on_from_the_same_turn_and_are_gone_on_from_each(tmp_path: Path) -> None:

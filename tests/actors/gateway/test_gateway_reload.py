@@ -119,17 +119,6 @@ async def test_a_restart_without_the_log_serves_the_version_served_last(tmp_path
         assert served.engine.version == 3
 
 
-async def test_a_store_that_lost_it_leaves_the_model_folders_version(tmp_path: Path) -> None:
-    bus = AwayBus()
-    async with serving(tmp_path, engine(says("a")), bus=bus) as served:
-        await announce(served, 3, bigram(3))
-        await loaded(served, 3)
-    bus.away = True
-    empty: Store = MemoryStore()
-    async with serving(tmp_path, engine(says("a")), bus=bus, store=empty) as served:
-        assert served.engine.version == 0
-
-
 @pytest.mark.parametrize(("channel", "held"), [("stable", 2), ("candidate", 3)])
 async def test_stable_follows_promotions_once_there_is_one(tmp_path: Path, channel: str, held: int) -> None:
     async with serving(tmp_path, engine(says("a")), channel=channel) as served:
