@@ -80,7 +80,7 @@ class TorchEngine:
         self.version = 0
         self._held: dict[str, Tensor] = {}
         self._gate = ProbeGate(dtype)
-        self._adapters = AdapterGate(model)
+        self._base = ""  # hash of the folder's model, once it is needed
         self._adapter: Adapter | None = None
         self._is_base = True  # the model is its folder's, whatever adapter is on it
         self._loading = asyncio.Lock()
@@ -154,12 +154,32 @@ class TorchEngine:
         return await self._in_thread(lambda: self._score(tokens))
 
     def _check(self, policy: Policy) -> frozenset[str]:
-        self._adapters.check(policy, self._adapter, whole=not self._is_base)
+        self._check_adapter(policy)
         if policy.adapter is None:
             check_tensors(policy, {name: tensor.shape for name, tensor in self._held.items()})
         check_probe_sequences(policy.probe, self._num_vocabulary, self.max_model_len)
         held = self._held if policy.adapter == self._adapter else {}
         return changed_names(held, policy.tensors)
+
+    def _check_adapter(self, policy: Policy) -> None:
+        """Raise PolicyRefused for an adapter of another base or with other tensors than it says, and for a change between
+        adapters and whole models, of which an engine keeps no second copy. Blocks: the first time it reads the folder.
+        """
+        who, adapter, serving = f"policy {policy.version}", policy.adapter, self._adapter
+        if (adapter is None and serving is not None) or (adapter is not None and not self._is_base):
+            raise PolicyRefused(
+                f"{who}: it is {described(adapter)}, the engine serves {described(serving)}; start the engine again to take it"
+            )
+        if adapter is None:
+            return
+        self._base = self._base or base_hash(self._folder)
+        if adapter.base != self._base:
+            raise PolicyRefused(
+                f"{who}: its adapter belongs to base {adapter.base[:12]}, the engine's model {self._folder} is "
+                f"{self._base[:12]}; expected the policy.model that the trainer has"
+            )
+        prepare()
+        check_tensors(policy, adapter_shapes(meta_model(self._folder), adapter))
 
     def _apply(self, policy: Policy, changed: frozenset[str]) -> LoadReport:
         begin = time.perf_counter()
@@ -288,37 +308,3 @@ class TorchEngine:
         for future in self._futures.values():
             if not future.done():
                 future.set_exception(EngineStopped(f"the engine's thread died: {error}"))
-
-
-class AdapterGate:
-    """Check of versions against the base of an engine and what it serves. folder: the base model."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self._base = ""
-        self._shapes: tuple[Adapter, dict[str, tuple[int, ...]]] | None = None
-
-    def check(self, policy: Policy, serving: Adapter | None, *, whole: bool) -> None:
-        """Raise PolicyRefused for an adapter of another base or with other tensors than it says, and for a change between
-        adapters and whole models, of which an engine keeps no second copy. Blocks: the first time it reads the folder.
-
-        serving: what the engine has on its base now. whole: it has loaded a whole model since it started.
-        """
-        who = f"policy {policy.version}"
-        adapter = policy.adapter
-        if (adapter is None and serving is not None) or (adapter is not None and whole):
-            raise PolicyRefused(
-                f"{who}: it is {described(adapter)}, the engine serves {described(serving)}; start the engine again to take it"
-            )
-        if adapter is None:
-            return
-        self._base = self._base or base_hash(self._folder)
-        if adapter.base != self._base:
-            raise PolicyRefused(
-                f"{who}: its adapter belongs to base {adapter.base[:12]}, the engine's model {self._folder} is "
-                f"{self._base[:12]}; expected the policy.model that the trainer has"
-            )
-        if self._shapes is None or self._shapes[0] != adapter:
-            prepare()
-            self._shapes = (adapter, adapter_shapes(meta_model(self._folder), adapter))
-        check_tensors(policy, self._shapes[1])

@@ -48,9 +48,8 @@ def parse_eval_group(group: str) -> tuple[str, int, int] | None:
 class Request(msgspec.Struct):
     """A suite at a version.
 
-    suite: its name. version: of the policy. attempts: index to newest attempt. answers: index to sample to score.
-    issued_at: in the caller's units. num_tasks: of the suite. tasks: a digest of which tasks. missed: whether it ended
-    without a result. result: whether it has one.
+    attempts: index to newest attempt. answers: index to sample to score. issued_at: in the caller's units. tasks: a digest of
+    which tasks. missed: whether it ended without a result.
     """
 
     suite: str

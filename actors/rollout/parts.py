@@ -27,11 +27,10 @@ OTHER = "another conversation"
 class GrowingPart(msgspec.Struct):
     """One token sequence being grown.
 
-    tokens: prompt and answers so far. rendered: the template's own tokens for the last turn's prompt. turn: what the
-    last turn sampled. said: its text. logprobs: one for each sampled token. spans: of sampled tokens. conversation: of
-    the last turn, its answer included. stopped: whether a stop token ended the last turn. scores: of its turns. reason:
-    why it does not go on in a part before. sampling: a turn of it is being sampled. cut: its text is shorter than its
-    tokens.
+    tokens: prompt and answers so far. rendered: the template's own tokens for the last turn's prompt. turn: what the last turn
+    sampled. said: its text. conversation: of the last turn, its answer included. stopped: whether a stop token ended the last
+    turn. reason: why it does not go on in a part before. sampling: a turn of it is being sampled. cut: its text is shorter
+    than its tokens.
     """
 
     tokens: list[int] = []

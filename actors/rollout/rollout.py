@@ -37,11 +37,7 @@ _MAX_FAILURE_CHARS = 500
 
 
 class RolloutRuntime(msgspec.Struct, frozen=True, kw_only=True):
-    """Objects that all rollouts of an explorer share.
-
-    role: log, store and metrics. engine: samples. tokenizer: of the engine's model. workflows: by name. config: of
-    [explore]. stop_tokens: ids that end a turn. images: reads what tasks show, None for a model of text alone.
-    """
+    """Objects that all rollouts of an explorer share. images: reads what tasks show, None for a model of text alone."""
 
     role: Role
     engine: Engine

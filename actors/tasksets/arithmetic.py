@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-import msgspec
-
 from actors.tasksets.taskset import Demonstration, write_rows
 from schemas import Message, Task
 
@@ -20,40 +18,31 @@ VALIDATION = "validation"
 Pair = tuple[int, int]
 
 
-class Splits(msgspec.Struct, frozen=True):
-    """Ordered operand pairs. train, dev, held_out: of the split of that name."""
-
-    train: tuple[Pair, ...]
-    dev: tuple[Pair, ...]
-    held_out: tuple[Pair, ...]
-
-
-def split_pairs(seed: int, *, num_dev: int = 250, num_held_out: int = 500) -> Splits:
-    """Pairs of 0 to 99: unordered ones are dealt to the splits; train has both orders of its own, the others one."""
+def split_pairs(seed: int, *, num_dev: int = 250, num_held_out: int = 500) -> dict[str, list[Pair]]:
+    """Pairs of 0 to 99 by split: unordered ones are dealt; train has both orders of its own, the others one."""
     pairs = [(first, second) for first in range(100) for second in range(first, 100)]
     random = Random(f"arithmetic/{seed}")
     random.shuffle(pairs)
     kept = [pair if random.random() < 0.5 else pair[::-1] for pair in pairs[: num_held_out + num_dev]]
     train = [order for pair in pairs[num_held_out + num_dev :] for order in sorted({pair, pair[::-1]})]
     random.shuffle(train)
-    return Splits(train=tuple(train), dev=tuple(kept[num_held_out:]), held_out=tuple(kept[:num_held_out]))
+    return {HELD_OUT: kept[:num_held_out], DEV: kept[num_held_out:], TRAIN: train}
 
 
 def arithmetic(*, seed: int = 0, num_dev: int = 250, num_held_out: int = 500) -> Iterator[Task]:
     """Two-digit additions, in the splits "held-out", "dev" and "train". num_dev: Pairs of operands in split "dev".
     num_held_out: Pairs of operands in split "held-out".
     """
-    splits = split_pairs(seed, num_dev=num_dev, num_held_out=num_held_out)
-    for split, pairs in ((HELD_OUT, splits.held_out), (DEV, splits.dev), (TRAIN, splits.train)):
+    for split, pairs in split_pairs(seed, num_dev=num_dev, num_held_out=num_held_out).items():
         for pair in pairs:
             yield _task(pair, split)
 
 
 def arithmetic_demonstrations(
-    *, seed: int = 0, num_train: int = 2000, num_validation: int = 300, num_dev: int = 250, num_held_out: int = 500
+    *, seed: int = 0, num_train: int = 2000, num_validation: int = 300
 ) -> Iterator[Demonstration]:
     """Worked answers to tasks of the train split; those of "validation" share no pair with the others."""
-    train = split_pairs(seed, num_dev=num_dev, num_held_out=num_held_out).train
+    train = split_pairs(seed)[TRAIN]
     shown, rest = train[:num_train], train[num_train:]
     seen = {frozenset(pair) for pair in shown}
     unseen = [pair for pair in rest if frozenset(pair) not in seen][:num_validation]

@@ -62,7 +62,10 @@ class Authenticator:
             key = self.book.find(presented, self.now_s())
         except Refused as refused:
             raise self._refused(refused) from refused
-        self._check_scope(key, scope)
+        if scope not in key.scopes:
+            self._metrics.counter("keys_refused", reason="scope").inc()
+            message = f"this key may not do that: it needs the scope {scope}"
+            raise ApiError(403, message, kind="permission_error", code="insufficient_scope")
         return key
 
     def admit(self, key: ApiKey, count: int = 1) -> None:
@@ -111,12 +114,6 @@ class Authenticator:
             bucket = Bucket(per_minute, per_minute, self.now_s())
             self._buckets.put((name, kind), bucket)
         return bucket
-
-    def _check_scope(self, key: ApiKey, scope: Scope) -> None:
-        if scope not in key.scopes:
-            self._metrics.counter("keys_refused", reason="scope").inc()
-            message = f"this key may not do that: it needs the scope {scope}"
-            raise ApiError(403, message, kind="permission_error", code="insufficient_scope")
 
     def _refused(self, refused: Refused) -> ApiError:
         self._metrics.counter("keys_refused", reason=refused.reason).inc()

@@ -77,9 +77,8 @@ class KeyBook:
         key_id, _, secret = rest.partition("-")
         key = self._keys.get(key_id) if prefix == PREFIX else None
         expected = key.sha256 if key is not None else "0" * 64
-        if not hmac.compare_digest(hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest(), expected):
-            raise Refused("wrong")
-        if key is None:
+        is_right = hmac.compare_digest(hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest(), expected)
+        if key is None or not is_right:
             raise Refused("wrong")
         return self.live(key.id, now_s)
 

@@ -27,9 +27,8 @@ _TAIL = 16  # tokens of a prompt that are looked at
 
 
 class SampledText(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer as it was sampled. prompt: what the template wrote. tokens: without the stop token. text: of the
-    tokens, up to a stop string, with what the answer was made to begin with. tools: it may call. stops: strings that
-    end it. force: text that it was made to begin with.
+    """An answer as it was sampled. prompt: what the template wrote. tokens: without the stop token. text: of the tokens, up to
+    a stop string, after `force`, which the answer was made to begin with.
     """
 
     prompt: Sequence[int]

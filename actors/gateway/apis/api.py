@@ -16,9 +16,7 @@ Recall = Callable[[str], Conversation | None]  # the conversation that ends with
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer is spelled from. created: seconds of the epoch. version: of the policy when the request began.
-    in_flight: the request with its answers. decode: token ids to text.
-    """
+    """What an answer is spelled from. created: seconds of the epoch. version: of the policy when the request began."""
 
     in_flight: InFlight
     decode: Decode
