@@ -11,15 +11,12 @@ from actors.config import CanaryConfig, GateConfig, GateSuite, PeopleConfig
 from actors.gateway.config import CanaryShare
 from actors.gateway.http.canary import SILENT_S, Canary
 from actors.master.gate.gate import Gate
-from infra.cli.look.status import read_status
-from infra.log.log import Log
-from infra.log.memory import MemoryBus
+from actors.master.plan import Plan
 from infra.observe.metrics import Metrics
 from infra.roles.process import MISSING_S
 from schemas import Answered, Client, Closure, Directive, EvalResult, PolicyEvent, Progress
 from schemas.fields import CANARY_MISSING, Channel, PolicyEventKind
-from schemas.topics import POLICIES, REPORTS
-from tests.actors.rig import BLOCK_MS, MASTER, TopicArrivals, crowd, decisions, master, rated, running
+from tests.actors.rig import BLOCK_MS, MASTER, PACING, crowd, decisions, rated, running
 from tests.simulator.virtual_loop import VirtualLoop
 
 CONFIG = GateConfig(suites={"dev": GateSuite(at_least=0.5, max_drop=0.02), "safety": GateSuite(at_least=0.9)})
@@ -390,53 +387,26 @@ def test_complaints_that_rise_with_a_promotion_alarm_and_take_nothing_back_where
     assert alarms_after([*crowd("a", STABLE, MANY, 10), *crowd("b", TRIAL, MANY, 16)], promoted=True) == []
 
 
-LATEST_S = MISSING_S + 20.0  # until a canary that stopped reporting is missed, and a report more
+def test_a_trial_that_no_canary_serves_is_an_alarm_within_its_time_until_one_is_heard_of_or_the_trial_ends() -> None:
+    plan = Plan(MASTER, PACING, policy="main")
 
+    def looked(at_s: float) -> bool:
+        plan.tick(round(at_s * 1000))
+        plan.look_for_canary()
+        return plan.canary.missing_s > 0
 
-async def alarms(log: Log, now_s: float) -> list[str]:
-    return [alarm for alarm in (await read_status(log, now_s=now_s, max_lag=1000))["alarms"] if "canary" in alarm]
+    def moved(version: int, channel: Channel) -> None:
+        plan.policy(PolicyEvent(event="promoted", policy="main", version=version, channel=channel), 0)
 
-
-async def moved(log: Log, version: int, channel: Channel) -> None:
-    await log.publish(POLICIES, PolicyEvent(event="promoted", policy="main", version=version, channel=channel))
-
-
-def test_a_trial_that_no_canary_serves_is_an_alarm_within_its_time_until_one_is_heard_of_or_the_trial_ends(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    loop = VirtualLoop(Random(0))
-
-    async def check() -> None:
-        log = Log(MemoryBus(lambda: round(loop.time() * 1000)), "test")
-        await log.create_topics(partitions=1, keep_ms=-1)
-        heard = TopicArrivals(log, REPORTS)
-
-        async def missing() -> bool:
-            await asyncio.sleep(1.0)
-            return heard.of(Progress)[-1].gauges[CANARY_MISSING] > 0
-
-        async with running(master(log, replace(MASTER, report_s=1.0)), asyncio.create_task(heard.listen())):
-            await moved(log, 3, "stable")
-            await asyncio.sleep(LATEST_S)
-            assert not await missing(), "nothing is on trial"
-            await moved(log, 5, "canary")
-            await asyncio.sleep(MISSING_S / 2)
-            assert not await missing() and await alarms(log, loop.time()) == []
-            await asyncio.sleep(LATEST_S)
-            (alarm,) = await alarms(log, loop.time())
-            assert "version 5 is on trial and no canary has been heard of for" in alarm
-            assert "start headrace serve --channel canary" in alarm and "headrace promote or rollback" in alarm
-            assert caplog.text.count("canary_missing trial=5") == 1
-            await log.publish(REPORTS, Progress(role="serve", instance="serve/1", is_canary=True))
-            await asyncio.sleep(2.0)
-            assert not await missing() and await alarms(log, loop.time()) == []
-            await asyncio.sleep(LATEST_S)
-            assert await missing(), "it was heard of once, and never again"
-            await moved(log, 5, "stable")
-            await asyncio.sleep(2.0)
-            assert not await missing()
-
-    loop.run_until_complete(check())
+    moved(3, "stable")
+    assert not looked(1) and not looked(2 * MISSING_S), "nothing is on trial"
+    moved(5, "canary")
+    assert not looked(100) and not looked(100 + MISSING_S / 2) and looked(101 + MISSING_S)
+    plan.progress(Progress(role="serve", instance="serve/1", is_canary=True), 140_000)
+    assert not looked(141)
+    assert not looked(160) and looked(161 + MISSING_S), "it was heard of once, and never again"
+    moved(5, "stable")
+    assert not looked(200)
 
 
 def test_a_share_of_sessions_without_a_canary_is_an_alarm_within_its_time_until_it_is_there() -> None:
@@ -449,26 +419,16 @@ def test_a_share_of_sessions_without_a_canary_is_an_alarm_within_its_time_until_
 
     async def check() -> None:
         nonlocal there
-        log = Log(MemoryBus(lambda: round(loop.time() * 1000)), "test")
-        await log.create_topics(partitions=1, keep_ms=-1)
-        share = CanaryShare(url="http://canary")
-        canary = Canary(share, metrics, transport=httpx.MockTransport(handle))
-        watching = asyncio.create_task(canary.watch())
-
-        async def told() -> list[str]:
-            await log.publish(REPORTS, Progress(role="serve", instance="serve/1", gauges=metrics.gauges()))
-            return await alarms(log, loop.time())
-
-        await asyncio.sleep(MISSING_S / 2)
-        assert await told() == []
-        await asyncio.sleep(MISSING_S + SILENT_S)
-        (alarm,) = await told()
-        assert "a share of sessions is meant for one and no canary has been heard of for" in alarm
-        assert "start headrace serve --channel canary" in alarm
-        there = True
-        await asyncio.sleep(2.0)
-        assert await told() == []
-        watching.cancel()
+        canary = Canary(CanaryShare(url="http://canary"), metrics, transport=httpx.MockTransport(handle))
+        async with running(asyncio.create_task(canary.watch())):
+            for wait_s, comes, is_missing in (
+                (MISSING_S / 2, False, False),
+                (MISSING_S + SILENT_S, True, True),
+                (2.0, True, False),
+            ):
+                await asyncio.sleep(wait_s)
+                assert (metrics.gauges()[CANARY_MISSING] > 0) is is_missing
+                there = comes
         await canary.close()
 
     loop.run_until_complete(check())
