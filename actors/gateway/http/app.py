@@ -70,7 +70,6 @@ ROUTES: Mapping[str, tuple[str, Scope | None]] = {
     **dict.fromkeys(APIS, ("POST", "serve")),
     COUNT_PATH: ("POST", "serve"),
     MODELS_PATH: ("GET", "serve"),
-    f"{MODELS_PATH}/{{model:path}}": ("GET", "serve"),
     PATH: ("POST", "feedback"),
     "/healthz": ("GET", None),
     "/metrics": ("GET", "admin"),
@@ -127,7 +126,6 @@ class Site:
             **{path: partial(self._answer, api=api) for path, api in APIS.items()},
             COUNT_PATH: self._count,
             MODELS_PATH: self._list_models,
-            f"{MODELS_PATH}/{{model:path}}": self._show_model,
             PATH: self._feedback,
             "/healthz": self._health,
             "/metrics": self._measure,
@@ -301,12 +299,6 @@ class Site:
     async def _list_models(self, request: Request) -> Response:
         return json_response(model_list(self._models, self._gateway.engine.version))
 
-    async def _show_model(self, request: Request) -> Response:
-        name = str(request.path_params["model"])
-        if name not in self._models:
-            raise ApiError(404, f"The model `{name[:200]}` does not exist", param="model", code="model_not_found")
-        return json_response(served_model(name, self._gateway.engine.version))
-
     async def _feedback(self, request: Request) -> Response:
         key, body = await self._admitted(request)
         feedback = read_feedback(body)
@@ -358,13 +350,10 @@ class Site:
         return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4")
 
 
-def served_model(name: str, version: int) -> dict[str, Any]:
-    """A model as OpenAI's API shows it, with the version of its weights."""
-    return {"id": name, "object": "model", "created": 0, "owned_by": "headrace", "version": version}
-
-
 def model_list(names: Sequence[str], version: int) -> dict[str, Any]:
-    return {"object": "list", "data": [served_model(name, version) for name in names]}
+    """Models as OpenAI's API lists them, with the version of their weights."""
+    about = {"object": "model", "created": 0, "owned_by": "headrace", "version": version}
+    return {"object": "list", "data": [{"id": name, **about} for name in names]}
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

@@ -28,7 +28,6 @@ ROUTES: list[tuple[str, str, Any, str]] = [
     ("POST", "/v1/messages", {**CHAT, "max_tokens": 5}, "serve"),
     ("POST", "/v1/messages/count_tokens", CHAT, "serve"),
     ("GET", "/v1/models", None, "serve"),
-    ("GET", "/v1/models/main", None, "serve"),
     ("POST", "/v1/feedback", {"answer_id": OWN, "value": 1}, "feedback"),
     ("GET", "/metrics", None, "admin"),
 ]
@@ -152,9 +151,9 @@ def test_the_matrix_knows_every_route_that_is_served() -> None:
         state=lambda: "",  # type: ignore[arg-type]
     )
     routes = {route.path for route in site.app().routes if isinstance(route, Route)}
-    known = {path.replace("/main", "/{model:path}") for _, path, _, _ in ROUTES}
+    known = {path for _, path, _, _ in ROUTES}
     assert routes == known | KEYLESS | {WEBHOOK.path}
-    scopes = {path.replace("/main", "/{model:path}"): scope for _, path, _, scope in ROUTES}
+    scopes = {path: scope for _, path, _, scope in ROUTES}
     assert scopes == {path: scope for path, (_, scope) in SERVED.items() if scope}
 
 
