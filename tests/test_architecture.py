@@ -82,7 +82,7 @@ BUDGETS = {
     "infra/cli/console": 1_745,
     "infra/cli/demo": 1_189,
     "streams": 8_482,
-    "actors": 15_508,
+    "actors": 15_445,
     "actors/master/gate": 771,
     "trainer": 10_633,
     "tests": 54_310,
