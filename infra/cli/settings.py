@@ -141,15 +141,14 @@ def usual_dtype(cpuinfo: Path = Path("/proc/cpuinfo"), card: Path = Path("/dev/n
 
 def typed(settings: Settings) -> Settings:
     """The settings with `usual_dtype` in place of each "auto" of the trainer and of engines."""
+
+    def with_dtype(use: Use) -> Use:
+        is_auto = use.options.get("dtype") == "auto"
+        return msgspec.structs.replace(use, options={**use.options, "dtype": usual_dtype()}) if is_auto else use
+
     trainer, gateway = settings.trainer, settings.gateway
     if trainer.dtype == "auto":
         trainer = msgspec.structs.replace(trainer, dtype=usual_dtype())
     if gateway is not None and gateway.engine is not None:
-        gateway = msgspec.structs.replace(gateway, engine=_typed_engine(gateway.engine))
-    return msgspec.structs.replace(settings, engine=_typed_engine(settings.engine), gateway=gateway, trainer=trainer)
-
-
-def _typed_engine(engine: Use) -> Use:
-    if engine.options.get("dtype") != "auto":
-        return engine
-    return msgspec.structs.replace(engine, options={**engine.options, "dtype": usual_dtype()})
+        gateway = msgspec.structs.replace(gateway, engine=with_dtype(gateway.engine))
+    return msgspec.structs.replace(settings, engine=with_dtype(settings.engine), gateway=gateway, trainer=trainer)

@@ -114,22 +114,17 @@ def check_plugins(settings: Settings) -> list[str]:
     check_teacher(settings)
     check_trackers(settings.trainer.trackers)
     objectives = open_objectives(settings.trainer.lanes)
-    if "human" in objectives and objectives["human"].mean == "pairs":
-        check_late(settings, settings.trainer.lanes["human"].loss)
+    retrains = [index for index, source in enumerate(settings.feedback) if source.late == "retrain"]
+    if retrains and "human" in objectives and objectives["human"].mean == "pairs":
+        raise ConfigError(
+            f'feedback[{retrains[0]}].late: got "retrain", which sends answers to lane human, but its loss '
+            f'"{settings.trainer.lanes["human"].loss}" takes pairs alone; expected late = "amend", or another loss in '
+            "[trainer.lanes.human]"
+        )
     check_critic(settings.trainer, objectives)
     if settings.trainer.lora is not None and Path(settings.model_path, "config.json").is_file():
         configured_adapter(settings)
     return notes
-
-
-def check_late(settings: Settings, loss: str) -> None:
-    """Late feedback that retrains needs a lane human that trains answers, not pairs as `loss` does. Raises ConfigError."""
-    retrains = [index for index, source in enumerate(settings.feedback) if source.late == "retrain"]
-    if retrains:
-        raise ConfigError(
-            f'feedback[{retrains[0]}].late: got "retrain", which sends answers to lane human, but its loss "{loss}" takes pairs'
-            ' alone; expected late = "amend", or another loss in [trainer.lanes.human]'
-        )
 
 
 def check_reward(settings: Settings) -> list[str]:

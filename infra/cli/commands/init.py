@@ -4,6 +4,7 @@ Guarantee: nothing that is there is overwritten.
 """
 
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Annotated
@@ -97,7 +98,4 @@ def app_name(directory: Path) -> str:
     >>> app_name(Path("/srv/Support Bot"))
     'support-bot'
     """
-    name = "".join(
-        letter if letter.isascii() and letter.isalnum() else "-" for letter in directory.resolve().name.lower()
-    )
-    return name.strip("-") or "headrace"
+    return re.sub("[^a-z0-9]", "-", directory.resolve().name.lower()).strip("-") or "headrace"

@@ -62,12 +62,12 @@ async def flow(console: Console, request: Request) -> Values:
         state, history = await asyncio.gather(reading.status(FLOW_S), reading.history(FLOW_S))
     except NotReadYet:
         return {"state": None, "sentence": NOT_HEARD if (await reading.look(FLOW_S)).fault else BEING_READ}
-    found, words = alarms(state), sentence(state, time.time())
+    found, words, newest = alarms(state), sentence(state, time.time()), history.decisions[-1:]
     if (await reading.look(FLOW_S)).fault:
         words = f"The log cannot be read now. {words}"
     return {
         "state": state, "sentence": words, "alarms": found[:MAX_ALARMS], "num_alarms": len(found),
-        "figures": figures(state, history.stable, versions.held_back(history)),
+        "figures": figures(state, history.stable, newest[0].version if newest and newest[0].event == "held" else -1),
         "roles": [(role, shown_rates(role)) for role in state["roles"]],
     }  # fmt: skip
 

@@ -37,12 +37,6 @@ def version_rows(
     ]  # fmt: skip
 
 
-def held_back(history: PolicyWords) -> int:
-    """The version that the newest decision held back, -1 where it was another decision."""
-    newest = history.decisions[-1] if history.decisions else None
-    return newest.version if newest is not None and newest.event == "held" else -1
-
-
 def decision_numbers(numbers: Mapping[str, float]) -> list[tuple[str, float | None, float | None]]:
     """The numbers of a decision: name, value of the version and of the stable version then, None for none."""
     names = dict.fromkeys(name.removeprefix(STABLE) for name in sorted(numbers))

@@ -95,6 +95,4 @@ def read_scopes(text: str) -> tuple[Scope, ...]:
 
 
 def _state(key: ApiKey, revoked: bool) -> str:
-    if revoked:
-        return "revoked"
-    return "expired" if key.expires_s and time.time() >= key.expires_s else "live"
+    return "revoked" if revoked else "expired" if key.expires_s and time.time() >= key.expires_s else "live"

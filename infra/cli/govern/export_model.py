@@ -166,8 +166,7 @@ def write_model(tensors: dict[str, Tensor], model: str, folder: Path) -> int:
     """A model folder with these weights and the settings of another; how many bytes of weights."""
     copy_settings(model, folder)
     described = json.loads((folder / "config.json").read_bytes())
-    without_ties(tensors, described)
-    with_dtype(described, tensors)
+    fitted(tensors, described)
     (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
     return write_shards(tensors, folder)
 
@@ -186,15 +185,11 @@ def copy_settings(model: str, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def without_ties(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Drop the output matrix where the configuration takes the embeddings in its place, and they are the same."""
+def fitted(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Drop an output matrix that is tied to the embeddings, and name the dtype of the weights, where all have the same."""
     embeddings, head = tensors.get("model.embed_tokens.weight"), tensors.get("lm_head.weight")
     if config.get("tie_word_embeddings") and embeddings is not None and head is not None and embeddings == head:
         del tensors["lm_head.weight"]
-
-
-def with_dtype(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Let the configuration name the dtype that the weights were published in, where that is one."""
     kinds = {tensor.dtype for tensor in tensors.values() if tensor.dtype in DTYPE_NAMES}
     if len(kinds) == 1:
         config.pop("torch_dtype", None)  # how older folders call it

@@ -41,7 +41,6 @@ RATES = (
 MAX_RATES = 4
 
 State = dict[str, Any]
-Reports = list[tuple[Progress, float]]
 Policies = Sequence[tuple[int, object]]
 """Records of `policies`, each with its time in ms."""
 
@@ -157,7 +156,7 @@ def trainer_words(role: State, groups: int, why: str) -> str:
     return f"waiting for groups ({there})" + (f"; {why}" if why else "")
 
 
-def role_state(reports: Reports, now_s: float) -> State:
+def role_state(reports: Sequence[tuple[Progress, float]], now_s: float) -> State:
     """One process: its newest report, and what its counters did in the minute before it.
 
     rates: of every counter, a second, by its whole name; none after its first report. per_s: those without labels that grew.

@@ -123,7 +123,8 @@ def show_answer(console: Console, answer: AnswerTrace, waits: str = "") -> None:
     response = first.lost or repr(cut(first.response))
     rows.add_row(clock(answer.published_ms), "answered", f"{response}  {spans(first)}  {first.end}")
     if answer.judged is not None:
-        rows.add_row("", "judged", f"{scores(answer.judged)}  by {', '.join(answer.judged.stamps) or 'no score'}")
+        scores = ", ".join(f"{score.name} {score.value:g}" for score in answer.judged.scores) or "no scores"
+        rows.add_row("", "judged", f"{scores}  by {', '.join(answer.judged.stamps) or 'no score'}")
     if answer.dropped:
         rows.add_row("", "dropped", answer.dropped)
     for time_ms, feedback in answer.feedback:
@@ -173,10 +174,6 @@ def spans(answer: Experience) -> str:
         kept = f" with keys and values from v{span.kv} on" if span.kv >= 0 else ""  # older than the span
         parts.append(f"{span.stop - span.start} tokens of v{span.version}{kept}" if span.version >= 0 else "shown")
     return ", ".join(parts)
-
-
-def scores(answer: Experience) -> str:
-    return ", ".join(f"{score.name} {score.value:g}" for score in answer.scores) or "no scores"
 
 
 def waits_for(answer: AnswerTrace, settings: Settings) -> str:

@@ -25,10 +25,6 @@ ROUNDING = 1e-9  # 3 / (1 / 3 * 9) may be 1.0000000000000002, and one learner do
 REPORT_S = 2.0  # of every role
 SHORT_TOKENS, LONG_TOKENS, WAITING_TOKENS = 11, 700, 120  # of the answers, with their prompts, that the costs are of
 IN_A_RECORD = 16  # answers, of the cost of one in a group
-NEEDED = (
-    "verify_short", "verify_long", "verify_alone", "collect_short", "collect_long", "answer_waits", "feedback_joined",
-    "request", "event",
-)  # fmt: skip
 
 
 class UnitCost(msgspec.Struct, frozen=True):
@@ -215,8 +211,9 @@ def rate_tables(
         among = ", of what is known" if any(part.unknown for part in plan.parts) else ""
         yield f"full first{among}: {plan.busiest.part}, at {1 / (plan.busiest.share or 1):.3g} times these rates"
     unit_costs = Table("unit cost", "value", "measured by", title="computed from")
-    for name in NEEDED:
-        unit_costs.add_row(name, f"{costs[name].value:,.1f} {costs[name].unit}", costs[name].source)
+    for name, cost in costs.items():
+        if not name.startswith("bytes."):
+            unit_costs.add_row(name, f"{cost.value:,.1f} {cost.unit}", cost.source)
     yield unit_costs
 
 
