@@ -58,16 +58,11 @@ class Archive(BundleWriter):
     def __init__(self, target: BinaryIO) -> None:
         super().__init__()
         self.sealed = 0
-        self._names: set[str] = set()
         self._compressed = zstandard.ZstdCompressor(level=3, write_checksum=True).stream_writer(target, closefd=False)
-
-    def has(self, name: str) -> bool:
-        return name in self._names
 
     def put(self, name: str, data: bytes | memoryview) -> None:
         self._compressed.write((len(data) + (MANIFEST if name == WHOLE else 0)).to_bytes(8, "little"))
         self._compressed.write(data)
-        self._names.add(name)
         if name == WHOLE:
             self._compressed.close()  # type: ignore[no-untyped-call]
 

@@ -89,17 +89,16 @@ class BundleWriter:
         self.lists: list[str] = []
         self.num_objects = self.num_bytes = 0
         self._entries: list[BundleObject] = []
-
-    def has(self, name: str) -> bool:
-        raise NotImplementedError
+        self._kept: set[str] = set()
 
     def put(self, name: str, data: bytes | memoryview) -> None:
         raise NotImplementedError
 
     def keep(self, data: bytes | memoryview) -> str:
         sha256 = hashlib.sha256(data).hexdigest()
-        if not self.has(OBJECTS + sha256):
+        if sha256 not in self._kept:
             self.put(OBJECTS + sha256, data)
+            self._kept.add(sha256)
         return sha256
 
     def add(self, key: str, data: bytes | memoryview) -> None:
@@ -165,12 +164,6 @@ class StoreWriter(BundleWriter):
         if taken := next(place.keys(""), ""):
             raise ConfigError(f"{place!r} holds {taken}: choose another place, which is empty")
         self.place = place
-
-    def has(self, name: str) -> bool:
-        try:
-            return self.place.size(name) >= 0
-        except NotInStore:
-            return False
 
     def put(self, name: str, data: bytes | memoryview) -> None:
         self.place.put(name, data)

@@ -24,8 +24,9 @@ from infra.policies.manifest import (
     first_difference,
     look_at,
     look_at_all,
+    other_adapter,
 )
-from infra.policies.policy import Adapter, Policy, described
+from infra.policies.policy import Policy
 from infra.policies.tensors import Tensor, in_threads, load_tensors
 from infra.policies.version_files import Put, VersionFiles
 from infra.store.store import Store, digest_of
@@ -38,12 +39,14 @@ LOADED_AT_ONCE = 8  # objects of whole tensors, each of which is held until thes
 
 
 class HeldWeights(msgspec.Struct, frozen=True):
-    """The shadow copy. tensors: in host memory. adapter: what they are an adapter of, None for the whole model."""
+    """The shadow copy. tensors: in host memory."""
 
-    version: int
+    manifest: PolicyManifest
     tensors: Mapping[str, Tensor]
-    entries: tuple[TensorEntry, ...]
-    adapter: Adapter | None = None
+
+    @property
+    def version(self) -> int:
+        return self.manifest.version
 
 
 class PolicyFetcher:
@@ -82,7 +85,7 @@ class PolicyFetcher:
             raise PolicyRefused(f"{what}: incomplete: {error}") from error
         except PolicyRefused as error:
             raise PolicyRefused(f"{what}: {error}") from error
-        self._held = HeldWeights(manifest.version, tensors, manifest.tensors, manifest.adapter)
+        self._held = HeldWeights(manifest, tensors)
         return Policy(
             version=manifest.version,
             tensors=tensors,
@@ -119,7 +122,7 @@ def rebuild(
     """
     chain = walk(store, manifest, -1 if held is None else held.version)
     held = None if chain.anchor else held
-    if held is not None and (difference := first_difference(held.entries, chain.root.tensors, values=True)):
+    if held is not None and (difference := first_difference(held.manifest.tensors, chain.root.tensors, values=True)):
         raise PolicyRefused(f"held version {held.version} does not lead to {chain.root.version}: {difference}")
     parts = [_parts(store, step, source) for step, source in chain.steps]
 
@@ -167,7 +170,7 @@ def _from_anchor(
 
 
 def _parts(store: Store, manifest: PolicyManifest, source: WeightSource) -> dict[str, Part]:
-    shards = read_shards(store, manifest, source.shards)
+    shards = in_threads(lambda shard: memoryview(_read_shard(store, manifest, shard)), source.shards)
     try:
         found: dict[str, Part] = {part.tensor: (part.encoder, _payload(shards, part)) for part in source.parts}
     except ValueError as error:
@@ -195,11 +198,6 @@ def _check_looks(manifest: PolicyManifest, found: Mapping[str, tuple[Tensor, Loo
         raise PolicyRefused(f"{wrong} holds values that are not finite")
 
 
-def read_shards(store: Store, manifest: PolicyManifest, shards: tuple[Shard, ...]) -> list[memoryview]:
-    """Objects of a policy, verified. Raises PolicyRefused, NotInStore, StoreError."""
-    return [memoryview(data) for data in in_threads(lambda shard: _read_shard(store, manifest, shard), shards)]
-
-
 def _payload(shards: list[memoryview], part: DeltaPart) -> memoryview:
     """The payload of one tensor. ValueError where the objects do not hold it."""
     if not 0 <= part.shard < len(shards) or min(part.offset, part.num_bytes) < 0:
@@ -224,9 +222,7 @@ def _check_listing(manifest: PolicyManifest, held: HeldWeights | None) -> None:
         raise PolicyRefused("its list of tensors is empty or has duplicates")
     if held is None:
         return
-    if held.adapter != manifest.adapter:
-        raise PolicyRefused(
-            f"it is {described(manifest.adapter)}, expected {described(held.adapter)} as in version {held.version}, held now"
-        )
-    if difference := first_difference(manifest.tensors, held.entries, values=False):
+    if difference := other_adapter(manifest.adapter, held.manifest) or first_difference(
+        manifest.tensors, held.manifest.tensors, values=False
+    ):
         raise PolicyRefused(f"{difference} (as in version {held.version}, held now)")

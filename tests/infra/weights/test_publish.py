@@ -285,6 +285,6 @@ def test_a_policy_keeps_its_adapter_for_life(before: Adapter | None, after: Adap
     second = put_adapter(store, 1, moved, after)  # without a base it may: a new run under the policy's name begins anew
     follower = PolicyFetcher(store, "main")
     follower.fetch(first)
-    with pytest.raises(PolicyRefused, match=r"expected .* as in version 0, held now"):
+    with pytest.raises(PolicyRefused, match=r"expected .* \(as in version 0, held now"):
         follower.fetch(second)
     assert PolicyFetcher(store, "main").fetch(second).adapter == after
