@@ -5,7 +5,7 @@
 Guarantees: the file is a cache of the log and of nothing else, and may be removed at any time; a log that begins anew makes it
 begin anew; only journal records that count are in it (`schemas.journal.Effective`); what retention took from the log leaves it,
 and every table has a bound (`bounds`). One process writes at a time, by a lock that the kernel releases for a process that
-dies; any number read. The tables of the console are folded only where a console asked for them.
+dies; any number read.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from infra.ledger.index_fold import KEYED, SCHEMA, TIME_BITS, Folder, is_opened, number
+from infra.ledger.index_fold import KEYED, SCHEMA, TIME_BITS, Folder, number
 from infra.log.blobs import is_claim
 from infra.log.bus import Record
 from infra.log.log import Log
@@ -32,13 +32,12 @@ from schemas.ids import partition_key
 from schemas.topics import Topic
 
 FILE = "index.sqlite"
-LAYOUT = 4
+LAYOUT = 5
 # In this order a record is read after those that it is about.
 PAGED = (
     topics.EXPERTS, topics.EXPERIENCES, topics.VERIFIED, topics.EVALS, topics.BUFFER, topics.PROGRESS, topics.REPORTS,
     topics.BATCHES, topics.POLICIES, topics.DEAD_LETTERS,
 )  # fmt: skip
-INDEXED = tuple(topic for topic in PAGED if topic in KEYED or topic in (topics.BATCHES, topics.POLICIES))
 MAX_RECORDS = 2000
 PRUNED_AT = 100_000  # records that retention took from a partition: to look for their rows is to look at all
 PRUNED_ANSWERS = 20_000  # at once
@@ -88,7 +87,7 @@ class TrainedStep(msgspec.Struct, frozen=True):
 class LogIndex:
     """One open index file. Not safe for concurrent use.
 
-    run, policy: whose journal and whose versions it has. pages: fold the tables of the console, too, in this file from now on.
+    run, policy: whose journal and whose versions it has.
     keep_ms: answers that are older than the newest by more are removed. prune_at: records that retention took from a partition
     before their rows are removed.
     """
@@ -99,14 +98,12 @@ class LogIndex:
         *,
         run: str,
         policy: str,
-        pages: bool = False,
         keep_ms: float = math.inf,
         prune_at: int = PRUNED_AT,
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._run, self._policy, self._keep_ms, self._prune_at = run, policy, keep_ms, prune_at
-        self._wants_pages = pages
         self._writing = threading.Lock()  # a thread may go on after its caller was cancelled
         self._lock = path.with_suffix(".lock").open("w", encoding="ascii")
         self._is_writer = False
@@ -133,9 +130,6 @@ class LogIndex:
             if not is_writer:
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
                 self._is_writer = False
-        if self._wants_pages:  # said in the file: another process may write it
-            with contextlib.suppress(sqlite3.OperationalError), self.database:
-                self.database.execute("INSERT OR IGNORE INTO meta VALUES ('pages wanted', 1)")
 
     def _claim(self) -> bool:
         if not self._is_writer:
@@ -150,12 +144,11 @@ class LogIndex:
             "SELECT type, name FROM sqlite_master WHERE name NOT LIKE 'sqlite_%' AND name NOT LIKE 'words_%' AND type = 'table'"
         ).fetchall()
         drops = "".join(f"DROP {kind} IF EXISTS {name};\n" for kind, name in found)
-        pages = "INSERT INTO meta VALUES ('pages wanted', 1), ('pages', 1);" if self._wants_pages else ""
-        self.database.executescript(f"BEGIN IMMEDIATE;\n{drops}{SCHEMA}{pages}PRAGMA user_version = {LAYOUT};\nCOMMIT;")
+        self.database.executescript(f"BEGIN IMMEDIATE;\n{drops}{SCHEMA}PRAGMA user_version = {LAYOUT};\nCOMMIT;")
         self._folder = None
 
     def note(self, name: str) -> object:
-        """One of the facts about the file: `fault`, `pages`, `whole` (the log was read to its end once); None for none."""
+        """One of the facts about the file: `fault`, `whole` (the log was read to its end once); None for none."""
         row = self.database.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
         return None if row is None else row[0]
 
@@ -181,20 +174,17 @@ class LogIndex:
         while not self._claim():
             if time.monotonic() >= until_s:
                 return False
-            ends = ends or await bounds_now(log, self._topics())
+            ends = ends or await bounds_now(log, PAGED)
             if not any(records_left(ends, read_offsets(self.database)).values()):
                 return True
             await asyncio.sleep(AGAIN_S)
         await self._in_thread(self._check_file)
-        bounds = await bounds_now(log, self._topics())
+        bounds = await bounds_now(log, PAGED)
         await self._in_thread(self._check_log, bounds)
-        for topic in self._topics():
+        for topic in PAGED:
             await self._read(log, topic, bounds[topic], on_read)
         await self._in_thread(self._finish)
         return True
-
-    def _topics(self) -> tuple[Topic, ...]:
-        return PAGED if self.note("pages wanted") else INDEXED
 
     async def _in_thread(self, work: Callable[..., None], *values: object) -> None:
         def turn() -> None:
@@ -204,15 +194,13 @@ class LogIndex:
         await asyncio.to_thread(turn)
 
     def _check_file(self) -> None:
-        """The file that is written is the one that lies there, of this layout, with the pages that are wanted."""
+        """The file that is written is the one that lies there, and of this layout."""
         if inode(self.path) != self._inode:
             logger.warning("index_gone path=%s: it is made again from the log", self.path)
             self.database.close()
             self._open()
         (layout,) = self.database.execute("PRAGMA user_version").fetchone()
-        if layout == LAYOUT:
-            self._wants_pages |= bool(self.note("pages wanted"))
-        if layout != LAYOUT or (self._wants_pages and not self.note("pages")):
+        if layout != LAYOUT:
             self._begin_anew()
 
     def _check_log(self, bounds: Bounds) -> None:
@@ -260,15 +248,11 @@ class LogIndex:
         following: Mapping[int, int],
     ) -> None:
         """Everything of one read and how far it got, in one transaction."""
-        pages = bool(self.note("pages"))
-        values = [
-            claim or (_held(record) if pages or is_opened(topic, record) else None)
-            for record, claim in zip(records, claims, strict=True)
-        ]
+        values = [claim or _held(record) for record, claim in zip(records, claims, strict=True)]
         try:
             with self.database:
                 if self._folder is None:
-                    self._folder = Folder(self.database, run=self._run, policy=self._policy, pages=pages)
+                    self._folder = Folder(self.database, run=self._run, policy=self._policy)
                 self._folder.fold(topic, records, values)
                 self.database.executemany(
                     "INSERT INTO reads (topic, part, next) VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET next = excluded.next",

@@ -1,7 +1,7 @@
 """Fold records of the log into the tables of the index (`infra.ledger.index`).
 
-Places say where the records about a group lie; headers and keys tell them, so most records are not decoded. Pages, for the
-console, say what each record tells of an answer, a version or a task. Sealed sections stay shut: of them the index has headers
+Places say where the records about a group lie, by headers and keys. Pages, for the console, say what each record tells of an
+answer, a version or a task. Sealed sections stay shut: of them the index has headers
 and never text. A record that does not decode says nothing here: it is in dead-letters, where it has a page.
 """
 
@@ -99,22 +99,16 @@ def number(text: str) -> int:
     return xxhash.xxh3_64_intdigest(text.encode("utf-8", "replace")) >> 1
 
 
-def is_opened(topic: Topic, record: Record) -> bool:
-    """True if places need the decoded record, and not its headers and key alone."""
-    return topic not in KEYED or (topic is topics.PROGRESS and dict(record.headers).get("kind") == b"drawn")
-
-
 class Folder:
     """Folds records of one run and one policy. The caller holds a transaction of `database`.
 
-    journal: which records of the run's journal count. pages: whether the tables of the console are folded, too.
+    journal: which records of the run's journal count.
     """
 
-    def __init__(self, database: sqlite3.Connection, *, run: str, policy: str, pages: bool) -> None:
+    def __init__(self, database: sqlite3.Connection, *, run: str, policy: str) -> None:
         self._database = database
         self._run = run
         self._policy = policy
-        self._pages = pages
         fence = database.execute("SELECT value FROM meta WHERE name = 'fence'").fetchone()
         self._journal = Effective(run, -1 if fence is None else fence[0])
         for (step,) in database.execute("SELECT step FROM steps WHERE token = ?", (self._journal.token,)):
@@ -130,8 +124,6 @@ class Folder:
             self._journaled(found)
         elif topic is topics.POLICIES:
             self._decided(found)
-        if not self._pages:
-            return
         if topic in (topics.EXPERIENCES, topics.EXPERTS):
             self.add(_members(found))
         elif topic in (topics.VERIFIED, topics.EVALS):
@@ -249,24 +241,22 @@ class Folder:
             return
         groups = {number(group_of(item.id)) for item in batch.items}
         self._many("INSERT INTO trained VALUES (?, ?)", [(group, batch.step) for group in groups])
-        if self._pages:
-            keys = [number(item.id) for item in batch.items]
-            self._many("UPDATE answers SET fate = ? WHERE key = ?", [(TRAINED, key) for key in keys])
-            use = "INSERT OR IGNORE INTO uses SELECT ?, n FROM answers WHERE key = ?"
-            self._many(use, [(batch.step, key) for key in keys])
-            dropped = zip(batch.dropped, batch.dropped_because, strict=False)
-            self._end_pending([(why, number(item.id)) for item, why in dropped])
+        keys = [number(item.id) for item in batch.items]
+        self._many("UPDATE answers SET fate = ? WHERE key = ?", [(TRAINED, key) for key in keys])
+        use = "INSERT OR IGNORE INTO uses SELECT ?, n FROM answers WHERE key = ?"
+        self._many(use, [(batch.step, key) for key in keys])
+        dropped = zip(batch.dropped, batch.dropped_because, strict=False)
+        self._end_pending([(why, number(item.id)) for item, why in dropped])
 
     def _undone(self, why: str, first: int, last: int, reason: str) -> None:
         """These steps changed nothing in the end; an answer that no other step used is trained no more."""
         self._database.execute("INSERT INTO undone VALUES (?, ?, ?)", (first, last, f"{why}: {reason}"))
-        if self._pages:
-            self._database.execute(
-                "UPDATE answers SET fate = ? WHERE n IN (SELECT n FROM uses WHERE step BETWEEN ? AND ?)"
-                " AND NOT EXISTS (SELECT 1 FROM uses WHERE uses.n = answers.n AND step NOT BETWEEN ? AND ?)",
-                (why, first, last, first, last),
-            )
-            self._database.execute("DELETE FROM uses WHERE step BETWEEN ? AND ?", (first, last))
+        self._database.execute(
+            "UPDATE answers SET fate = ? WHERE n IN (SELECT n FROM uses WHERE step BETWEEN ? AND ?)"
+            " AND NOT EXISTS (SELECT 1 FROM uses WHERE uses.n = answers.n AND step NOT BETWEEN ? AND ?)",
+            (why, first, last, first, last),
+        )
+        self._database.execute("DELETE FROM uses WHERE step BETWEEN ? AND ?", (first, last))
 
     def _decided(self, found: Sequence[Found]) -> None:
         for record, value in found:
@@ -275,9 +265,9 @@ class Folder:
                 case PolicyEvent(policy=self._policy):
                     row = (record.offset, value.version, value.step, time_ms, value.event)
                     self._many("INSERT OR IGNORE INTO policies VALUES (?, ?, ?, ?, ?)", [row])
-                    if self._pages and value.event == "published":
+                    if value.event == "published":
                         self._measured(value.version, time_ms, value.stats, kept=1)
-                case Directive() if self._pages and value.order != "lease":
+                case Directive() if value.order != "lease":
                     self._many(
                         "INSERT OR IGNORE INTO orders (offset, time_ms, word, owner, about, reason) VALUES (?, ?, ?, ?, ?, ?)",
                         [(record.offset, time_ms, value.order, value.owner, value.about, value.reason)],

@@ -78,7 +78,7 @@ class Reading:
         self.index_state = IndexState()
         self._fault = ""  # of this process
         self._path = state / FILE
-        self.index = open_index(settings, state, pages=True)
+        self.index = open_index(settings, state)
         self._hour = LastHour(log)
         self._held: dict[str, tuple[float, Any]] = {}
         self._tracing = asyncio.Lock()
@@ -209,9 +209,8 @@ def has_answer(database: sqlite3.Connection, experience: str) -> bool:
 
 def _progress(database: sqlite3.Connection) -> tuple[dict[tuple[str, int], int], str, bool]:
     notes = dict(database.execute("SELECT name, value FROM meta").fetchall())
-    has_pages = bool(notes.get("pages"))  # a file of `trace` alone is read anew
     return (
-        (read_offsets(database) if has_pages else {}),
+        read_offsets(database),
         notes.get("fault") or "",
-        bool(notes.get("whole") and has_pages),
+        bool(notes.get("whole")),
     )

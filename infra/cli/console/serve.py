@@ -100,7 +100,7 @@ async def made(
     log into the index, which it does while no other process does.
     """
     host, port = address.lower().rpartition(":")[::2]
-    known, index = Reading(settings, log, state), open_index(settings, state, pages=True)
+    known, index = Reading(settings, log, state), open_index(settings, state)
     console = Console(known, command, partial(load_speller, settings))
     hosts = ("localhost", "127.0.0.1", "[::1]", host, *settings.console.names)
     app = make_app(console, access, hosts=hosts, port=port, own=settings.console.origin)

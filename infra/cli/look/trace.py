@@ -81,7 +81,7 @@ async def _keep_up(settings: Settings) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    index = open_index(settings, pages=settings.console.up)
+    index = open_index(settings)
     try:
         async with connected(settings) as log:
             await follow(log, index, stop)
@@ -90,13 +90,12 @@ async def _keep_up(settings: Settings) -> int:
     return 0
 
 
-def open_index(settings: Settings, folder: Path | None = None, *, pages: bool = False) -> LogIndex:
-    """The index of a run, opened. folder: its place, the run's state by default. pages: with the tables of the console."""
+def open_index(settings: Settings, folder: Path | None = None) -> LogIndex:
+    """The index of a run, opened. folder: its place, the run's state by default."""
     return LogIndex(
         (folder or settings.folder / "state") / FILE,
         run=settings.run or settings.app,
         policy=settings.policy.name,
-        pages=pages,
         keep_ms=1000 * duration_s(settings.keep.replay),
     )
 

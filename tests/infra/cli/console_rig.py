@@ -239,7 +239,7 @@ class Console:
 
 def is_read(reading: Reading) -> bool:
     """Whether the index has read the log to its end once."""
-    return reading.index.note("pages") == 1 and reading.index.note("whole") == 1
+    return reading.index.note("whole") == 1
 
 
 def page_text(page: httpx.Response) -> str:
@@ -272,7 +272,7 @@ def look(
 
 def folded(folder: Path, *makes: Callable[[Log], Awaitable[object]], keep_ms: float = math.inf) -> LogIndex:
     """The index with pages of a new log, read again after each of `makes`."""
-    index = LogIndex(folder / FILE, run="t", policy="main", pages=True, keep_ms=keep_ms)
+    index = LogIndex(folder / FILE, run="t", policy="main", keep_ms=keep_ms)
 
     async def main() -> None:
         log = Log(MemoryBus(), "t", store=MemoryStore())

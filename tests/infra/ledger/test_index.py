@@ -87,34 +87,17 @@ def test_nothing_that_is_sealed_is_in_the_file(tmp_path: Path) -> None:
 def test_answers_are_in_the_order_of_their_times_whatever_order_they_are_read_in(tmp_path: Path) -> None:
     """Experts are read first, and partitions one after another."""
     index = folded(tmp_path, nothing)
-    folder = Folder(index.database, run="t", policy="main", pages=True)
+    folder = Folder(index.database, run="t", policy="main")
     with index.database:
         for time_ms, number in ((9000, 0), (1000, 1), (5000, 2), (5000, 3), (5000, 4)):
             folder.add([(time_ms, live(number, "asked", f"said {number}"))])
     assert rows(index, "SELECT answered FROM texts ORDER BY n") == [(f"said {at}",) for at in (1, 2, 3, 4, 0)]
 
 
-async def test_an_index_without_pages_holds_no_text_and_becomes_one_with_them_when_a_console_asks(
-    tmp_path: Path,
-) -> None:
-    log = Log(MemoryBus(), "t", store=MemoryStore())
-    await fill(log)
-    plain = LogIndex(tmp_path / FILE, run="t", policy="main")
-    await plain.refresh(log)
-    group = live(0, "", "").group
-    assert plain.places(group) and not any(sizes(plain.database)[table] for table in ("answers", "texts", "curves"))
-    console = LogIndex(tmp_path / FILE, run="t", policy="main", pages=True)
-    assert not await console.refresh(log, wait_s=0.0), "the other one writes"
-    await plain.refresh(log)
-    assert sizes(console.database)["texts"] > 0 and console.places(group) == plain.places(group)
-    plain.close()
-    console.close()
-
-
 async def test_of_two_processes_one_writes_and_the_other_goes_on_when_it_is_gone(tmp_path: Path) -> None:
     log = Log(MemoryBus(), "t", store=MemoryStore())
     await fill(log)
-    first, second = (LogIndex(tmp_path / FILE, run="t", policy="main", pages=True) for _ in range(2))
+    first, second = (LogIndex(tmp_path / FILE, run="t", policy="main") for _ in range(2))
     assert await first.refresh(log) and not await second.refresh(log, wait_s=0.0)
     waiting = asyncio.create_task(second.refresh(log))
     assert await waiting, "the writer has read as far"
@@ -134,7 +117,7 @@ async def test_a_log_that_begins_anew_and_a_file_that_is_gone_or_of_another_layo
         old.execute("CREATE TABLE answers (x)")
         old.execute("PRAGMA user_version = 999")
     old.close()
-    index = LogIndex(tmp_path / FILE, run="t", policy="main", pages=True)
+    index = LogIndex(tmp_path / FILE, run="t", policy="main")
     await index.refresh(log)
     held = sizes(index.database)["answers"]
     for end in ("", "-wal", "-shm"):
@@ -177,10 +160,10 @@ async def test_only_journal_records_that_count_train_an_answer(
     for record in journal:
         await publish(log, record)
         if not at_once:
-            index = LogIndex(tmp_path / FILE, run="t", policy="main", pages=True)
+            index = LogIndex(tmp_path / FILE, run="t", policy="main")
             await index.refresh(log)
             index.close()
-    index = LogIndex(tmp_path / FILE, run="t", policy="main", pages=True)
+    index = LogIndex(tmp_path / FILE, run="t", policy="main")
     await index.refresh(log)
     assert index.database.execute("SELECT step, token FROM steps").fetchall() == steps
     assert rows(index, "SELECT fate FROM answers ORDER BY id") == [(fate,) for fate in fates]
