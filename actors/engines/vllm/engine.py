@@ -38,12 +38,10 @@ from actors.engines.vllm.adapters import Adapters, Attempts, check_adapted
 from actors.engines.vllm.requests import Requests, layer_name
 from actors.engines.vllm.settings import (
     GRAMMARS,
-    ChildErrors,
     argument_names,
     check_release,
     engine_arguments,
     environment,
-    errors_of_children,
     give_cache,
 )
 from infra.model.adapter import adapter_shapes, find_adapter, write_adapter_folder
@@ -225,14 +223,9 @@ class VllmEngine:
         return self._requests.num_running if self._requests else 0
 
     async def start(self) -> None:
-        """Start vLLM and let it answer once: the first step of each kind is slow."""
-        with errors_of_children() as errors:
-            try:
-                await self._start(errors)
-            except RuntimeError as error:
-                raise errors.explained(error, str(self._folder)) from error
-
-    async def _start(self, errors: ChildErrors) -> None:
+        """Start vLLM and let it answer once: the first step of each kind is slow. vLLM's processes log why they do not
+        start.
+        """
         self._folder = await asyncio.to_thread(model_folder, self._model)
         self._vision = await asyncio.to_thread(load_vision, self._folder)
         if self._keeps and self._vision is not None:
@@ -241,7 +234,7 @@ class VllmEngine:
                 'are still being read with; expected "rebuild", or the torch engine'
             )
         await asyncio.to_thread(self._read_folder)
-        await asyncio.to_thread(self._build, errors)
+        await asyncio.to_thread(self._build)
         config = self._llm.model_config
         self._num_vocabulary = int(config.get_vocab_size())
         # Published under both names; vLLM would keep two copies.
@@ -344,7 +337,7 @@ class VllmEngine:
         self._held = folder_tensors(self._folder) if self._vision is None else model_tensors(load_model(self._folder))
         self._names = tuple(self._held)
 
-    def _build(self, errors: ChildErrors) -> None:
+    def _build(self) -> None:
         from vllm import __version__
 
         check_release(__version__)
@@ -370,7 +363,6 @@ class VllmEngine:
             if on_cpu:
                 _check_on_cpu(self._folder, config.model_config)
                 give_cache(config)
-            errors.listen(config)
             # Not returned: the thread's future would keep it alive after `close`.
             self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=bool(arguments["disable_log_stats"]))
 

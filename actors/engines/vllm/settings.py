@@ -4,22 +4,15 @@ Values of the user always win; a value that would break the engine's contract is
 """
 
 import ast
-import copy
 import difflib
 import importlib.util
-import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import msgspec
-
-from actors.engines.engine import EngineStopped
 from actors.engines.vllm.adapters import MIN_SLOTS
 from infra.model.vision import Vision, probe_picture
 from infra.policies.policy import Adapter
@@ -191,60 +184,6 @@ def _free_bytes(folder: Path = Path("/sys/fs/cgroup")) -> int:
     with suppress(OSError, ValueError):  # no limit
         free = min(free, int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text()))
     return max(0, free)
-
-
-class ErrorFile(logging.Handler):
-    """Appends the kind and the words of logged exceptions to a file, in whichever process."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(logging.ERROR)
-        self._path = path
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write the record's exception, if it has one."""
-        if record.exc_info and record.exc_info[1] is not None:
-            error = record.exc_info[1]
-            with suppress(OSError), open(self._path, "ab") as file:  # the file goes once vLLM has started
-                file.write(msgspec.json.encode((type(error).__name__, str(error))) + b"\n")
-
-
-class ChildErrors:
-    """Errors that vLLM's processes log when they do not start; their parent reports no reason."""
-
-    def __init__(self, folder: str) -> None:
-        self.log = Path(folder, "errors.jsonl")
-        self._settings = Path(folder, "logging.json")
-
-    def listen(self, config: Any) -> None:
-        """Have vLLM's processes note their errors here, unless the user has them log otherwise. config: vLLM's, changed."""
-        from vllm.logger import DEFAULT_LOGGING_CONFIG
-
-        if config.logging_config.pylogging_config_file or not config.logging_config.configure_logging:
-            return
-        found: dict[str, Any] = copy.deepcopy(DEFAULT_LOGGING_CONFIG)
-        for logger in found["loggers"].values():
-            logger["handlers"] = [*logger["handlers"], "headrace"]
-        found["handlers"]["vllm"]["level"] = config.logging_config.log_level
-        found["handlers"]["headrace"] = {"class": f"{__name__}.ErrorFile", "path": str(self.log)}
-        self._settings.write_bytes(msgspec.json.encode(found))
-        config.logging_config = replace(config.logging_config, pylogging_config_file=str(self._settings))
-
-    def explained(self, error: Exception, model: str) -> Exception:
-        """The first error of vLLM's processes: a ConfigError if a restart cannot help; `error` if there is none."""
-        lines = self.log.read_bytes().splitlines() if self.log.exists() else []
-        if not lines:
-            return error
-        kind, said = msgspec.json.decode(lines[0], type=tuple[str, str])
-        if kind in ("ValueError", "ValidationError", "NotImplementedError"):
-            return ConfigError(f"engine: vLLM does not start with {model}: {said}")
-        return EngineStopped(f"vLLM does not start with {model}: {kind}: {said}")
-
-
-@contextmanager
-def errors_of_children() -> Iterator[ChildErrors]:
-    """Collects why vLLM does not start."""
-    with TemporaryDirectory(prefix="headrace-vllm-") as folder:
-        yield ChildErrors(folder)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """The parts of the vLLM engine that decide, without vLLM."""
 
 import asyncio
-import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +20,6 @@ from actors.engines.vllm.requests import Requests, probe_input, prompt_input
 from actors.engines.vllm.settings import (
     REQUIRED,
     TRIED,
-    ChildErrors,
-    ErrorFile,
     argument_names,
     check_release,
     engine_arguments,
@@ -365,25 +362,3 @@ def test_the_names_read_from_the_source_are_those_that_vllm_takes() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert argument_names() == frozenset(AsyncEngineArgs.__dataclass_fields__)
-
-
-@pytest.mark.parametrize(
-    ("raised", "expected"),
-    [
-        (ValueError("the model's max seq len is too long"), ConfigError),
-        (MemoryError("no memory"), EngineStopped),
-        (None, RuntimeError),
-    ],
-)
-def test_the_error_of_vllms_process_is_raised_instead_of_a_hint_at_it(
-    raised: Exception | None, expected: type[Exception], tmp_path: Path
-) -> None:
-    said = RuntimeError("Engine core initialization failed. See root cause above.")
-    errors = ChildErrors(str(tmp_path))
-    log = logging.Logger("child")
-    log.addHandler(ErrorFile(str(errors.log)))
-    log.error("no exception")
-    for error in (raised, RuntimeError("a worker failed")) if raised else ():
-        log.error("EngineCore failed to start.", exc_info=error)
-    found = errors.explained(said, "model")
-    assert isinstance(found, expected) and (found is said if raised is None else str(raised) in str(found))
