@@ -248,7 +248,7 @@ class TrainerConfig(Section, frozen=True):
     ranks: Positive = 1
     """Number of training processes (ranks)."""
     ranks_timeout: Duration = "10m"
-    """Maximum time that a rank waits for another; after it, all ranks restart. Sending the rows of a step, its longest
+    """Maximum time that a rank waits for another; after it, all ranks end. Sending the rows of a step, its longest
     microbatch and reading a checkpoint must each take less."""
     learner: Use = Use(use="trainer.learners.torch:TorchLearner")
     """Learner, which holds and trains the model."""

@@ -26,7 +26,7 @@ from infra.chain import calls
 from infra.chain.calls import MAX_DETAIL_CHARS, Extras, Failure, Trouble
 from infra.chain.faults import MAX_REASON_CHARS, accepted, accepted_new, drop_fault, header_faults
 from infra.chain.processor import Drop, Memory, Unit, Verdict, declared_mark
-from infra.chain.verdict import Question, Recorded, has_score, input_hash, options_hash, read_verdict
+from infra.chain.verdict import Question, Recorded, input_hash, options_hash, read_verdict
 from infra.settings.plugin import RESERVED_PARAMETERS
 from schemas import BadFrame, Experience, Score, Task
 from schemas.errors import ConfigError
@@ -75,8 +75,7 @@ DEFAULT_TIMEOUT_S = 10.0
 class Step(msgspec.Struct, kw_only=True):
     """A bound function of a chain. memory: entries per partition. fills: keyword parameters that the chain passes.
 
-    reuse: a score already recorded under this name and version is not asked again. question: hash of a score's options,
-    "" for a score whose answers are not kept for reuse.
+    question: hash of a score's options, "" for a score whose answers are not kept for reuse.
     """
 
     name: str
@@ -88,7 +87,6 @@ class Step(msgspec.Struct, kw_only=True):
     asynchronous: bool = False
     memory: int = 0
     fills: tuple[str, ...] = ()
-    reuse: bool = True
     question: str = ""
     trouble: Trouble = msgspec.field(default_factory=Trouble)
 
@@ -138,7 +136,6 @@ def make_step(
     function: Callable[..., Any],
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    reuse: bool = True,
     options: Mapping[str, Any] | None = None,
 ) -> Step:
     """A step from a marked function with its options bound; raises ConfigError when it fits no kind of step.
@@ -166,7 +163,7 @@ def make_step(
         raise ConfigError(f"{name}: got an async processor with memory, expected a plain function (log order)")
     return Step(
         name=name, version=mark.version, kind=kind, function=function, timeout_s=timeout_s, inline=mark.inline,
-        asynchronous=asynchronous, memory=mark.memory, fills=fills, reuse=reuse, trouble=Trouble(f"{name}@{mark.version}"),
+        asynchronous=asynchronous, memory=mark.memory, fills=fills, trouble=Trouble(f"{name}@{mark.version}"),
         question=options_hash(function, options or {}) if kind == "score" and not mark.inline else "",
     )  # fmt: skip
 
@@ -193,7 +190,7 @@ async def run_chain(steps: Sequence[Step], experiences: Sequence[Experience], co
             continue
         asked = flow.members
         if step.kind == "score":
-            asked = [member for member in asked if _is_to_be_scored(member, step)]
+            asked = [member for member in asked if not member.is_given]
             results = await _scored(flow, step, asked, extras, context)
         else:
             results = await call_step(step, asked, extras)
@@ -279,10 +276,6 @@ async def _scored(
                 known[member.id] = verdict
     answers = iter(await call_step(step, [member for member in asked if member.id not in known], extras))
     return [known[member.id] if member.id in known else next(answers) for member in asked]
-
-
-def _is_to_be_scored(experience: Experience, step: Step) -> bool:
-    return not experience.is_given and not (step.reuse and has_score(experience, step.name, step.version))
 
 
 def _settle_each(flow: _Flow, step: Step, index: int, asked: Sequence[Experience], results: Sequence[object]) -> None:

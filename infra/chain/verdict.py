@@ -49,11 +49,6 @@ def input_hash(question: str, experience: Experience) -> str:
     return seen.hexdigest()[:HASH_CHARS]
 
 
-def has_score(experience: Experience, name: str, version: int) -> bool:
-    """True if it has this version's score already, from any model."""
-    return any(found.name == name and found.version.partition("+")[0] == str(version) for found in experience.scores)
-
-
 def read_verdict(result: object) -> Verdict | str:
     """A score's result with plain, finite numbers, or its fault. Raises what the result itself raises."""
     verdict = result if isinstance(result, Verdict) else None

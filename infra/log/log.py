@@ -124,10 +124,6 @@ class Log:
         reach(send_point(topic.name, kind, "after"))
         return position
 
-    async def answers(self, topic: Topic) -> None:
-        """Return once the broker answers for the topic; nothing is stored. Raises BrokerUnavailable."""
-        await self.bus.end_offsets(self.name(topic))
-
     async def publish_all(
         self, topic: Topic, records: Iterable[Control | Block], partitions: Iterable[int | None] = ()
     ) -> list[RecordPosition]:

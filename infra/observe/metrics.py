@@ -92,9 +92,6 @@ class Metrics:
         """Value of every gauge, named as `counters` are."""
         return self._values(Gauge)
 
-    def snapshot(self) -> dict[str, float]:
-        return {**self.counters(), **self.gauges()}
-
     def exposition(self) -> bytes:
         text: bytes = generate_latest(_Renamed(self.registry, self._app))  # type: ignore[arg-type]
         return text

@@ -12,6 +12,8 @@ import select
 import signal
 import subprocess
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 
 from infra.sandbox.command import SandboxLimits
@@ -96,7 +98,8 @@ class SandboxChild:
         if self._outer < 0:
             return
         if self._inner >= 0:
-            _kill(self._inner)
+            with suppress(ProcessLookupError):  # it has ended
+                signal.pidfd_send_signal(self._inner, signal.SIGKILL)
             _wait(self._inner)
         else:
             self._process.kill()
@@ -172,28 +175,19 @@ class SandboxChild:
             raise SandboxUnavailable(f"bubblewrap did not start within {START_S:g} s")
         while b"\n" not in self._words and (chunk := os.read(self._status, CHUNK_BYTES)):
             self._words += chunk  # a program that is over by now has its exit code among them
-        for line in self._words.splitlines():
-            pid = json.loads(line).get("child-pid")
-            if pid is not None:
-                try:
-                    self._inner, self._first_pid = os.pidfd_open(pid), pid
-                except ProcessLookupError:  # it is over already
-                    return
+        if (pid := self._said("child-pid")) is not None:
+            with suppress(ProcessLookupError):  # it is over already
+                self._inner, self._first_pid = os.pidfd_open(pid), pid
+
+    def _said(self, name: str) -> int | None:
+        """A number of bubblewrap's status."""
+        return next((said[name] for said in map(json.loads, self._words.splitlines()) if name in said), None)
 
     def _exit_code(self) -> int:
-        for line in self._words.splitlines():
-            code = json.loads(line).get("exit-code")
-            if code is not None:
-                return int(code)
+        if (code := self._said("exit-code")) is not None:
+            return code
         words = self.stderr.decode(errors="replace").strip()[:300]
         raise SandboxUnavailable(f"bubblewrap could not confine the program: {words or 'it ended without a word'}")
-
-
-def _kill(descriptor: int) -> None:
-    try:
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    except ProcessLookupError:  # it has ended
-        return
 
 
 def _wait(descriptor: int) -> None:
@@ -228,17 +222,12 @@ def used_bytes(pid: int, tmp_bytes: int) -> int:
             total += (found.f_files - found.f_ffree) * INODE_BYTES
     left = [pid]
     while left:
-        process = f"/proc/{left.pop()}"
+        process = Path(f"/proc/{left.pop()}")
         try:
-            _, resident, shared, *_ = _read_file(f"{process}/statm").split()
+            _, resident, shared, *_ = (process / "statm").read_bytes().split()
             total += max(0, int(resident) - int(shared)) * PAGE_BYTES
-            for thread in os.listdir(f"{process}/task"):
-                left += [int(child) for child in _read_file(f"{process}/task/{thread}/children").split()]
+            for thread in (process / "task").iterdir():
+                left += [int(child) for child in (thread / "children").read_bytes().split()]
         except (FileNotFoundError, ProcessLookupError):  # it has ended, or a thread of it
             continue
     return total
-
-
-def _read_file(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()

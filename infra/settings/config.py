@@ -318,12 +318,11 @@ def duration_s(text: str) -> float:
 
 def decode(table: object, type: type[Decoded], where: str) -> Decoded:
     """`table` as `type`; `where` starts every message (the file, or the option being read). Raises ConfigError."""
-    _check(table, type, "", where)
-    decoded: Decoded = _convert(table, type, "", where)
+    decoded: Decoded = _checked(table, type, "", where)
     return decoded
 
 
-def _check(value: object, expected: Any, path: str, where: str) -> None:
+def _checked(value: object, expected: Any, path: str, where: str) -> Any:
     """Walk value and type together, so that a failure names the exact key (msgspec says `[...]` for keys of dicts)."""
     base = _chosen(value, expected)
     if isinstance(base, type) and issubclass(base, msgspec.Struct):
@@ -332,11 +331,17 @@ def _check(value: object, expected: Any, path: str, where: str) -> None:
         _check_keys(value, base, path, where)
     elif get_origin(base) is dict and isinstance(value, Mapping):
         for key, item in value.items():
-            _check(item, get_args(base)[1], join(path, key), where)
+            _checked(item, get_args(base)[1], join(path, key), where)
     elif get_origin(base) in (tuple, list) and isinstance(value, list):
         for index, item in enumerate(value):
-            _check(item, get_args(base)[0], f"{path}[{index}]", where)
-    _convert(value, expected, path, where)
+            _checked(item, get_args(base)[0], f"{path}[{index}]", where)
+    try:
+        return msgspec.convert(value, expected, dec_hook=_convert_path)
+    except msgspec.ValidationError as error:
+        cause = error.__cause__
+        if isinstance(cause, ValueError):  # raised by a struct's own __post_init__
+            raise ConfigError(f"{where}: {path + ': ' if path else ''}{cause}") from error
+        raise ConfigError(mismatch(value, words_of(expected), path, where)) from error
 
 
 def _check_keys(value: Mapping[str, object], struct: type[msgspec.Struct], path: str, where: str) -> None:
@@ -346,20 +351,10 @@ def _check_keys(value: Mapping[str, object], struct: type[msgspec.Struct], path:
             near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
             hint = f'did you mean "{near[0]}"?' if near else f"expected one of {', '.join(fields)}"
             raise ConfigError(f"{where}: {join(path, key)}: unknown key, {hint}")
-        _check(item, fields[key].type, join(path, key), where)
+        _checked(item, fields[key].type, join(path, key), where)
     for key, field in fields.items():
         if field.required and key not in value:
             raise ConfigError(f"{where}: {join(path, key)}: missing, expected {words_of(field.type)}")
-
-
-def _convert(value: object, expected: Any, path: str, where: str) -> Any:
-    try:
-        return msgspec.convert(value, expected, dec_hook=_convert_path)
-    except msgspec.ValidationError as error:
-        cause = error.__cause__
-        if isinstance(cause, ValueError):  # raised by a struct's own __post_init__
-            raise ConfigError(f"{where}: {path + ': ' if path else ''}{cause}") from error
-        raise ConfigError(mismatch(value, words_of(expected), path, where)) from error
 
 
 def _convert_path(expected: type, value: object) -> object:

@@ -52,10 +52,8 @@ def find(use: str, where: str = "use") -> object:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
-            hint = "is its folder in `plugins`, or its package installed?"
-            raise ConfigError(f'{where}: no module "{error.name}" ({use}); {hint}') from error
-        raise ConfigError(f'{where}: {use} needs the module "{error.name}", which is not installed') from error
+        hint = "is its folder in `plugins`, or its package installed?"
+        raise ConfigError(f'{where}: no module "{error.name}" ({use}); {hint}') from error
     except KeyboardInterrupt:
         raise
     except BaseException as error:

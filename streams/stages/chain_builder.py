@@ -132,8 +132,7 @@ def build_collect(config: StreamsConfig, model: str = "") -> tuple[Step, ...]:
     steps = _steps(chain)
     if reward.use:
         function = loaded(reward.use, reward.options, "reward", kind="score")
-        # It may read feedback, so it is asked again at every revision.
-        own = make_step("custom_reward", function, timeout_s=reward.timeout_s, reuse=False)
+        own = make_step("custom_reward", function, timeout_s=reward.timeout_s)
         steps.insert([step.name for step in steps].index("reward"), own)
     return with_processors(steps, config.processor, "collect", len(steps), _off(chain))
 

@@ -107,6 +107,14 @@ def folder_store(folder: Path) -> Store:
     return open_store(str(folder), base=folder)
 
 
+def gone(pid: int) -> bool:
+    """True if a process has ended, also if nobody has waited for it yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 async def until(condition: Callable[[], bool], *, seconds: float = 60.0) -> None:
     """Wait for a condition; a deadline ends a test that would hang."""
     deadline = time.monotonic() + seconds

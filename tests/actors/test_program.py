@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import re
 import sys
 import threading
@@ -31,7 +30,7 @@ from schemas.errors import ConfigError
 from schemas.topics import EXPERIENCES, TASKS
 from tests.actors import agents_of_tests
 from tests.actors.gateway.gateway_rig import EOS, VOCABULARY, ByteTokenizer, says
-from tests.actors.rig import EXPLORE, FLOOR, MASTER, TopicArrivals, folder_store, memory_log, running, task, until
+from tests.actors.rig import EXPLORE, FLOOR, MASTER, TopicArrivals, folder_store, gone, memory_log, running, task, until
 from tests.http_endpoint import http_endpoint
 from tests.role import role_of
 from tests.variables import variables
@@ -259,16 +258,7 @@ def test_what_a_command_started_ends_with_it(tmp_path: Path) -> None:
     )
     scores, _, _ = play(command(tmp_path, left))
     assert scores == (Score(name="program", value=1.0),)
-    asyncio.run(until(lambda: not is_alive(int(pid.read_text()))))
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return state != "Z"
+    asyncio.run(until(lambda: gone(int(pid.read_text()))))
 
 
 def test_a_service_is_sent_the_task_the_address_and_the_key() -> None:

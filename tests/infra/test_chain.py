@@ -199,23 +199,6 @@ def test_a_verdict_that_is_no_number_is_nonsense(verdict: object) -> None:
     assert "mine@1" in outcome.dropped[0].detail
 
 
-def test_a_score_of_the_same_version_is_not_asked_again() -> None:
-    calls: list[str] = []
-
-    @score(version=2, inline=True)
-    def counted(experience: Experience) -> float:
-        calls.append(experience.id)
-        return 1.0
-
-    known = answer(0, scores=(Score("mine", 0.25, version="2"),))
-    older = answer(1, scores=(Score("mine", 0.25, version="1"),))
-    outcome = run([step_of(counted, "mine")], [known, older])
-    assert [kept.score("mine") for kept in outcome.kept] == [0.25, 1.0]
-    assert calls == [older.id]
-    run([step_of(counted, "mine", reuse=False)], [known])
-    assert calls == [older.id, known.id]
-
-
 def test_demonstrations_are_not_scored() -> None:
     @score(version=1, inline=True)
     def zero(experience: Experience) -> float:

@@ -188,7 +188,7 @@ class Outbox:
         """Ask for the broker without a record: a record that was given up may yet be sent."""
         try:
             async with asyncio.timeout(self._send_s):
-                await self._log.answers(EXPERIENCES)
+                await self._log.bus.end_offsets(self._log.name(EXPERIENCES))
         except (BrokerUnavailable, TimeoutError, OSError) as error:
             _log.debug("broker_still_away error=%r", error)
             return False

@@ -33,25 +33,6 @@ async def test_an_unreachable_broker_is_named_within_the_deadline() -> None:
     assert not await answers(NOBODY, timeout_s=1.0)
 
 
-@pytest.mark.full
-def test_a_broker_that_comes_late_is_waited_for(tmp_path: Path) -> None:
-    broker = EmbeddedKafka(tmp_path / "kafka")
-    bootstrap = broker.start()
-    broker.stop()
-
-    async def run() -> None:
-        bus = KafkaBus(bootstrap, deadline_s=DEADLINE_S)
-        starting = asyncio.create_task(bus.start())
-        await asyncio.to_thread(broker.start)
-        await starting
-        await bus.close()
-
-    try:
-        asyncio.run(run())
-    finally:
-        broker.stop()
-
-
 async def produce(bus: Bus, confirmed: list[int], stop: asyncio.Event, writer: int) -> None:
     """Send numbers one after the other until told to stop; remember those that were confirmed."""
     number = 0

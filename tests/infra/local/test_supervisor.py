@@ -12,22 +12,14 @@ import pytest
 
 from infra.files import lock_folder, release_folder
 from infra.local.broker import HOST, PORTS, is_free, plan_address, read_address
-from infra.local.ranks import RankGroup, launched_rank, run_ranks
+from infra.local.ranks import RankGroup, run_ranks
 from infra.local.supervisor import Child, ChildEvent, Supervisor
 from schemas.errors import ConfigError
-from tests.actors.rig import until
+from tests.actors.rig import gone, until
 
 
 def script(name: str, folder: Path, code: str, **fields: object) -> Child:
     return Child(name=name, argv=(sys.executable, "-S", "-c", code), log=folder / f"{name}.log", **fields)  # type: ignore[arg-type]
-
-
-def gone(pid: int) -> bool:
-    """Whether a process has ended, also one that nobody has waited for yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 async def test_a_child_that_dies_is_restarted_and_counted(tmp_path: Path) -> None:
@@ -183,11 +175,6 @@ async def test_a_stop_ends_the_group_also_where_nobody_listens(tmp_path: Path) -
     # Who is killed is gone once its watcher has reaped it, which may be a moment later.
     await until(lambda: all(map(gone, pids(tmp_path))))
     assert code == 0
-
-
-def test_a_rank_is_what_a_launcher_says() -> None:
-    assert launched_rank({}) is None
-    assert launched_rank({"WORLD_SIZE": "2", "RANK": "1"}) == 1
 
 
 def test_a_folder_keeps_its_address(tmp_path: Path) -> None:
