@@ -81,11 +81,11 @@ BUDGETS = {
     "infra/cli": 6_471,
     "infra/cli/console": 1_738,
     "infra/cli/demo": 1_189,
-    "streams": 8_482,
+    "streams": 8_481,
     "actors": 15_376,
     "actors/master/gate": 771,
-    "trainer": 10_633,
-    "tests": 53_937,
+    "trainer": 10_637,
+    "tests": 53_851,
     "tests/bench": 3_993,
 }
 MAX_PRODUCT_FILES, MAX_TEST_FILES = 352, 280

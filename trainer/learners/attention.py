@@ -121,6 +121,10 @@ def tree_attention(
     if tree is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+        # On a CPU the backward calls small products, for which bfloat16 takes longer.
+        if query.dtype == torch.bfloat16 and not query.is_cuda:
+            wide = (query.float(), key.float(), value.float())
+            return sdpa_attention_forward(module, *wide, attention_mask, **settings)[0].to(query.dtype), None
         found: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
         return found
     sinks_H = settings.pop("s_aux", None)
