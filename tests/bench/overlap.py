@@ -7,6 +7,7 @@ journal must show that every step had all of its groups, and that each answer ca
 """
 
 import asyncio
+import bisect
 import itertools
 import statistics
 import tempfile
@@ -20,7 +21,7 @@ import numpy as np
 from actors.config import ExploreConfig, MasterConfig
 from actors.engines.engine import Completion, LoadReport, OnChunk, Sampling
 from actors.engines.scripted import TENSOR, ScriptedEngine, bigram_logprobs
-from actors.engines.trace import Start, spans
+from actors.engines.trace import Trace
 from actors.master.master import run_master
 from actors.rollout.explorer import run_explorer
 from infra.chain.processor import score
@@ -152,15 +153,12 @@ class TimedEngine(ScriptedEngine):
             finally:
                 self._change(-1)
         at = number * 17 % (len(self._words) - length)
-        starts = [
-            Start(version, min(length, max(0, int((at_s - begin_s) / TOKEN_S + 1e-6)))) for version, at_s in self._loads
-        ]
-        return Completion(
-            tokens=(*self._words[at : at + length - 2], FIRST + number % 2, EOS),
-            logprobs=(LOGPROB,) * length,
-            spans=spans(starts, length, sampling),
-            stopped=True,
-        )
+        versions, at_versions = zip(*self._loads, strict=True)
+        trace = Trace(sampling)
+        for index, token in enumerate((*self._words[at : at + length - 2], FIRST + number % 2, EOS)):
+            now_s = begin_s + (index + 1) * TOKEN_S - 1e-6
+            trace.add(token, LOGPROB, versions[bisect.bisect_left(at_versions, now_s) - 1])
+        return trace.completion()
 
     async def load(self, policy: Policy) -> LoadReport:
         at_s = self._sampled_s()

@@ -59,8 +59,9 @@ ENV = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1",
 
 
 def start_train(folder: Path) -> list[Watched]:
-    """One machine, whose `headrace train` starts both ranks."""
-    argv = (sys.executable, "-m", "infra.cli.main", "train", "--config", str(folder / "headrace.toml"))
+    """One machine, whose `headrace train` starts both ranks, and is started again as a container is."""
+    again = 'until "$0" -m infra.cli.main train --config "$1"; do sleep 1; done'
+    argv = ("bash", "-c", again, sys.executable, str(folder / "headrace.toml"))
     return [start_watched(argv, log=folder / "logs" / "machine-0.log", env=ENV)]
 
 
