@@ -32,7 +32,7 @@ DOORS = {
     "aiokafka": ("infra/log/",),
     "transformers": ("infra/model/", "trainer/learners/attention.py", "infra/cli/demo/", "infra/docs/recipes/"),
     "peft": ("infra/model/adapter.py",),
-    "tokenizers": ("infra/model/spelling.py", "infra/model/controls.py", "infra/cli/demo/"),
+    "tokenizers": ("streams/spelling.py", "infra/model/controls.py", "infra/cli/demo/"),
     "PIL": ("infra/store/images.py",),
     "prometheus_client": ("infra/observe/metrics.py",),
     "starlette": (
@@ -77,14 +77,14 @@ MAX_FUNCTION_LINES = 60
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
     "schemas": 2_567,
-    "infra": 15_083,
+    "infra": 14_893,
     "infra/cli": 6_471,
     "infra/cli/console": 1_738,
     "infra/cli/demo": 1_189,
-    "streams": 8_481,
+    "streams": 8_584,
     "actors": 15_376,
     "actors/master/gate": 771,
-    "trainer": 10_637,
+    "trainer": 10_724,
     "tests": 53_852,
     "tests/bench": 3_991,
 }

@@ -12,12 +12,12 @@ import msgspec
 
 from infra.chain.processor import processor
 from infra.chain.redact import Kind, Redactor
-from infra.model.spelling import Speller, TokenizerFile
 from schemas import Experience, Message, Span
 from schemas.errors import ConfigError
 from schemas.experience import CHOSEN, REJECTED, Side, withdrawal_of
 from schemas.fields import Lane
 from streams.processors.episodes import derive
+from streams.spelling import Speller, TokenizerFile
 
 VERSION = 1
 PROCESSOR = f"correct@{VERSION}"

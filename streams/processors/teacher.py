@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 
 from infra.chain.processor import Drop, processor
-from infra.model.spelling import TokenTexts
 from infra.store.images import images_of
 from schemas import Experience, Score
 from schemas.errors import ConfigError
 from schemas.wire.teacher import with_teacher_logprobs
 from streams.scores.endpoint import Connection
+from streams.spelling import TokenTexts
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from actors.tasksets.loader import example_block
 from actors.tasksets.taskset import Demonstration, Preference
 from infra.model.model import Tokenizer, load_tokenizer
-from infra.model.spelling import TokenizerFile
 from schemas import Message
+from streams.spelling import TokenizerFile
 from tests.infra.chat_models import CHATML, STYLES, Style, build_chat_model
 
 pytestmark = pytest.mark.slow  # importing transformers alone takes seconds

@@ -20,12 +20,12 @@ from infra.model.model import (
     model_tensors,
     own_kernels,
 )
-from infra.model.spelling import TokenizerFile
 from infra.policies.manifest import look_at
 from infra.policies.tensors import Tensor, from_numpy, save_tensors
 from schemas import Message
 from schemas.errors import ConfigError
 from streams.config import CollectConfig, CorrectConfig, StreamsConfig
+from streams.spelling import TokenizerFile
 from streams.stages.chain_builder import build_collect
 from tests.infra.chat_models import CHATML, STYLES, build_chat_model
 from tests.infra.tiny_families import build_family

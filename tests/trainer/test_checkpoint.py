@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.policies.manifest import decode_manifest
-from infra.policies.prune import stored_bytes
 from infra.policies.tensors import Tensor
 from infra.settings.config import Keep
 from infra.store.directory import DirectoryStore
@@ -40,6 +39,7 @@ from trainer.journal.checkpoint import (
 )
 from trainer.learners.learner import StepStats
 from trainer.learners.scripted import ScriptedLearner
+from trainer.loop.prune import stored_bytes
 from trainer.state import (
     CHUNK_BYTES,
     OBJECT_BYTES,

@@ -19,14 +19,14 @@ from infra.policies.beginning import folded, read_on, write_summary
 from infra.policies.fold import PoliciesFold
 from infra.policies.manifest import HashedTensors, decode_manifest, first_difference
 from infra.policies.policy import Adapter, Probe
-from infra.policies.prune import prune as prune_weights
-from infra.policies.prune import remove_unfinished
 from infra.policies.publish import NewVersion, publish
 from infra.store.snapshots import SnapshotDamaged
 from infra.store.store import Store
 from schemas import PolicyEvent, topics
 from schemas.errors import StoreError
 from trainer.journal.journal import Lease
+from trainer.loop.prune import prune as prune_weights
+from trainer.loop.prune import remove_unfinished
 
 logger = logging.getLogger(__name__)
 

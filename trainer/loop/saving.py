@@ -13,7 +13,6 @@ import msgspec
 
 from infra.log.bus import Partition
 from infra.log.log import Log
-from infra.policies.prune import stored_bytes
 from infra.roles.memory import give_back_freed
 from infra.settings.config import duration_s
 from schemas import Saved, topics
@@ -33,6 +32,7 @@ from trainer.journal.checkpoint import (
 from trainer.journal.origin import made_with
 from trainer.learners.learner import take_snapshot
 from trainer.learners.snapshot import Snapshot
+from trainer.loop.prune import stored_bytes
 from trainer.loop.report import Stopwatch
 from trainer.loop.state import Run
 from trainer.state import index_hash

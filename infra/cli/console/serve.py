@@ -125,7 +125,7 @@ def shown_host(sock: socket.socket) -> str:
 def load_speller(settings: Settings) -> Spell | None:
     """A function from token ids to texts; None where the model's tokenizer is not here: then ids are shown."""
     try:
-        from infra.model.spelling import TokenTexts
+        from streams.spelling import TokenTexts
 
         return TokenTexts(settings.model_path).texts
     except (ImportError, HeadraceError):

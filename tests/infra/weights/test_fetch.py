@@ -26,7 +26,6 @@ from infra.policies.agreement import (
 from infra.policies.chain import read_manifest
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.manifest import PolicyManifest, Shard, decode_manifest, encode_manifest, sha256_hex, tensor_entries
-from infra.policies.prune import remove_unfinished
 from infra.policies.tensors import Tensor, save_tensors
 from infra.store.directory import INCOMING, STALE_AFTER_S, DirectoryStore
 from infra.store.memory import MemoryStore
@@ -34,6 +33,7 @@ from infra.store.store import digest_of
 from schemas import PolicyEvent
 from schemas.errors import PolicyRefused, StoreError
 from tests.infra.weights.test_publish import NAMES, bf16, first_weights, put, put_run, small_step
+from trainer.loop.prune import remove_unfinished
 
 
 class Counting(MemoryStore):

@@ -4,11 +4,11 @@ import pytest
 
 from infra.policies.chain import ANCHOR_EVERY
 from infra.policies.fetch import PolicyFetcher
-from infra.policies.prune import prune
 from infra.store.memory import MemoryStore
 from schemas.errors import PolicyRefused
 from tests.infra.weights.test_fetch import Counting
 from tests.infra.weights.test_publish import put, put_run, small_step
+from trainer.loop.prune import prune
 
 
 @pytest.mark.parametrize("oldest", [0, 1, 15, 16, 17, 18, 25, 33, 39])
