@@ -21,6 +21,7 @@ from schemas.errors import ConfigError
 
 Row = TypeVar("Row", Task, Demonstration, Preference)
 
+BATCH = 64  # rows of a Parquet file that are held at a time
 TEXTS = ("id", "answer", "response", "chosen", "rejected")
 
 
@@ -85,12 +86,24 @@ def as_rows(
 
 
 def _cells(path: Path) -> Iterator[tuple[str, Cells | Broken]]:
-    if path.suffix == ".parquet":
-        from actors.tasksets.arrow import read_parquet
+    yield from _parquet_rows(path) if path.suffix == ".parquet" else _json_lines(path)
 
-        yield from read_parquet(path)
-    else:
-        yield from _json_lines(path)
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Cells | Broken]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ConfigError("Parquet needs pyarrow: pip install 'headrace[tasks]'") from error
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=BATCH):
+                for cells in batch.to_pylist():
+                    number += 1
+                    yield f"{path}: row {number}", cells
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ConfigError(f"{path}: broken behind row {number} ({error}); expected a Parquet file") from error
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Cells | Broken]]:
@@ -100,7 +113,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Cells | Broken]]:
                 if line.strip():
                     yield f"{path}:{number}", _object(line, f"{path}:{number}")
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected JSONL or Parquet") from error
 
 
 def _object(line: bytes, where: str) -> Cells | Broken:
@@ -144,7 +157,3 @@ def _text(value: object) -> object:
 
 def _row_id(messages: object) -> str:
     return hashlib.sha256(msgspec.json.encode(messages)).hexdigest()[:16]
-
-
-def _unreadable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{path}: cannot be read ({error.strerror}); expected JSONL or Parquet")

@@ -1,11 +1,11 @@
 """Rows of a data set of Hugging Face by its name, through the library `datasets`: from its local cache where that has them.
 
-Guarantee: what cannot be had (no such data set, no network, no such split or column) is one ConfigError that names it; no code
+Guarantee: what cannot be had (no such data set, no network, no such split) is one ConfigError that names it; no code
 of a data set is run: that is never allowed to the library.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from schemas.errors import ConfigError
@@ -35,15 +35,6 @@ class HubRows:
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    def check_columns(self, fields: Mapping[str, str]) -> None:
-        """Raise ConfigError for a field whose column is not there. fields: ours to the data set's."""
-        for ours, theirs in fields.items():
-            if theirs not in self._rows.column_names:
-                columns = ", ".join(self._rows.column_names)
-                raise ConfigError(
-                    f"--map {ours}={theirs}: {self.name} has no column {theirs!r}, expected one of {columns}"
-                )
 
     def cells(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Each row with its place."""

@@ -185,12 +185,3 @@ def _bring(image: Image, folder: Path, store: Store) -> None:
             raise BadImage(
                 "missing", f"{path} cannot be read ({error.strerror}), and the store has no such image"
             ) from error
-
-
-def different(rows: Iterable[Preference], on_broken: OnBroken) -> Iterator[Preference]:
-    """The rows whose sides differ; the others are handed to `on_broken`, named by their id."""
-    for row in rows:
-        if row.chosen == row.rejected:
-            on_broken(Broken(f"pair {row.id}", "got equal sides, expected one that is preferred to the other"))
-        else:
-            yield row

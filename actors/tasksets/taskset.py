@@ -56,6 +56,10 @@ class Preference(Struct, frozen=True):
     subject: str = ""
     meta: Meta = msgspec.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.chosen == self.rejected:
+            raise ValueError(f"pair {self.id}: got equal sides, expected one that is preferred to the other")
+
 
 def write_rows(folder: Path, tasks: Iterable[Task], demonstrations: Iterable[Demonstration]) -> tuple[Path, Path]:
     """Write tasks.jsonl and experts.jsonl, as `headrace load` reads them."""

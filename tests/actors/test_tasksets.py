@@ -19,7 +19,6 @@ from actors.tasksets.instructions import (
 from actors.tasksets.loader import (
     FOLDER,
     LoadResult,
-    different,
     example_block,
     load_examples,
     load_tasks,
@@ -172,19 +171,17 @@ def test_a_pair_is_two_marked_answers_of_one_group_that_nobody_sampled() -> None
     assert pair_fault((one, other)) == ""
 
 
-async def test_pairs_are_loaded_once_and_those_with_equal_sides_are_named() -> None:
+async def test_pairs_are_loaded_once_and_those_with_equal_sides_are_named(tmp_path: Path) -> None:
     log = await memory_log()
-    rows = [
-        preference("a", "4", "5"),
-        preference("a", "4", "6"),
-        preference("b", "4", "4"),
-        preference("a", "4", "5"),
-    ]
+    sides = [("a", "4", "5"), ("a", "4", "6"), ("b", "4", "4"), ("a", "4", "5")]
+    rows = [{"id": name, "prompt": "2+2=", "chosen": chosen, "rejected": rejected} for name, chosen, rejected in sides]
+    file = tmp_path / "pairs.jsonl"
+    file.write_bytes(b"".join(msgspec.json.encode(cells) + b"\n" for cells in rows))
     broken: list[Broken] = []
-    first = await load_examples(log, different(rows, broken.append), CharTokenizer())
-    second = await load_examples(log, rows[:2], CharTokenizer())
+    first = await load_examples(log, read_rows(file, Preference, on_broken=broken.append), CharTokenizer())
+    second = await load_examples(log, [preference("a", "4", "5"), preference("a", "4", "6")], CharTokenizer())
     assert first == LoadResult(loaded=2, repeated=1, known=0) and second.loaded == 0
-    assert [fault.where for fault in broken] == ["pair b"]
+    assert [fault.where for fault in broken] == [f"{file}:3"] and "pair b: got equal sides" in broken[0].reason
 
 
 async def test_what_is_longer_than_the_context_is_named_and_the_next_one_loaded() -> None:

@@ -66,7 +66,6 @@ class TaskSource(msgspec.Struct, frozen=True):
         fields = field_map(self.fields)
         if self.dataset:
             found = HubRows(self.dataset, self.split)
-            found.check_columns(fields)
             return len(found), lambda broken: as_rows(
                 found.cells(), Task, fields=fields, split=self.split, on_broken=broken
             )
@@ -162,7 +161,7 @@ async def pairs(chosen: SettingsFile, file: FileArgument, fields: MapOption = []
 
 async def _load_answers(kind: str, chosen: SettingsFile, file: Path, fields: list[str], split: str = "") -> int:
     from actors.tasksets.files import read_rows
-    from actors.tasksets.loader import different, load_examples, with_images
+    from actors.tasksets.loader import load_examples, with_images
     from actors.tasksets.taskset import Demonstration, Preference
     from infra.model.model import context_tokens, load_tokenizer
 
@@ -178,7 +177,7 @@ async def _load_answers(kind: str, chosen: SettingsFile, file: Path, fields: lis
                 rows = with_images(shown, file, store, bar.broken)
             else:
                 pairs = read_rows(file, Preference, fields=renamed, on_broken=bar.broken)
-                rows = different(with_images(pairs, file, store, bar.broken), bar.broken)
+                rows = with_images(pairs, file, store, bar.broken)
             done = await load_examples(
                 log, rows, tokenizer, max_tokens=max_tokens, on_broken=bar.broken, on_progress=bar.moved
             )
