@@ -149,7 +149,6 @@ ALARMS = (
         "canary-missing", "No canary answers", r"no canary has been heard of", "headrace_canary_missing_seconds > 0",
         "{{ $labels.instance }} waits for a canary", wait="1m", severity="ticket",
     ),
-    _of_master("clumps", "Bad words come in clumps", r"in clumps of one version"),
     _of_master("customers-stay", "Complaints rose with a promotion", r"customers stay with it"),
 )  # fmt: skip
 

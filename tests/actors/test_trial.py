@@ -13,17 +13,15 @@ from actors.config import CanaryConfig, GateSuite
 from actors.master.gate.suites import total_drop
 from actors.master.gate.trial import (
     BLOCK_SHARE,
-    CLUMPED,
     Evidence,
     Strata,
-    clumping,
     ending,
     not_worse_series,
     power,
     worse_series,
 )
 from schemas import EvalResult
-from tests.bench.gate import KINDS, WORLDS, World, candidates, decided, each, people
+from tests.bench.gate import KINDS, WORLDS, World, candidates, decided, people
 
 CONFIG = CanaryConfig()
 SUITE = GateSuite(max_drop=0.02)
@@ -56,13 +54,11 @@ def test_a_week_is_enough_to_decide(name: str, kind: str, at_least: float) -> No
     assert (passed if kind == "equal" else turned).mean() >= at_least
 
 
-def test_people_who_copy_others_turn_no_equal_version_away_and_within_a_version_they_are_an_alarm() -> None:
+def test_people_who_copy_others_turn_no_equal_version_away() -> None:
     busy = World(per_hour=60.0, copies=0.5)
     for world in (busy, replace(busy, within=True)):
         found = people(world, KINDS["equal"], PATHS, np.random.default_rng(5))
         assert decided(found)[0].sum() <= 1
-        alarmed = np.mean([clumping(path) >= CLUMPED for path in each(found)])
-        assert alarmed > 0.3 if world.within else alarmed == 0.0
 
 
 def test_the_expected_evidence_is_one_at_most_on_the_margin_and_within_it() -> None:

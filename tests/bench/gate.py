@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from actors.config import CanaryConfig, GateSuite
 from actors.master.gate.suites import drop, total_drop
-from actors.master.gate.trial import CLUMPED, Floats, Strata, clumping, not_worse_series, worse_series
+from actors.master.gate.trial import Floats, Strata, not_worse_series, worse_series
 from schemas import EvalResult
 from tests.bench.report import Row
 
@@ -83,8 +83,6 @@ def run(paths: int = 300) -> Iterator[Row]:
             "%",
             high=None if kind == "equal" else _beta(world, kind, paths),
         )
-        if world.within and kind == "equal":
-            yield Row(f"{name}: alarm", _percent([clumping(path) >= CLUMPED for path in each(found)]), "%")
     turned, _ = decided(people(WORLDS["watch, weekly ± 40 %"], (1.0, 1.0), 12 * paths, np.random.default_rng(1)))
     yield Row("12 promotions, weekly ± 40 %: any rolled back", _percent(turned.reshape(-1, 12).any(1)), "%", high=2.0)
     yield from evals(paths)
@@ -110,11 +108,6 @@ def decided(found: Strata) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         reached = series(CONFIG, found, 0.5) >= 1.0
         first.append(np.where(reached.any(-1), reached.argmax(-1), reached.shape[-1]))
     return first[0] < first[1], first[1] < first[0]
-
-
-def each(found: Strata) -> Iterator[Strata]:
-    """The paths one by one."""
-    return (Strata(counts, found.parts) for counts in found.counts)
 
 
 def people(world: World, worse: tuple[float, float], paths: int, random: np.random.Generator) -> Strata:

@@ -15,7 +15,7 @@ from infra.observe.alarms import ALARMS, OF_MASTER, RUNBOOK, STILL, Alarm, parse
 from infra.observe.measures import MEASURES
 from infra.observe.metrics import Metrics
 from schemas import Progress
-from tests.actors.rig import crowd, rated
+from tests.actors.rig import crowd
 from tests.actors.test_gate import MANY, alarms_after
 from tests.own_sources import ROOT
 
@@ -73,11 +73,6 @@ def of_status() -> dict[str, list[str]]:
 def of_master() -> dict[str, list[str]]:
     """Lines that the master says."""
     named = {
-        "clumps": [
-            rated(f"p{number}/{version}", version, float(number // run % 2), trial=5, at_ms=number * 40_000)
-            for number in range(2500)
-            for version, run in ((5, 100), (3, 1))
-        ],
         "customers-stay": [*crowd("a", 3, MANY, 0), *crowd("b", 5, MANY, MANY)],
     }
     return {name: alarms_after(said, promoted=name == "customers-stay") for name, said in named.items()}
@@ -116,8 +111,8 @@ def test_every_line_that_status_can_make_is_of_some_alarm() -> None:
 
 
 def test_the_master_tells_prometheus_of_the_alarms_that_it_alone_sees() -> None:
-    told = raised([SAID["clumps"][0], SAID["lag"][0]])
-    assert told == {one.name: float(one.name == "clumps") for one in OF_MASTER}
+    told = raised([SAID["customers-stay"][0], SAID["lag"][0]])
+    assert told == {one.name: float(one.name == "customers-stay") for one in OF_MASTER}
     assert {one.name for one in OF_MASTER} == set(of_master())
 
 

@@ -7,14 +7,14 @@ compares both sides (`actors.master.gate.trial`). Every decision is an event wit
 twice. The gate does not decide again on a version that was rolled back or tried.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from actors.config import CanaryConfig, GateConfig
-from actors.master.gate import alarms
+from actors.master.evaluation import wilson
 from actors.master.gate.counts import Counts
 from actors.master.gate.suites import drop, total_drop
-from actors.master.gate.trial import MEASURES, Evidence, Strata, ending, evidence, power, strata
+from actors.master.gate.trial import MEASURES, Evidence, ending, evidence, power, strata
 from infra.policies.fold import MASTERS, Stable, fenced, is_overtaken, moved
 from infra.settings.config import duration_s
 from schemas import Closure, Directive, EvalResult, PolicyEvent, Progress
@@ -44,7 +44,7 @@ class Gate:
         self.counts = Counts(config.people)
         self._refused = ""  # why the version on trial cannot be served
         self._began_ms = 0  # when canaries began to serve what they serve
-        self._known: tuple[tuple[object, ...], dict[str, Strata], dict[str, Evidence]] | None = None
+        self._known: tuple[tuple[object, ...], dict[str, Evidence]] | None = None
         self.stable = Stable()
 
     # ---- what the log says
@@ -95,12 +95,22 @@ class Gate:
     # ---- what follows from it
 
     def alarms(self) -> list[str]:
-        """Sentences for an operator: where the assumptions of a test fail."""
-        past, config = self.counts.comparison(-1), self._config.canary
-        found = alarms.history_alarms(config or CanaryConfig(), past, self.stable)
-        if config is None or self.stable.trial < 0:
-            return found
-        return found + alarms.clump_alarms(self._evidence(config)[0])
+        """Sentences for an operator: complaints rose with a promotion while nothing ran beside it. That may be the version or
+        the time, so nothing is taken back. Compared are the ends of 99.9 % intervals, and the margin.
+        """
+        past, config, stable = self.counts.comparison(-1), self._config.canary or CanaryConfig(), self.stable
+        bad, people = _total(past.rated.get(stable.version, {}).values())
+        bad_before, people_before = _total(past.rated.get(stable.before, {}).values())
+        if stable.before < 0 or not people or not people_before:
+            return []
+        high = wilson(bad_before, people_before, 3.29)[1]
+        if wilson(bad, people, 3.29)[0] <= max(high + config.margin, high * (1.0 + config.relative_margin)):
+            return []
+        return [
+            f"version {stable.version} is rated down {bad} of {people} times, version {stable.before} {bad_before} of "
+            f"{people_before} times before, and customers stay with it: nothing ran beside it that tells version from time. "
+            f"Look, and `headrace rollback {stable.before}`; [master.gate.canary] with a canary gateway compares at once"
+        ]
 
     def decisions(self) -> list[PolicyEvent]:
         """Decisions to publish now, under this master's lease; they count once they are an `event`."""
@@ -134,7 +144,7 @@ class Gate:
             return self._stopped(self._refused) if watched else self._event("held", trial, self._refused, "canary")
         if config is None:
             return None
-        measures = self._evidence(config)[1]
+        measures = self._evidence(config)
         ended = ending(measures)
         longest = (config.watch or "0s") if watched else config.max_duration
         if not ended and self.counts.clock_ms - self._began_ms < duration_s(longest) * 1000:
@@ -153,15 +163,15 @@ class Gate:
         """The end of a watch: canaries serve the stable version again."""
         return self._event("promoted", self.stable.version, reason, "watch", numbers, channel="canary")
 
-    def _evidence(self, config: CanaryConfig) -> tuple[dict[str, Strata], dict[str, Evidence]]:
-        """Strata and evidence of the comparison by measure, up to the last whole block of time."""
+    def _evidence(self, config: CanaryConfig) -> dict[str, Evidence]:
+        """Evidence of the comparison by measure, up to the last whole block of time."""
         stable, counts = self.stable, self.counts
         now, rated_up_to = counts.block(counts.clock_ms), counts.rated_up_to
         key = (stable.trial, stable.version, self._began_ms, now, rated_up_to)
         if self._known is None or self._known[0] != key:
             new, old = (stable.version, stable.trial) if stable.watched else (stable.trial, stable.version)
             first, sums = counts.block(self._began_ms), counts.comparison(stable.trial)
-            found = {}
+            found, share = {}, self._config.people.tenant_share
             for number, measure in enumerate(MEASURES):
                 known, end, column = (sums.served, now, number) if number else (sums.rated, rated_up_to, 1)
                 new_side, old_side = (
@@ -172,10 +182,9 @@ class Gate:
                     }
                     for version in (new, old)
                 )
-                found[measure] = strata(new_side, old_side)
-            share = self._config.people.tenant_share
-            self._known = key, found, {name: evidence(config, people, share) for name, people in found.items()}
-        return self._known[1], self._known[2]
+                found[measure] = evidence(config, strata(new_side, old_side), share)
+            self._known = key, found
+        return self._known[1]
 
     def _weighed(self, version: int) -> PolicyEvent:
         found = self._results[version]
@@ -232,6 +241,11 @@ class Gate:
         for version in old[:-REMEMBERED]:
             del self._results[version]
             self._held.discard(version)
+
+
+def _total(sums: Iterable[Sequence[int]]) -> tuple[int, int]:
+    known = list(sums)
+    return sum(bad for _, bad in known), sum(people for people, _ in known)
 
 
 def _in_words(measures: Mapping[str, Evidence], old: int) -> str:

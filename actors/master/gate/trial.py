@@ -31,8 +31,6 @@ MEASURES = ("rated down", "failed", "refused")
 LEAST_PEOPLE = 8  # of both versions in a stratum
 BLOCK_SHARE = 0.25  # most of the evidence that decides which one block of a tenant gives
 SOLE_TENANT = 0.9  # a tenant with so many of the people decides by itself
-CLUMPED = 5.0  # standard deviations
-NUM_WINDOWS = 32
 
 
 class Strata(msgspec.Struct, frozen=True):
@@ -124,24 +122,6 @@ def ending(measures: Mapping[str, Evidence]) -> Ending:
     if any(found.worse >= 1.0 for found in measures.values()):
         return "worse"
     return "not worse" if all(found.not_worse >= 1.0 for found in measures.values()) else ""
-
-
-def clumping(found: Strata) -> float:
-    """By how many standard deviations bad words come in clumps of one version more than people drawn by lot would give.
-
-    Pearson's statistic of up to NUM_WINDOWS stretches of time, with the variance of the hypergeometric distribution.
-    """
-    counts = found.counts.sum(0)
-    windows = np.array([part.sum(0) for part in np.array_split(counts, min(NUM_WINDOWS, len(counts)))])
-    new, new_bad, old, old_bad = windows.T
-    people, bad = (new + old).clip(2.0), new_bad + old_bad
-    variance = new * old * bad * (people - bad) / (people**2 * (people - 1.0))
-    known = variance >= 1.0
-    if known.sum() < LEAST_PEOPLE:
-        return 0.0
-    more, variance = (new_bad - new * bad / people)[known], variance[known]
-    more = more - more.sum() / variance.sum() * variance  # what the versions differ by all the time
-    return float(((more**2 / variance).sum() - len(more)) / math.sqrt(2.0 * len(more)))
 
 
 def power(config: CanaryConfig, *, base: float, per_hour: float, share: float, paths: int = 100) -> tuple[float, float]:
