@@ -170,8 +170,6 @@ class MasterConfig(Section, frozen=True):
     """Split of the taskset from which the master issues tasks."""
     num_episodes: Positive = 8
     """Episodes per task (group size)."""
-    enough: NonNegative = 0
-    """Number of successful episodes after which a group ends; the explorer stops the rest. 0 waits for all."""
     max_tokens: Positive = 512
     """Maximum sampled tokens per turn."""
     temperature: Temperature = 1.0
@@ -198,10 +196,6 @@ class MasterConfig(Section, frozen=True):
         if unknown := sorted(self.gate.suites.keys() - set(known)):
             raise ValueError(
                 f"gate: got suite {unknown[0]}, expected one of evals: {', '.join(known) or 'there are none'}"
-            )
-        if self.enough > self.num_episodes:
-            raise ValueError(
-                f"got enough = {self.enough}, expected at most num_episodes = {self.num_episodes}, or 0 for all"
             )
 
 

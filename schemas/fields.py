@@ -33,16 +33,13 @@ MasterPhase = Literal["warming up", "issuing", "draining", "drained", "evaluatin
 FeedbackKind = Literal["value", "label", "correction", "retraction"]
 CANARY_MISSING = "canary_missing_s"  # gauge of Progress: for how long no canary was heard of, 0 where that is no alarm
 VERSION_PASSED = "version passed"  # reason of a closure: no engine can answer this eval any more
-# Reasons of drop markers: so many other episodes of the group have ended that it waits for no more, or the group is over.
-ENOUGH = "enough others"
-GROUP_OVER = "group over"
+GROUP_OVER = "group over"  # reason of the drop markers of episodes that still ran or waited
 # What the event of a version keeps of the step before it, for as long as the log: values of these names, and of each lane
 # those that end so. Reports, which have all values, are kept for a day.
 KEPT_FIGURES = (
     "reward_mean", "loss", "grad_norm", "/staleness_mean", "/entropy", "/k3", "/kl_reference", "/clip_positive",
     "/clip_negative", "/ess",
 )  # fmt: skip
-CANCELLED = frozenset({ENOUGH, GROUP_OVER})
 Meta = Annotated[dict[str, str | int | Finite | bool | None], Bounds(max_length=1024)]
 
 

@@ -165,8 +165,7 @@ class Issued(Struct, frozen=True):
     group: `<task>.<round>`. attempt: 0 first, +1 for each re-issue. num_episodes: runs compared with each other.
     sequence: issue order among usual groups, -1 for evals. min_version: the engine waits until it holds at least this
     version. version: the exact version of an eval, -1 for none. suite: name of the eval set, "" for rollouts.
-    temperature: 0 is greedy. max_tokens: per turn. enough: the group ends when so many of its episodes have ended without
-    failing, 0 for all.
+    temperature: 0 is greedy. max_tokens: per turn.
     """
 
     group: Id
@@ -178,7 +177,6 @@ class Issued(Struct, frozen=True):
     temperature: Annotated[float, Bounds(ge=0, le=1e6)] = 1.0
     suite: str = ""
     version: Number = -1
-    enough: Count = 0
 
 
 class Task(Struct, frozen=True, tag_field="kind", tag="task"):

@@ -51,7 +51,7 @@ DOORS = {
     "mcp": ("actors/rollout/tools/mcp.py",),
     "websockets": ("actors/rollout/environments/openenv.py",),
     "gymnasium": ("actors/rollout/environments/gymnasium.py",),
-    "pyarrow": ("actors/tasksets/arrow.py",),
+    "pyarrow": ("actors/tasksets/files.py",),
     "datasets": ("actors/tasksets/hub.py",),
     **dict.fromkeys(("wandb", "mlflow", "trackio"), ("trainer/loop/trackers.py",)),
     "matplotlib": ("infra/cli/demo/",),

@@ -400,7 +400,7 @@ def rollout(task: Task, config: MasterConfig, *, round: int, attempt: int, seque
     """Issue a task as a group of episodes to learn from."""
     issued = Issued(
         group=group_id(task.id, round), attempt=attempt, sequence=sequence, min_version=min_version,
-        num_episodes=config.num_episodes, enough=config.enough, max_tokens=config.max_tokens, temperature=config.temperature,
+        num_episodes=config.num_episodes, max_tokens=config.max_tokens, temperature=config.temperature,
     )  # fmt: skip
     return replace(task, issued=issued)
 

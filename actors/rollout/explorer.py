@@ -38,7 +38,7 @@ from infra.observe.release import full_release
 from infra.roles.role import Role, run_until
 from infra.store.images import ImageReader
 from schemas import Progress, Task
-from schemas.fields import GROUP_OVER, VERSION_PASSED, Life
+from schemas.fields import VERSION_PASSED, Life
 from schemas.records import MAX_HELD
 from schemas.topics import PROGRESS, REPORTS, TASKS
 
@@ -173,8 +173,8 @@ async def _hear(runtime: RolloutRuntime, scheduler: Scheduler) -> None:
     async with aclosing(log.tail(PROGRESS, "end")) as messages:
         async for message in messages:
             for group in groups_over(message.value):
-                for task in scheduler.over(group, GROUP_OVER):
-                    await give_up(task, GROUP_OVER, runtime)
+                for task in scheduler.over(group):
+                    await give_up(task, runtime)
 
 
 async def _drain(scheduler: Scheduler, drain_s: float, stop: asyncio.Event, halt: asyncio.Event) -> None:

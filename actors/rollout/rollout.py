@@ -23,7 +23,7 @@ from infra.settings.plugin import describe
 from infra.store.images import ImageReader
 from schemas import Closure, DropMarker, Experience, Issued, Score, Task
 from schemas.errors import BadImage, ConfigError
-from schemas.fields import ENOUGH
+from schemas.fields import GROUP_OVER
 from schemas.ids import experience_id
 from schemas.topics import EXPERIENCES, PROGRESS, VERIFIED
 from schemas.wire.block import split_blocks
@@ -76,35 +76,29 @@ async def run_group(task: Task, runtime: RolloutRuntime, stop: Stop | None = Non
             episode_task = group.create_task(_run_episode(task, episode, workflow, session, runtime))
             running[episode_task] = episode, session
             stop.watch(episode_task)
-        num_whole = 0
         while running:
             done, _ = await asyncio.wait(running, timeout=runtime.config.linger_s)
-            ended = [_ended(episode_task, *running.pop(episode_task), stop, runtime) for episode_task in done]
-            num_whole += sum(bool(end.experiences) and not end.failure for end in ended)
-            if 0 < issued.enough <= num_whole:
-                stop.now(ENOUGH)
+            ended = [_ended(episode_task, *running.pop(episode_task), runtime) for episode_task in done]
             if ended:
                 await _publish(ended, issued, runtime)
     runtime.role.metrics.counter("groups").inc()
 
 
-async def give_up(task: Task, reason: str, runtime: RolloutRuntime) -> None:
+async def give_up(task: Task, runtime: RolloutRuntime) -> None:
     """Let a group that was never started end without an answer."""
     issued = require_issued(task)
     episodes = range(issued.num_episodes)
-    runtime.role.metrics.counter("episodes_cancelled", reason=reason).inc(len(episodes))
-    await _publish([_Ended(episode, [], stopped=reason) for episode in episodes], issued, runtime)
+    runtime.role.metrics.counter("episodes_cancelled", reason=GROUP_OVER).inc(len(episodes))
+    await _publish([_Ended(episode, [], stopped=GROUP_OVER) for episode in episodes], issued, runtime)
 
 
-def _ended(
-    episode_task: asyncio.Task[_Ended], episode: int, session: Session, stop: Stop, runtime: RolloutRuntime
-) -> _Ended:
+def _ended(episode_task: asyncio.Task[_Ended], episode: int, session: Session, runtime: RolloutRuntime) -> _Ended:
     """The end of an episode. Tokens of a stopped episode are counted and go no further."""
     if not episode_task.cancelled():
         return episode_task.result()
-    runtime.role.metrics.counter("episodes_cancelled", reason=stop.reason).inc()
-    runtime.role.metrics.counter("tokens_cancelled", reason=stop.reason).inc(session.num_sampled)
-    return _Ended(episode, [], stopped=stop.reason)
+    runtime.role.metrics.counter("episodes_cancelled", reason=GROUP_OVER).inc()
+    runtime.role.metrics.counter("tokens_cancelled", reason=GROUP_OVER).inc(session.num_sampled)
+    return _Ended(episode, [], stopped=GROUP_OVER)
 
 
 async def pass_over(tasks: Iterable[Task], reason: str, log: Log) -> None:

@@ -105,23 +105,23 @@ def require_issued(task: Task) -> Issued:
 
 
 class Stop:
-    """The stop of a running group. reason: of the stop, "" while it runs."""
+    """The stop of a running group."""
 
     def __init__(self) -> None:
-        self.reason = ""
+        self.is_set = False
         self._episodes: list[asyncio.Task[object]] = []
 
     def watch(self, episode: "asyncio.Task[object]") -> None:
         """Let an episode be stopped, at once where the group is already."""
         self._episodes.append(episode)
-        if self.reason:
+        if self.is_set:
             episode.cancel()
 
-    def now(self, reason: str) -> None:
-        """Stop what has not ended; the first reason stays."""
-        if self.reason:
+    def now(self) -> None:
+        """Stop what has not ended; again is fine."""
+        if self.is_set:
             return
-        self.reason = reason
+        self.is_set = True
         for episode in self._episodes:
             episode.cancel()
 
@@ -190,11 +190,11 @@ class Scheduler(ReloadGate):
         issued = require_issued(task)
         return self._running[issued.group, issued.attempt]
 
-    def over(self, group: str, reason: str) -> list[Task]:
+    def over(self, group: str) -> list[Task]:
         """A group of episodes is over: what runs of it is stopped, and what waited of it is returned and waits no longer."""
         for (name, _), stop in self._running.items():
             if name == group:
-                stop.now(reason)
+                stop.now()
         waited = self.waiting.remove(group)
         if waited:
             self._started.set()

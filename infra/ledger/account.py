@@ -38,7 +38,7 @@ from schemas import (
     topics,
 )
 from schemas.errors import BadFrame, ConfigError, UnknownMajor
-from schemas.fields import CANCELLED
+from schemas.fields import GROUP_OVER
 from schemas.journal import Effective, JournalRecord, Ranges
 from schemas.topics import POLICIES, REPORTS, Topic
 
@@ -173,7 +173,7 @@ class Ledger:
             pending_ids=tuple(pending_ids),
             waiting=dict(sorted(waiting.items())),
             repeated=self._deliveries - published,
-            cancelled=most_first({reason: count for reason, count in cancelled if reason in CANCELLED}),
+            cancelled=most_first({reason: count for reason, count in cancelled if reason == GROUP_OVER}),
             masked=self.database.execute(masked).fetchone()[0],
         )
 
@@ -233,7 +233,7 @@ class Ledger:
             drops = Counter(msgspec.json.decode(members[0][9], type=dict[str, int]) if members[0][9] else {})
             # A member with a reason of its own has its marker already, and the closure counts it, too.
             drops -= Counter(own for *_, own, _, _, _, _, _ in members if own)
-            left_out = spread({reason: count for reason, count in drops.items() if reason not in CANCELLED})
+            left_out = spread({reason: count for reason, count in drops.items() if reason != GROUP_OVER})
             for _, _, name, is_trained, undone, own, lane, outcome, closed_because, _, dropped_by_trainer in members:
                 reason = undone or own
                 if outcome == "buffered" and lane is None and not reason and not is_trained:

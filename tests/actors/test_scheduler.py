@@ -17,7 +17,7 @@ from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.settings.config import Pacing
 from schemas import Closure, Drawn, DropMarker, Issued, Message, Progress, Score, Task
-from schemas.fields import ENOUGH, GROUP_OVER
+from schemas.fields import GROUP_OVER
 from schemas.records import MAX_HELD
 from schemas.topics import EXPERIENCES, PROGRESS, REPORTS, TASKS, VERIFIED
 from tests.actors.rig import (
@@ -40,15 +40,6 @@ from tests.actors.test_explorer import ask, issue
 from tests.role import role_of
 
 turn = itertools.count()
-
-
-async def first_two_answer(task: Task, session: Session) -> tuple[Score, ...]:
-    """The first two of a run's episodes answer, the others say one thing and then wait for what never comes."""
-    number = next(turn)
-    await session.reply(task.messages)
-    if number >= 2:
-        await asyncio.Event().wait()
-    return ()
 
 
 async def never_ends(task: Task, session: Session) -> tuple[Score, ...]:
@@ -97,22 +88,9 @@ def play(folder: Path, config: ExploreConfig, act: Callable[[Rig], Awaitable[Non
     return asyncio.run(run())
 
 
-def issue_group(name: str, *, episodes: int = 3, enough: int = 0, min_version: int = 0, attempt: int = 0) -> Task:
-    config = replace(MASTER, num_episodes=episodes, enough=enough)
+def issue_group(name: str, *, episodes: int = 3, min_version: int = 0, attempt: int = 0) -> Task:
+    config = replace(MASTER, num_episodes=episodes)
     return rollout(task(name), config, round=0, attempt=attempt, sequence=0, min_version=min_version)
-
-
-def test_a_group_ends_when_enough_of_its_episodes_have_and_the_others_are_stopped(tmp_path: Path) -> None:
-    async def act(rig: Rig) -> None:
-        await rig.log.publish(TASKS, issue_group("add", episodes=5, enough=2))
-        await until(lambda: len(rig.markers.records) == 3)
-
-    rig = play(tmp_path, named("first_two_answer"), act)
-    assert len(rig.answers.experiences) == 2
-    assert rig.reasons() == [ENOUGH] * 3, "collect has all five, so the group is complete"
-    assert rig.counters()["episodes_cancelled{reason=enough others}"] == 3
-    assert rig.counters()["tokens_cancelled{reason=enough others}"] >= 3, "one turn each"
-    assert rig.engine.num_running == 0
 
 
 def test_what_still_runs_of_a_group_that_was_closed_without_it_is_stopped(tmp_path: Path) -> None:
@@ -144,15 +122,13 @@ def test_what_waits_of_a_group_that_is_over_never_starts(tmp_path: Path) -> None
     assert rig.reasons() == [GROUP_OVER] * 3 and not rig.answers.experiences
 
 
-async def test_an_episode_that_begins_when_its_group_is_stopped_is_stopped_and_the_first_reason_stays() -> None:
+async def test_an_episode_that_begins_when_its_group_is_stopped_is_stopped() -> None:
     stop = Stop()
-    stop.now(ENOUGH)
+    stop.now()
     episode = asyncio.create_task(asyncio.sleep(60))
     stop.watch(episode)
-    stop.now(GROUP_OVER)
     await asyncio.wait([episode])
     assert episode.cancelled()
-    assert stop.reason == ENOUGH
 
 
 def waiting_task(

@@ -46,7 +46,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     num_suite: tasks that versions are evaluated on. num_moves: of the stable channel, by hand. num_trials:
     moves of the canary channel, by hand, with which there is a canary.
     num_customers: of the gateway, without which there is none.
-    groups_in_flight, enough: as in the settings.
+    groups_in_flight: as in the settings.
     fail_at, poison_at: seeds of steps whose loss is not finite, and of those that leave weights that are not.
     """
 
@@ -70,7 +70,6 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     fail_at: tuple[int, ...] = ()
     poison_at: tuple[int, ...] = ()
     groups_in_flight: int = 0
-    enough: int = 0
 
     @property
     def floor(self) -> Floor:
@@ -92,7 +91,6 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         suite = EvalSuite(suite=SUITE, every=2, tasks=max(1, self.num_suite), score="parity")
         return MasterConfig(
             num_episodes=2,
-            enough=self.enough,
             max_tokens=3,
             report_s=1.5,
             snapshot_s=2.0,
@@ -192,8 +190,4 @@ def draw_scenario(seed: int) -> Scenario:
         poison_at=seeds[:1] if illness == "poisoned" else (),
     )
     scenario = msgspec.structs.replace(scenario, num_trials=random.choice((0, 3)) if scenario.num_customers else 0)
-    return msgspec.structs.replace(
-        scenario,
-        groups_in_flight=random.choice((0, 0, 8)),
-        enough=random.choice((0, 0, 1)),
-    )
+    return msgspec.structs.replace(scenario, groups_in_flight=random.choice((0, 0, 8)))

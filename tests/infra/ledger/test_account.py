@@ -30,7 +30,7 @@ from schemas import (
     topics,
 )
 from schemas.errors import ConfigError
-from schemas.fields import ENOUGH, GROUP_OVER
+from schemas.fields import GROUP_OVER
 from schemas.topics import EXPERIENCES, POLICIES, PROGRESS, REPORTS, TASKS
 from tests.actors.rig import TopicArrivals, load, master, memory_log, running, until
 from tests.infra.ledger.ledger_records import RUN, account, batch, block, closure, dead_letter, message, stub
@@ -200,12 +200,12 @@ def test_episodes_that_were_stopped_are_told_apart_and_lend_their_reason_to_nobo
     found = account(
         {
             "experiences": [block("a.0", [0, 1])],
-            "verified": [stub("a.0", 2, ENOUGH), stub("a.0", 3, ENOUGH), stub("b.0", 0, GROUP_OVER)],
-            "progress": [Closure(group="a.0", outcome="buffered", drops={ENOUGH: 2, "odd": 1}, experiences=1)],
+            "verified": [stub("a.0", 2, GROUP_OVER), stub("b.0", 0, GROUP_OVER)],
+            "progress": [Closure(group="a.0", outcome="buffered", drops={GROUP_OVER: 1, "odd": 1}, experiences=1)],
             "buffer": [block("a.0", [0])],
         }
     )
-    assert found.cancelled == {ENOUGH: 2, GROUP_OVER: 1}
+    assert found.cancelled == {GROUP_OVER: 2}
     assert (found.published, found.dropped, found.pending) == (2, {"odd": 1}, 1)
 
 
