@@ -80,7 +80,7 @@ BUDGETS = {
     "infra": 14_893,
     "infra/cli": 6_471,
     "infra/cli/console": 1_738,
-    "infra/cli/demo": 1_189,
+    "infra/cli/demo": 1_190,
     "streams": 8_584,
     "actors": 15_376,
     "actors/master/gate": 771,
