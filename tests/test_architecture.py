@@ -76,17 +76,17 @@ MAX_FUNCTION_LINES = 60
 # Lines of Python, blank ones and docstrings included, and files. Lower a number when a folder shrinks; raise one only with the
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
-    "schemas": 2_567,
-    "infra": 14_893,
-    "infra/cli": 6_471,
+    "schemas": 2_562,
+    "infra": 14_821,
+    "infra/cli": 6_541,
     "infra/cli/console": 1_738,
     "infra/cli/demo": 1_190,
     "streams": 8_584,
-    "actors": 15_376,
-    "actors/master/gate": 771,
+    "actors": 15_331,
+    "actors/master/gate": 723,
     "trainer": 10_724,
-    "tests": 53_852,
-    "tests/bench": 3_991,
+    "tests": 53_807,
+    "tests/bench": 3_984,
 }
 MAX_PRODUCT_FILES, MAX_TEST_FILES = 352, 280
 TOP = {

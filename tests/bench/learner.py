@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from infra.cli.plan.size import model_size
 from infra.model.model import load_model, no_progress_bars
-from infra.model.size import model_size
 from infra.policies.tensors import to_torch
 from schemas import BatchItem, Span, make_experience
 from tests.bench.report import Row, compared

@@ -17,10 +17,10 @@ import typer
 from rich.table import Table
 
 from infra.cli.plan.rates import gb
+from infra.cli.plan.size import ModelSize, model_size
 from infra.cli.settings import Settings
 from infra.model.adapter import named_adapter
 from infra.model.model import gpu_bytes
-from infra.model.size import ModelSize, model_size
 from infra.policies.chain import ANCHOR_EVERY
 from infra.policies.policy import Adapter
 from infra.settings.config import Use, duration_s

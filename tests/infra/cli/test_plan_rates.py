@@ -10,8 +10,8 @@ from typer.testing import CliRunner, Result
 from infra.cli.main import app
 from infra.cli.plan.model import ROUGH, LearnerPlan, Machine, learner_state, plan_model
 from infra.cli.plan.rates import PartNeed, RateFlags, RatesPlan, UnitCost, plan_rates, read_costs
+from infra.cli.plan.size import model_size
 from infra.cli.settings import Settings, load_settings
-from infra.model.size import model_size
 from tests.contracts.test_learner import batch, opened
 from tests.infra.tiny_families import build_family
 from trainer.config import LoraConfig
