@@ -90,8 +90,10 @@ async def run_gateway(
             loaded=lambda event: _remember(memory, event, metrics),
             directed=lambda directive: gateway.follow(directive),
         )
+        in_trials = config.channel == "canary" or config.canary is not None
+        trial = lambda: follower.stable.trial if in_trials else -1  # noqa: E731
         gateway, authenticator, feedback_intake = await _assembled(
-            role, config, engine, tokenizer, claimed.path, epoch, _trial_version(config, follower)
+            role, config, engine, tokenizer, claimed.path, epoch, trial
         )
         feedback_intake.is_read = reads_feedback
         canary = None if config.canary is None else Canary(config.canary, metrics)
@@ -106,7 +108,8 @@ async def run_gateway(
                 canary=canary,
             )  # fmt: skip
             loops = _Loops(role, gateway, follower, authenticator.book, canary)
-            server = make_server(site.app(), config.drain_s, _bounds(config, metrics))
+            refused = lambda reason: metrics.counter("refused", route="", reason=reason).inc()  # noqa: E731
+            server = make_server(site.app(), config.drain_s, HttpBounds(limit_s=config.limits.body_s, refused=refused))
             await loops.run(server, sock, listening)
         finally:
             if canary is not None:
@@ -115,12 +118,6 @@ async def run_gateway(
     finally:
         sock.close()
         claimed.release()
-
-
-def _bounds(config: GatewayConfig, metrics: Metrics) -> HttpBounds:
-    return HttpBounds(
-        limit_s=config.limits.body_s, refused=lambda reason: metrics.counter("refused", route="", reason=reason).inc()
-    )
 
 
 class _Loops(msgspec.Struct, frozen=True):
@@ -237,12 +234,6 @@ async def _assembled(
         may_record=gateway.may_record,
     )
     return gateway, Authenticator(book, metrics), feedback_intake
-
-
-def _trial_version(config: GatewayConfig, follower: PolicyFollower) -> Callable[[], int]:
-    """The version on trial, for gateways that take part in trials."""
-    takes_part = config.channel == "canary" or config.canary is not None
-    return lambda: follower.stable.trial if takes_part else -1
 
 
 async def _end(

@@ -11,7 +11,7 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -230,7 +230,11 @@ def spelled(thought: str, said: str) -> str:
 
 def written(content: str, calls: Sequence[Called]) -> str:
     """A message with tool calls as plain text: one spelling of what can be sent in many."""
-    called = [f"{OPEN}\n{json.dumps(_called_as(call), sort_keys=True)}\n{CLOSE}" for call in calls]
+    return _written(content, map(_called_as, calls))
+
+
+def _written(content: str, calls: Iterable[Mapping[str, Any]]) -> str:
+    called = [f"{OPEN}\n{json.dumps(call, sort_keys=True)}\n{CLOSE}" for call in calls]
     return "\n".join([*([content] if content else []), *called])
 
 
@@ -321,11 +325,7 @@ def _read_content(message: ChatMessage, index: int) -> tuple[str, list[tuple[Ima
 
 
 def _plain(message: Mapping[str, Any]) -> str:
-    calls = [
-        Called(call["function"]["name"], json.dumps(call["function"]["arguments"]))
-        for call in message.get("tool_calls", ())
-    ]
-    return written(message["content"], calls) if calls else str(message["content"])
+    return _written(message["content"], (call["function"] for call in message.get("tool_calls", ())))
 
 
 def _forced(tools: Sequence[RequestTool], choice: str | Mapping[str, Any] | None) -> str | None:

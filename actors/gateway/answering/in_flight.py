@@ -95,16 +95,16 @@ class InFlight(msgspec.Struct, kw_only=True):
     request: ParsedRequest
     key: ApiKey
     group: str
-    session: str
+    session: str = ""
     answer_ids: list[str]
     rendered: list[int]
     tokens: list[int]
     prefix: list[int]
-    turn: int
     sampling: Sampling
-    trial: int
-    subject: str
     parser: AnswerParser
+    turn: int = 0
+    trial: int = -1
+    subject: str = ""
     images: tuple[Pixels, ...] = ()
     reason: str = ""
     growing: list[Growing] = []

@@ -252,10 +252,7 @@ def _tool_choice(
     choice = request.tool_choice
     if choice is None or choice in ("none", "auto"):
         return choice
-    if not tools:
-        ignored.append("tool_choice")
-        return None
-    if choice == "required" or (isinstance(choice, dict) and choice.get("type") == "function"):
+    if tools and (choice == "required" or (isinstance(choice, dict) and choice.get("type") == "function")):
         return choice
     ignored.append("tool_choice")
     return None

@@ -50,7 +50,6 @@ from actors.gateway.recording.feedback_intake import (
     PATH,
     FeedbackIntake,
     check_signature,
-    named_choice,
     nth_answer,
     read_feedback,
 )
@@ -302,8 +301,10 @@ class Site:
     async def _feedback(self, request: Request) -> Response:
         key, body = await self._admitted(request)
         feedback = read_feedback(body)
-        answer = nth_answer(feedback.answer_id, feedback.choice)
-        self._check_choice(answer)
+        answer, choice = nth_answer(feedback.answer_id, feedback.choice)
+        choices = self._gateway.served.get(group_of(answer)) or self._limits.choices
+        if not 0 <= choice < choices:  # a choice that the request cannot have had
+            raise bad(f"choice: got {choice} of a response with at most {choices} choices", "choice")
         train = self._authenticator.check_answer(key, answer)
         identity, reason = feedback.id or "", ""
         if not (self._gateway.may_record(key.train) and self._gateway.may_record(train)):
@@ -322,13 +323,6 @@ class Site:
             self._metrics.counter("feedback_not_known_here").inc()
             reason = "not known"
         return json_response(reply | ({"note": NOTES[reason]} if reason else {}), status=202)
-
-    def _check_choice(self, answer: str) -> None:
-        """Raise ApiError for a choice that the request cannot have had."""
-        choice = named_choice(answer)
-        choices = self._gateway.served.get(group_of(answer)) or self._limits.choices
-        if not 0 <= choice < choices:
-            raise bad(f"choice: got {choice} of a response with at most {choices} choices", "choice")
 
     async def _webhook(self, request: Request) -> Response:
         webhook = self._webhooks[request.url.path]

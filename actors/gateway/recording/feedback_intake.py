@@ -80,25 +80,19 @@ def read_feedback(body: bytes) -> FeedbackRequest:
     return msgspec.structs.replace(request, kind=kinds[0])
 
 
-def nth_answer(answer: str, choice: int) -> str:
-    """Id of the answer `choice` places after this one of the same request: its choices are its episodes. Raises ApiError.
+def nth_answer(answer: str, choice: int) -> tuple[str, int]:
+    """Id and choice of the answer `choice` places after this one of the same request: its choices are its episodes. Raises
+    ApiError.
 
     >>> nth_answer("hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-0-0", 2)
-    'hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-2-0'
+    ('hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-2-0', 2)
     """
     head, _, tail = answer.rpartition(".")
     try:
         attempt, episode, part = tail.split("-")
-        return f"{head}.{attempt}-{int(episode) + choice}-{part}"
+        choice += int(episode)
+        return f"{head}.{attempt}-{choice}-{part}", choice
     except ValueError as error:
-        raise bad("answer_id: not the id of an answer", "answer_id") from error
-
-
-def named_choice(answer: str) -> int:
-    """The choice that an answer's id names. Raises ApiError."""
-    try:
-        return int(answer.rpartition(".")[2].split("-")[1])
-    except (IndexError, ValueError) as error:
         raise bad("answer_id: not the id of an answer", "answer_id") from error
 
 

@@ -36,8 +36,7 @@ _log = logging.getLogger(__name__)
 
 MAX_BATCH = 256
 DRAIN_BATCH = 32  # small, so that serving keeps most of the processor: the drain waits for the broker between batches
-FIRST_PAUSE_S = 0.2
-MAX_PAUSE_S = 5.0
+PAUSE_S = 1.0  # of the drain, while the broker does not answer
 
 
 class Outgoing(msgspec.Struct):
@@ -116,14 +115,10 @@ class Outbox:
 
     async def drain(self) -> None:
         """Send the records on disk as soon as the broker answers, until cancelled."""
-        pause_s = FIRST_PAUSE_S
         while True:
             await self._to_drain.wait()
-            if await self._drain_segment():
-                pause_s = FIRST_PAUSE_S
-            else:
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            if not await self._drain_segment():
+                await asyncio.sleep(PAUSE_S)
 
     async def flush(self) -> None:
         """At a stop: everything in memory goes to the log or to the disk."""

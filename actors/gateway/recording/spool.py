@@ -23,15 +23,9 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SpoolFull(Exception):
-    """The entries do not fit: the spool's bound, or the disk's. Nothing of them was kept."""
+    """The disk takes no entries; nothing of them was kept. reason: "spool full" for want of room, else "spool lost"."""
 
     reason = "spool full"
-
-
-class SpoolLost(SpoolFull):
-    """The disk takes no entries, for another reason than room."""
-
-    reason = "spool lost"
 
 
 class Spool:
@@ -56,7 +50,7 @@ class Spool:
         return sum(self._sizes.values())
 
     def append(self, payloads: Sequence[bytes]) -> None:
-        """Keep entries, all or none. Raises SpoolFull, SpoolLost."""
+        """Keep entries, all or none. Raises SpoolFull."""
         data = b"".join(_HEAD.pack(len(payload), zlib.crc32(payload)) + payload for payload in payloads)
         if self.num_bytes + len(data) > self._max_bytes:
             raise SpoolFull(f"spool: {self.num_bytes} bytes and {len(data)} more, expected at most {self._max_bytes}")
@@ -70,11 +64,12 @@ class Spool:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            kind = SpoolFull if error.errno in _NO_ROOM else SpoolLost
-            if kind is SpoolLost and before:
-                self._sealed = max(self._sealed, number)
+            full = SpoolFull(f"spool: {path.name} cannot be written: {error.strerror}")
+            if error.errno not in _NO_ROOM:
+                full.reason = "spool lost"
+                self._sealed = max(self._sealed, number) if before else self._sealed
             self._cut(number, before)
-            raise kind(f"spool: {path.name} cannot be written: {error.strerror}") from error
+            raise full from error
         self._sizes[number] += len(data)
         self._counts[number] += len(payloads)
 
