@@ -15,7 +15,7 @@ import signal
 import ssl
 import threading
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import httpx
@@ -23,6 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from actors.rollout.workflow import EpisodeFailed
+from infra.chain.calls import Failure, Trouble, as_tasks, in_thread
 from infra.settings.outside import AnswerRefused, bounded_answer
 from infra.settings.plugin import describe
 from schemas import Score
@@ -33,27 +34,13 @@ class AgentLoop:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.trouble = Trouble("program")
 
-    async def run(self, work: Callable[[], Awaitable[Any]]) -> Any:
+    async def run(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="programs", daemon=True).start()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_guarded(work), self._loop))
-
-
-async def _guarded(work: Callable[[], Awaitable[Any]]) -> Any:
-    try:
-        return await work()
-    except asyncio.CancelledError as error:
-        own = asyncio.current_task()
-        if own is not None and own.cancelling():
-            raise
-        raise RuntimeError("it was cancelled by itself") from error
-    except (
-        SystemExit,
-        KeyboardInterrupt,
-    ) as error:  # they would end the loop, and with it all functions that run in it
-        raise RuntimeError(repr(error)) from error
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), self._loop))
 
 
 MAX_OUTPUT_BYTES = 1024 * 1024
@@ -81,35 +68,17 @@ async def call(function: Callable[..., Any], access: ProgramInput, agents: Agent
     taken = inspect.signature(function).parameters
     every = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
     given = given if every else {name: value for name, value in given.items() if name in taken}
-    try:
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-            return await agents.run(lambda: function(**given))
-        return await in_thread_of_its_own(lambda: function(**given))
-    except (asyncio.CancelledError, EpisodeFailed):
-        raise
-    except Exception as error:
-        raise EpisodeFailed("agent", describe(error)) from error
 
+    def run(_: None) -> Any:
+        return function(**given)
 
-async def in_thread_of_its_own(work: Callable[[], Any]) -> Any:
-    """Run `work` in a thread: a pool's threads would run out where many programs block, and the server needs some."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def tell(set_it: Callable[[Any], None], value: Any) -> None:
-        if not done.done():  # it was waited for no longer
-            set_it(value)
-
-    def run() -> None:
-        try:
-            outcome: tuple[Any, Any] = (done.set_result, work())
-        except BaseException as error:
-            outcome = (done.set_exception, error if isinstance(error, Exception) else RuntimeError(repr(error)))
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(tell, *outcome)
-
-    threading.Thread(target=run, name="program", daemon=True).start()
-    return await done
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        (result,) = await agents.run(lambda: as_tasks(run, [None], {}, math.inf, agents.trouble))
+    else:
+        (result,) = await in_thread(run, [None], {}, math.inf, agents.trouble)
+    if isinstance(result, Failure):
+        raise EpisodeFailed("agent", result.detail)
+    return result
 
 
 def variables(access: ProgramInput) -> dict[str, str]:
