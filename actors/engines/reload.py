@@ -10,12 +10,13 @@ meanwhile; no version that its gate wants is skipped; a reload waits until the g
 
 import asyncio
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+
+import numpy as np
 
 from actors.engines.engine import Engine, LoadReport
 from infra.log.log import LogMessage, follow
@@ -74,12 +75,11 @@ class ReloadTimes:
         """Median and 95th percentile of both, absent before the first."""
         named = (("reload_pause_ms", self.pause_ms), ("publish_to_serving_ms", self.publish_to_serving_ms))
         filled = [(name, samples) for name, samples in named if samples]
-        return {f"{name}_p{share}": percentile(samples, share / 100) for name, samples in filled for share in (50, 95)}
-
-
-def percentile(samples: deque[float], share: float) -> float:
-    """The smallest sample that at least `share` of them do not exceed."""
-    return sorted(samples)[max(0, math.ceil(share * len(samples)) - 1)]
+        return {
+            f"{name}_p{share}": float(np.percentile(samples, share, method="inverted_cdf"))
+            for name, samples in filled
+            for share in (50, 95)
+        }
 
 
 class PolicyFollower:

@@ -24,8 +24,6 @@ Input = tuple[tuple[int, ...], RequestImages]  # tokens, and the images at the i
 
 
 class RunningSequence:
-    ...
-
     def __init__(
         self,
         prompt: tuple[int, ...],
@@ -298,20 +296,12 @@ class UncachedBatch(RunningBatch):
 
     def _last(self, rows: Sequence[RunningSequence]) -> Tensor:
         """Logits after the last token of each sequence, [B, V]."""
-        sequences = [(*row.prompt, *row.trace.tokens) for row in rows]
-        by_length: dict[int, list[int]] = {}
-        for index, sequence in enumerate(sequences):
-            by_length.setdefault(len(sequence), []).append(index)
-        found: list[Tensor] = [torch.empty(0)] * len(rows)
-        for indexes in by_length.values():
-            inputs = self._inputs(
-                [(sequences[index], rows[index].pictures) for index in indexes],
-                torch.tensor([sequences[index] for index in indexes]),
-            )
-            logits = self._model(**inputs, use_cache=False, logits_to_keep=1).logits[:, -1]
-            for index, row_logits in zip(indexes, logits, strict=True):
-                found[index] = row_logits
-        return torch.stack(found)
+        logits = []
+        for row in rows:
+            sequence = (*row.prompt, *row.trace.tokens)
+            inputs = self._inputs([(sequence, row.pictures)], torch.tensor([sequence]))
+            logits.append(self._model(**inputs, use_cache=False, logits_to_keep=1).logits[0, -1])
+        return torch.stack(logits)
 
 
 def _shaped(logits_BV: Tensor, temperatures_B: Tensor, rows: Sequence[RunningSequence]) -> Tensor:

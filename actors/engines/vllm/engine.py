@@ -375,16 +375,16 @@ class VllmEngine:
                 )
             if self._adapters is not None and policy.adapter is not None:
                 return await self._load_adapter(policy, policy.adapter, self._adapters)
+            assert self._swap is not None  # a load is of a running engine, and `close` waits for it
             parts = await asyncio.to_thread(self._check, policy)
             file = await asyncio.to_thread(in_a_file, self.version_files, policy.tensors)
             label = self._attempts.begin(policy.version)
             try:
                 try:
-                    put = self._started_swap().put
-                    pause_ms, scores = await put(file.path, parts, label, policy.probe, keep=self._keeps)
+                    pause_ms, scores = await self._swap.put(file.path, parts, label, policy.probe, keep=self._keeps)
                     difference = self._gate.check(policy, scores)
                 except PolicyRefused:
-                    await self._undo()
+                    await self._undo(self._swap)
                     self._attempts.decide(label, False)
                     raise
             except PolicyRefused:
@@ -420,19 +420,14 @@ class VllmEngine:
         check_tensors(policy, self._shapes)
         check_probe_sequences(policy.probe, self._num_vocabulary, self.max_model_len - 1)
 
-    async def _undo(self) -> None:
+    async def _undo(self, swap: Swap) -> None:
         """Put all served tensors back: other modules than were sent may differ. Raises EngineStopped where that fails."""
         try:
             file = await asyncio.to_thread(in_a_file, self.version_files, self._held)
             label = self._attempts.begin(self.version, proved=True)
-            await self._started_swap().put(file.path, self._parts(self._held), label, None, keep=False, clears=True)
+            await swap.put(file.path, self._parts(self._held), label, None, keep=False, clears=True)
         except PolicyRefused as error:
             raise EngineStopped(str(error)) from error
-
-    def _started_swap(self) -> Swap:
-        if self._swap is None:
-            raise EngineStopped("the engine is not running")
-        return self._swap
 
     def _check(self, policy: Policy) -> list[list[str]]:
         check_tensors(policy, {name: tuple(tensor.shape) for name, tensor in self._held.items()})

@@ -33,8 +33,6 @@ MAX_SHOWN_CHARS = 500
 
 
 class _OpenEnvReply(msgspec.Struct):
-    ...
-
     observation: dict[str, Any]
     reward: float | None = None
     done: bool = False
