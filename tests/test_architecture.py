@@ -82,7 +82,7 @@ BUDGETS = {
     "infra/cli/console": 1_738,
     "infra/cli/demo": 1_190,
     "streams": 8_584,
-    "actors": 15_331,
+    "actors": 15_242,
     "actors/master/gate": 723,
     "trainer": 10_724,
     "tests": 53_807,

@@ -4,7 +4,6 @@ Guarantee: an unknown step name, or two steps of the same name, is a ConfigError
 silently.
 """
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ import msgspec
 
 from infra.chain.chain import Step, StepKind, make_step
 from infra.chain.processor import declared_mark
-from infra.settings.config import Seconds, Section, UsePath
+from infra.settings.config import Seconds, Section, UsePath, nearest
 from infra.settings.plugin import load
 from schemas.errors import ConfigError
 
@@ -101,9 +100,8 @@ def loaded(use: str, options: dict[str, Any], where: str, *, kind: str) -> Calla
 def _place(names: Sequence[str], anchor: str, where: str) -> int:
     if anchor in names:
         return names.index(anchor)
-    near = difflib.get_close_matches(anchor, names, n=1, cutoff=0.5)
-    hint = f'did you mean "{near[0]}"?' if near else f"expected one of {', '.join(names)}"
-    raise ConfigError(f'{where}: no step "{anchor}" in this stage, {hint}')
+    hint = nearest(anchor, names) or f", expected one of {', '.join(names)}"
+    raise ConfigError(f'{where}: no step "{anchor}" in this stage{hint}')
 
 
 def _check_unique(steps: Sequence[Step], where: str) -> None:

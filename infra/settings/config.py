@@ -348,9 +348,8 @@ def _check_keys(value: Mapping[str, object], struct: type[msgspec.Struct], path:
     fields = {field.encode_name: field for field in msgspec.structs.fields(struct) if field.type is not Path}
     for key, item in value.items():
         if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
-            hint = f'did you mean "{near[0]}"?' if near else f"expected one of {', '.join(fields)}"
-            raise ConfigError(f"{where}: {join(path, key)}: unknown key, {hint}")
+            hint = nearest(key, fields) or f", expected one of {', '.join(fields)}"
+            raise ConfigError(f"{where}: {join(path, key)}: unknown key{hint}")
         _checked(item, fields[key].type, join(path, key), where)
     for key, field in fields.items():
         if field.required and key not in value:
@@ -460,3 +459,9 @@ def apply_set(table: Table, setting: str, flag: str = "--set") -> None:
             node[place] = value
         else:
             node = node.setdefault(name, {}) if isinstance(node, dict) else node[place]
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The end of an error message: the nearest known name, "" for none."""
+    near = difflib.get_close_matches(name, [known for known in names if not known.startswith("__")], n=1, cutoff=0.5)
+    return f', did you mean "{near[0]}"?' if near else ""

@@ -6,7 +6,6 @@ Names come from an operator's settings or flags. What came with data is looked a
 `trainer.learners.learner.foreign_names`.
 """
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -18,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from infra.settings.config import decode
+from infra.settings.config import decode, nearest
 from schemas.errors import ConfigError
 
 # Keyword-only parameters that are no options: the chain fills them in.
@@ -59,7 +58,7 @@ def find(use: str, where: str = "use") -> object:
     except BaseException as error:
         raise ConfigError(f"{where}: importing {use} raised {describe(error)}") from error
     if not hasattr(module, name):
-        raise ConfigError(f'{where}: module "{module_name}" has no "{name}"{_nearest(name, dir(module))}')
+        raise ConfigError(f'{where}: module "{module_name}" has no "{name}"{nearest(name, dir(module))}')
     return typing.cast(object, getattr(module, name))
 
 
@@ -144,10 +143,5 @@ def check_names(options: Mapping[str, Any], known: Iterable[str], where: str) ->
     names = list(known)
     for name in options:
         if name not in names:
-            expected = _nearest(name, names) or f"; expected one of {', '.join(names)}" if names else "; it takes none"
+            expected = nearest(name, names) or f"; expected one of {', '.join(names)}" if names else "; it takes none"
             raise ConfigError(f"{where}.options.{name}: unknown option{expected}")
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, [known for known in names if not known.startswith("__")], n=1, cutoff=0.5)
-    return f', did you mean "{near[0]}"?' if near else ""

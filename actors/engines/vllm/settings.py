@@ -4,7 +4,6 @@ Values of the user always win; a value that would break the engine's contract is
 """
 
 import ast
-import difflib
 import importlib.util
 import os
 import re
@@ -16,6 +15,7 @@ from typing import Any
 from actors.engines.vllm.adapters import MIN_SLOTS
 from infra.model.vision import Vision, probe_picture
 from infra.policies.policy import Adapter
+from infra.settings.config import nearest
 from schemas.errors import ConfigError
 
 SLOTS = 4  # versions of an adapter that live at once
@@ -107,11 +107,8 @@ def engine_arguments(
         required = {**required, **adapting(adapter, options)}
     for name, value in options.items():
         if name in ("model", "seed") or name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f'did you mean "{near[0]}"? See' if near else "see"
-            raise ConfigError(
-                f"engine.options.{name}: not an option of this vLLM, {hint} `vllm serve --help`, with underscores"
-            )
+            hint = f"{nearest(name, known)}; see `vllm serve --help`, with underscores"
+            raise ConfigError(f"engine.options.{name}: not an option of this vLLM{hint}")
         if name in required and value != required[name]:
             raise ConfigError(f"engine.options.{name}: got {value!r}, headrace needs {required[name]!r}; leave it out")
     workers = _workers(options)
