@@ -6,10 +6,10 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, BinaryIO
 
 from schemas.errors import ConfigError
 
@@ -67,35 +67,25 @@ POLL_S = 0.02
 WAIT_S = 15.0  # for what a process that has just died still holds
 
 
-def _taken(lock: IO[Any], wait_s: float, is_vain: Callable[[], bool] = lambda: False) -> bool:
-    """True if the lock of an open file was had within `wait_s`. is_vain: asked before each wait; True ends them."""
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if is_vain() or time.monotonic() >= deadline:
-                return False
-        time.sleep(POLL_S)
-
-
 def lock_folder(file: Path, what: str) -> IO[str]:
     """Take the lock file, waiting for a process that has just died to go; it is held until the result is closed.
 
     what: that is locked, for the error. Raises ConfigError naming the process that holds it.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    lock = file.open("a+")
-
-    def owner() -> str:
-        lock.seek(0)
-        return lock.read().strip()
-
-    if not _taken(lock, WAIT_S, lambda: _is_alive(owner())):
-        holder = owner() or "(unknown)"
-        lock.close()
-        raise ConfigError(f"{what} is in use by process {holder}: stop it, or choose another folder")
+    lock, deadline = file.open("a+"), time.monotonic() + WAIT_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            lock.seek(0)
+            owner = lock.read().strip()
+            if _is_alive(owner) or time.monotonic() >= deadline:
+                lock.close()
+                what = f"{what} is in use by process {owner or '(unknown)'}"
+                raise ConfigError(f"{what}: stop it, or choose another folder") from None
+        time.sleep(POLL_S)
     lock.truncate(0)
     lock.write(str(os.getpid()))
     lock.flush()

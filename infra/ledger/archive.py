@@ -21,6 +21,7 @@ from typing import BinaryIO, cast
 
 import zstandard
 
+from infra.files import replacing
 from infra.ledger.bundle import (
     MAX_MANIFEST_BYTES,
     OBJECTS,
@@ -125,15 +126,8 @@ def writing(path: Path) -> Iterator[Archive]:
         raise ConfigError(
             f"{path}: {'is there already' if path.exists() else 'its folder is not there'}; name a new file"
         )
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with temporary.open("xb") as file:
-            yield Archive(file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as file:
+        yield Archive(file)
 
 
 def unpack(path: Path, folder: Path, *, max_bytes: int = MAX_BYTES) -> Bundle:

@@ -8,7 +8,6 @@ on. What cannot be adapted is refused by name on the meta device, before weights
 """
 
 import math
-import mmap
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import xxhash
 
-from infra.model.model import load_model, meta_model, model_folder
+from infra.model.model import file_tensors, load_model, meta_model, model_folder
 from infra.model.names import ACTIVE, adapter_name
-from infra.policies.manifest import TensorEntry, sha256_hex, tensor_entries
+from infra.policies.manifest import sha256_hex, tensor_entries
 from infra.policies.policy import Adapter
-from infra.policies.tensors import Tensor, load_tensors, to_torch, write_tensors
+from infra.policies.tensors import Tensor, to_torch, write_tensors
 from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -181,18 +180,7 @@ def write_adapter_folder(folder: Path, adapter: Adapter, tensors: Mapping[str, T
 
 def base_hash(folder: str | Path) -> str:
     """sha256 over names, dtypes, shapes and data of a folder's tensors, however its files cut them. Raises ConfigError."""
-    where = model_folder(folder)
-    entries: dict[str, TensorEntry] = {}
-    for path in sorted(where.glob("*.safetensors")):
-        try:
-            with path.open("rb") as file:
-                tensors = load_tensors(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
-        except ValueError as error:
-            raise ConfigError(f"policy.model: {path}: {error}") from error
-        entries |= {entry.name: entry for entry in tensor_entries(tensors)}
-    if not entries:
-        raise ConfigError(f"policy.model: {where} holds no *.safetensors file")
-    return sha256_hex(msgspec.json.encode([entries[name] for name in sorted(entries)]))
+    return sha256_hex(msgspec.json.encode(tensor_entries(file_tensors(model_folder(folder)))))
 
 
 def _text_model(module: Any) -> str:

@@ -17,7 +17,7 @@ from infra.model.controls import FREE_CHARS, Controls
 from infra.model.names import published
 from infra.model.vision import NO_FRAME, Vision, load_vision, takes_pictures
 from infra.model.writing import as_template_takes, content_of, detect_writing
-from infra.policies.tensors import Rooms, Tensor, from_torch_all, load_tensors, to_torch
+from infra.policies.tensors import Tensor, from_torch_all, load_tensors, to_torch
 from schemas.errors import ConfigError
 from schemas.records import Message
 
@@ -51,7 +51,6 @@ class Tokenizer:
         self._backend.no_padding()
         self._backend.encode_special_tokens = tokenizer.split_special_tokens
         self._controls = Controls(self._backend, also=tuple(tokenizer.all_special_tokens))
-        self._alone: dict[int, str] = {}  # as many as the tokenizer knows at most
         self._num_tokens = len(tokenizer)  # it counts them anew each time it is asked
         self._eos_ids = eos_ids
         self._vision = vision
@@ -88,14 +87,6 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; special tokens, and ids the tokenizer does not know, give nothing."""
-        if len(ids) == 1:  # a stream asks for each of its tokens
-            text = self._alone.get(ids[0], "") or self._decoded(ids)
-            if text:
-                self._alone[ids[0]] = text
-            return text
-        return self._decoded(ids)
-
-    def _decoded(self, ids: Sequence[int]) -> str:
         num_tokens = self._num_tokens
         known = [int(token) for token in ids if 0 <= token < num_tokens]
         if len(known) > FREE_CHARS:
@@ -294,9 +285,9 @@ def own_kernels(folder: str | Path) -> Any:
     return config
 
 
-def model_tensors(module: "torch.nn.Module", rooms: Rooms | None = None) -> dict[str, Tensor]:
+def model_tensors(module: "torch.nn.Module") -> dict[str, Tensor]:
     """A copy of every parameter and saved buffer, by its folder's names; tied ones under each."""
-    return from_torch_all(published(module, module.state_dict()), rooms)
+    return from_torch_all(published(module, module.state_dict()))
 
 
 def load_into(module: "torch.nn.Module", tensors: Mapping[str, Tensor], *, partial: bool = False) -> None:
@@ -350,11 +341,10 @@ def model_folder(model: str | Path) -> Path:
     return Path(str(found)).parent
 
 
-def folder_tensors(folder: Path) -> dict[str, Tensor]:
+def file_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors in a model folder's safetensors files, as they are, without torch. Raises ConfigError.
 
-    The files are mapped: what reads them there shares the same memory. One that is replaced stays as it was.
-    Where the folder ties its embeddings, the output matrix appears under its own name too, as in `model_tensors`.
+    The files are mapped: all readers share the memory, and a file that is replaced stays as it was.
     """
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -365,6 +355,12 @@ def folder_tensors(folder: Path) -> dict[str, Tensor]:
             raise ConfigError(f"model: {path}: {error}") from error
     if not tensors:
         raise ConfigError(f"model: {folder} holds no *.safetensors file")
+    return tensors
+
+
+def folder_tensors(folder: Path) -> dict[str, Tensor]:
+    """`file_tensors`, with the output matrix under its own name also where the folder ties its embeddings."""
+    tensors = file_tensors(folder)
     embeddings = tensors.get("model.embed_tokens.weight")
     if embeddings is not None and "lm_head.weight" not in tensors:
         tensors["lm_head.weight"] = embeddings

@@ -6,7 +6,6 @@ reading is bounded and strict (no gaps, no overlaps, no unknown dtypes) and neve
 
 import math
 import os
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar
@@ -175,46 +174,21 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
     return np.frombuffer(tensor.data, dtype=_NUMPY_NAMES[tensor.dtype]).reshape(tensor.shape)
 
 
-class Rooms:
-    """Memory of earlier copies, to be written again: the kernel clears each page of fresh memory, which costs more than a copy.
-
-    Guarantee: a room is given out again only once the array that was given before, and all views of it, are gone. So at most
-    as much lies here as was in use at once. Threads may share it.
-    """
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[np.ndarray]] = {}
-
-    def take(self, num_bytes: int) -> np.ndarray:
-        """[num_bytes] u8, of any content."""
-        free = self._free.setdefault(num_bytes, [])
-        try:
-            room = free.pop()
-        except IndexError:
-            room = np.empty(num_bytes, np.uint8)
-        given = np.frombuffer(room.data, np.uint8)
-        weakref.finalize(given, free.append, room).atexit = False
-        return given
-
-
-def from_torch(tensor: "torch.Tensor", rooms: Rooms | None = None) -> Tensor:
+def from_torch(tensor: "torch.Tensor") -> Tensor:
     """A copy of a torch tensor on any device; later in-place changes do not reach it."""
     import torch
 
     host = tensor.detach().cpu().contiguous()
     copy = host.view(-1).view(torch.uint8).numpy()
     if copy.size and host.data_ptr() == tensor.data_ptr():
-        source, copy = copy, np.empty(copy.size, np.uint8) if rooms is None else rooms.take(copy.size)
-        np.copyto(copy, source)
+        copy = copy.copy()
     copy.flags.writeable = False
     return Tensor(_dtype_name(tensor), tuple(tensor.shape), copy.data if copy.size else b"")
 
 
-def from_torch_all(values: Mapping[str, "torch.Tensor"], rooms: Rooms | None = None) -> dict[str, Tensor]:
+def from_torch_all(values: Mapping[str, "torch.Tensor"]) -> dict[str, Tensor]:
     """A copy of each, by name, made in threads; tied ones are copied once, for each of their names."""
-    copies = in_threads(
-        lambda tensor: from_torch(tensor, rooms), values.values(), size=lambda tensor: int(tensor.nbytes), same=place_of
-    )
+    copies = in_threads(from_torch, values.values(), size=lambda tensor: int(tensor.nbytes), same=place_of)
     return dict(zip(values, copies, strict=True))
 
 

@@ -19,7 +19,7 @@ from infra.policies.delta import decode_chain, encode_tensor
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.manifest import HashedTensors, look_at
 from infra.policies.publish import NewVersion, publish
-from infra.policies.tensors import Rooms, Tensor, bits, from_torch, from_torch_all, to_torch
+from infra.policies.tensors import Tensor, bits, from_torch, from_torch_all, to_torch
 from infra.policies.version_files import VersionFiles
 from infra.roles.memory import give_back_large_blocks
 from infra.store.directory import DirectoryStore
@@ -57,7 +57,7 @@ def run(gb: float = 0.5, versions: int = 20, engines: int = 8, steps: int = 200)
 
 
 def way_rows(store: Store, files: Path, gb: float, versions: int) -> Iterator[Row]:
-    generator, rooms = np.random.default_rng(0), Rooms()
+    generator = np.random.default_rng(0)
     tensors, previous = made_up(gb, generator), None
     full_gb = sum(each.num_bytes for each in tensors.values()) / 1e9
     fetcher = PolicyFetcher(store, "main", VersionFiles([files]))
@@ -65,7 +65,7 @@ def way_rows(store: Store, files: Path, gb: float, versions: int) -> Iterator[Ro
     for version in range(versions + 1):
         parameters = {name: to_torch(each) for name, each in tensors.items()}
         begin_s = time.process_time()
-        copied = HashedTensors(from_torch_all(parameters, rooms))
+        copied = HashedTensors(from_torch_all(parameters))
         assert not copied.not_finite
         event = published(store, version, copied, previous)
         publish_s = time.process_time() - begin_s

@@ -15,7 +15,7 @@ import torch
 
 from infra.model.model import model_tensors
 from infra.policies.policy import Probe
-from infra.policies.tensors import Rooms, Tensor, from_torch, in_place, to_torch
+from infra.policies.tensors import Tensor, from_torch, in_place, to_torch
 from trainer.batch.batch import PackedBatch
 from trainer.config import TrainerConfig
 from trainer.learners.channel import Channel
@@ -59,7 +59,6 @@ class TorchLearner:
             if self._masters[name] is not value:
                 into_master = functools.partial(_sum_into, self._masters[name])
                 value.register_post_accumulate_grad_hook(into_master)  # type: ignore[no-untyped-call]
-        self._rooms = Rooms()
         self._phase: Phase = "train"
         self._optimizer = self._fresh_optimizer()
 
@@ -88,7 +87,7 @@ class TorchLearner:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        return model_tensors(self.model.module, self._rooms)
+        return model_tensors(self.model.module)
 
     def probe(self, sequences: tuple[tuple[int, ...], ...]) -> Probe:
         return Probe(sequences, tuple(tuple(self.model.sequence_logprobs(tokens)) for tokens in sequences))
