@@ -7,8 +7,9 @@ import numpy as np
 from actors.engines.engine import ContextFull, Sampling
 from infra.model.vision import Vision
 from infra.policies.agreement import Agreement, agreement, disagreement, joined
+from infra.policies.manifest import HashedTensors
 from infra.policies.policy import Policy, Probe
-from infra.policies.tensors import Tensor, chunks, first_not_finite
+from infra.policies.tensors import Tensor, chunks
 from infra.store.images import Pixels
 from schemas.errors import PolicyRefused
 
@@ -49,7 +50,7 @@ def check_tensors(policy: Policy, shapes: Mapping[str, tuple[int, ...]]) -> None
     for name, tensor in policy.tensors.items():
         if tuple(tensor.shape) != shapes[name]:
             raise PolicyRefused(f"{who}: tensor {name}: got shape {list(tensor.shape)}, expected {list(shapes[name])}")
-    if not policy.finite and (wrong := first_not_finite(policy.tensors)):
+    if not policy.finite and (wrong := HashedTensors(policy.tensors).not_finite):
         raise PolicyRefused(f"{who}: tensor {wrong} holds NaN or infinity")
 
 

@@ -8,6 +8,7 @@ is stale.
 import ast
 import inspect
 import itertools
+import json
 import re
 import textwrap
 import types
@@ -23,6 +24,7 @@ from infra.observe.measures import HELP, MEASURES, exposed
 from infra.roles import rights
 from infra.settings.config import Section, words_of
 from infra.settings.plugin import RESERVED_PARAMETERS, find
+from schemas import topics
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs"
 MARK = "*The rest of this page is written by `python -m infra.cli.docs` from the code; change the docstrings there.*\n"
@@ -55,13 +57,38 @@ def pages() -> dict[str, str]:
         "headrace": names(),
         "options": parts((FOLDER / "reference" / "options.md").read_text(encoding="utf-8")),
         "metrics": metrics(),
-        "rights": rights.tables(),
+        "rights": rights_tables(),
     }
     return {
         **{f"reference/{name}.md": head(name) + "".join(text) for name, text in written.items()},
         "../deploy/alerts.yml": rules(),
-        **{f"../deploy/{path}": text for path, text in rights.deploy_files().items()},
+        **{f"../deploy/{path}": text for path, text in deploy_files().items()},
     }
+
+
+def deploy_files() -> dict[str, str]:
+    """The files of the compose file that grant rights, by their path below infra/deploy."""
+    policies = {
+        f"{rights.COMPOSE}/bucket/{role}.json": json.dumps(
+            rights.bucket_policy(role, rights.BUCKET, rights.STORE), indent=2
+        )
+        + "\n"
+        for role in rights.RIGHTS
+    }
+    return {f"{rights.COMPOSE}/rights.sh": rights.acl_script(rights.APP), **policies}
+
+
+def rights_tables() -> Iterator[str]:
+    """Markdown tables of the rights: at topics, at objects, at consumer groups."""
+    head = f"| {' | '.join(rights.RIGHTS)} |\n|---|{'---|' * len(rights.RIGHTS)}\n"
+    yield f"\n## Topics\n\n| topic {head}"
+    for topic in topics.ALL:
+        yield f"| `{topic.name}` | {' | '.join(', '.join(its.at_topic(topic)) for its in rights.RIGHTS.values())} |\n"
+    yield f"\n## Objects\n\n| prefix {head}"
+    for prefix in rights.PREFIXES:
+        yield f"| `{prefix}` | {' | '.join(', '.join(its.at_prefix(prefix)) for its in rights.RIGHTS.values())} |\n"
+    groups = (", ".join(f"`{name}`" if name else "all" for name in its.groups) for its in rights.RIGHTS.values())
+    yield f"\n## Consumer groups\n\n| {head}| read | {' | '.join(groups)} |\n"
 
 
 def head(name: str) -> str:

@@ -21,7 +21,7 @@ from infra.model.model import file_tensors, load_model, meta_model, model_folder
 from infra.model.names import ACTIVE, adapter_name
 from infra.policies.manifest import sha256_hex, tensor_entries
 from infra.policies.policy import Adapter
-from infra.policies.tensors import Tensor, to_torch, write_tensors
+from infra.policies.tensors import Tensor, pieces_of, to_torch
 from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def write_adapter_folder(folder: Path, adapter: Adapter, tensors: Mapping[str, T
     config.inference_mode = True
     config.save_pretrained(str(folder))
     with (folder / TENSORS).open("wb") as file:
-        write_tensors(file, tensors, METADATA)
+        file.writelines(pieces_of(tensors, METADATA))
 
 
 def base_hash(folder: str | Path) -> str:

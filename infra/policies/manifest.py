@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from infra.policies.policy import Adapter, Probe, described
-from infra.policies.tensors import ITEM_BYTES, Tensor, are_finite, byte_count, chunks, in_threads
+from infra.policies.tensors import ITEM_BYTES, Tensor, are_finite, chunks, in_threads
 
 FORMAT = 7
 
@@ -157,7 +157,9 @@ def look_at(tensor: Tensor) -> Look:
 
 def look_at_all(tensors: Mapping[str, Tensor]) -> dict[str, Look]:
     """All of them, by name, in threads; tied ones once."""
-    return dict(zip(tensors, in_threads(look_at, tensors.values(), size=byte_count, same=id), strict=True))
+    return dict(
+        zip(tensors, in_threads(look_at, tensors.values(), size=lambda tensor: tensor.num_bytes, same=id), strict=True)
+    )
 
 
 class HashedTensors(dict[str, Tensor]):

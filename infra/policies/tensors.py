@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -115,24 +115,6 @@ def bits(tensor: Tensor) -> np.ndarray:
     return np.frombuffer(tensor.data, dtype=f"<u{ITEM_BYTES[tensor.dtype]}")
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """True if no value is infinite or NaN; integers always are finite."""
-    if tensor.dtype not in FLOATS:
-        return True
-    return all(are_finite(chunk, tensor.dtype) for chunk in chunks(tensor))
-
-
-def byte_count(tensor: Tensor) -> int:
-    """Size of the data, to begin with the largest."""
-    return len(tensor.data)
-
-
-def first_not_finite(tensors: Mapping[str, Tensor]) -> str:
-    """Name of the first tensor that holds NaN or infinity, "" where none does."""
-    finite = in_threads(is_finite, tensors.values(), size=byte_count, same=id)
-    return next((name for name, fine in zip(tensors, finite, strict=True) if not fine), "")
-
-
 def chunks(tensor: Tensor) -> Iterator[np.ndarray]:
     """Views of the raw patterns in order, small enough that what is made of one stays in the processor's cache."""
     patterns = bits(tensor)
@@ -229,12 +211,6 @@ def save_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | No
     return joined(list(pieces_of(tensors, metadata)))
 
 
-def write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Like `save_tensors`, written piece by piece: nothing is copied, and other threads run meanwhile."""
-    for piece in pieces_of(tensors, metadata):
-        file.write(piece)
-
-
 def layout(
     listing: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, tuple[int, int]]]:
@@ -261,7 +237,7 @@ def layout(
 
 
 def pieces_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[bytes | memoryview]:
-    """Like `save_tensors`, in pieces: the head of the file, and the data of each tensor, not copied."""
+    """Like `save_tensors`, in pieces for a file's `writelines`: its head, and the data of each tensor, not copied."""
     header, places = layout({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, metadata)
     yield header
     yield from (tensors[name].data for name in places)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 from schemas.errors import ConfigError
 
@@ -23,29 +23,22 @@ class ClaimedFolder:
     """
 
     def __init__(self, base: Path, role: str = "worker") -> None:
-        self.path, self._lock = _claim(base, role)
+        for index in range(MAX_PROCESSES):
+            self.path = base / f"{role}-{index}"
+            try:
+                self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self._lock = (self.path / "lock").open("w", encoding="ascii")
+            except OSError as error:
+                raise ConfigError(f"{self.path}: {role} cannot write there: {error.strerror}") from error
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                self._lock.close()
+        raise ConfigError(f"{base}: got {MAX_PROCESSES} processes of {role} on one machine, expected fewer")
 
     def release(self) -> None:
         self._lock.close()
-
-
-def _claim(base: Path, role: str) -> tuple[Path, IO[str]]:
-    for index in range(MAX_PROCESSES):
-        path = base / f"{role}-{index}"
-        try:
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            lock = (path / "lock").open("w", encoding="ascii")
-        except OSError as error:
-            raise ConfigError(
-                f"{path}: cannot be written to ({error.strerror}): what {role} keeps lies there"
-            ) from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            continue
-        return path, lock
-    raise ConfigError(f"{base}: got {MAX_PROCESSES} processes of {role} on one machine, expected fewer")
 
 
 EXIT_STUCK = 75  # EX_TEMPFAIL: the supervisor starts the process again

@@ -1,12 +1,11 @@
-"""The rights of each role at the broker and in the bucket, and what is made from them: ACLs, bucket policies, a page.
+"""The rights of each role at the broker and in the bucket, and what is made from them: ACLs, bucket policies.
 
 A role is a Kafka user and a bucket user of its own, both with the role's name. `operator` is the user of the commands.
 Every role may describe the topics of its app and list the names in the bucket: without the second, an object that is not there
 reads as one that is denied.
 """
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from infra.log.rights import Right
@@ -137,25 +136,3 @@ def bucket_policy(role: str, bucket: str, folder: str) -> dict[str, object]:
         named = [f"{everything}/{folder}/{place}{'' if place == SECRET else '*'}" for place in places]
         statements.append({"Effect": "Allow", "Action": [*ACTIONS[verb]], "Resource": named})
     return {"Version": "2012-10-17", "Statement": statements}
-
-
-def deploy_files() -> dict[str, str]:
-    """The files of the compose file that grant rights, by their path below infra/deploy."""
-    policies = {
-        f"{COMPOSE}/bucket/{role}.json": json.dumps(bucket_policy(role, BUCKET, STORE), indent=2) + "\n"
-        for role in RIGHTS
-    }
-    return {f"{COMPOSE}/rights.sh": acl_script(APP), **policies}
-
-
-def tables() -> Iterator[str]:
-    """Markdown tables of the rights: at topics, at objects, at consumer groups."""
-    head = f"| {' | '.join(RIGHTS)} |\n|---|{'---|' * len(RIGHTS)}\n"
-    yield f"\n## Topics\n\n| topic {head}"
-    for topic in topics.ALL:
-        yield f"| `{topic.name}` | {' | '.join(', '.join(rights.at_topic(topic)) for rights in RIGHTS.values())} |\n"
-    yield f"\n## Objects\n\n| prefix {head}"
-    for prefix in PREFIXES:
-        yield f"| `{prefix}` | {' | '.join(', '.join(rights.at_prefix(prefix)) for rights in RIGHTS.values())} |\n"
-    groups = (", ".join(f"`{name}`" if name else "all" for name in rights.groups) for rights in RIGHTS.values())
-    yield f"\n## Consumer groups\n\n| {head}| read | {' | '.join(groups)} |\n"

@@ -28,7 +28,7 @@ from infra.cli.settings import Settings, load_settings
 from infra.local.process import start_watched
 from infra.log.log import Log
 from infra.model.model import load_tokenizer
-from infra.policies.tensors import write_tensors
+from infra.policies.tensors import pieces_of
 from schemas import EvalResult, PolicyEvent, topics
 from schemas.topics import Topic
 from tests.bench._additions import Deck, demonstrations, problem_of
@@ -94,7 +94,7 @@ def warm_up(settings: Settings, model: Path, out: Path) -> None:
             break
     shutil.copytree(model, out, ignore=shutil.ignore_patterns(TENSORS))
     with (out / TENSORS).open("wb") as file:
-        write_tensors(file, learner.tensors(), {"format": "pt"})
+        file.writelines(pieces_of(learner.tensors(), {"format": "pt"}))
 
 
 async def headrace(folder: Path, settings: Settings, engine: str, seed: int, minutes: float, at: float) -> Arrival:

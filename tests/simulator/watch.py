@@ -13,7 +13,7 @@ import msgspec
 from infra.log.bus import Partition, Record
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.manifest import look_at
-from infra.policies.tensors import Tensor, is_finite
+from infra.policies.tensors import Tensor
 from infra.store.memory import MemoryStore
 from infra.store.seal import Keys
 from schemas import (
@@ -250,7 +250,7 @@ class RunWatch:
             self.complain("fencing", f"{process.name} published version {event.version} under token {event.token}")
         if event.token < self._token:
             return
-        if not all(is_finite(tensor) for tensor in policy.tensors.values()):
+        if not all(look_at(tensor).finite for tensor in policy.tensors.values()):
             self.complain("I3 healthy", f"version {event.version} holds values that are not finite")
         content = content_of(policy.tensors)
         if self.content.setdefault(event.version, content) != content:

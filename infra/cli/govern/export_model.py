@@ -31,7 +31,7 @@ from infra.policies.beginning import folded
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy import Adapter, Policy
 from infra.policies.publish import SHARD_BYTES, split_runs
-from infra.policies.tensors import Tensor, write_tensors
+from infra.policies.tensors import Tensor, pieces_of
 from infra.store.store import Store
 from schemas import PolicyEvent
 from schemas.errors import ConfigError, NotInStore
@@ -204,7 +204,7 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int =
         names = ["model.safetensors"]
     for name, run in zip(names, runs, strict=True):
         with (folder / name).open("wb") as file:
-            write_tensors(file, {each_name: tensors[each_name] for each_name in run}, METADATA)
+            file.writelines(pieces_of({each_name: tensors[each_name] for each_name in run}, METADATA))
     num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
     if len(runs) > 1:
         where = {each_name: name for name, run in zip(names, runs, strict=True) for each_name in run}

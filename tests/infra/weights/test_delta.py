@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.policies.delta import decode_chain, encode_tensor
+from infra.policies.manifest import look_at
 from infra.policies.tensors import (
     ITEM_BYTES,
     Tensor,
@@ -19,7 +20,6 @@ from infra.policies.tensors import (
     from_numpy,
     from_torch,
     from_torch_all,
-    is_finite,
     load_tensors,
     save_tensors,
     to_numpy,
@@ -301,8 +301,8 @@ def test_every_nan_and_infinity_is_found(dtype: str) -> None:
 
     kind = getattr(torch, dtype)
     largest = torch.finfo(kind).max
-    assert is_finite(from_torch(torch.tensor([0.0, -largest, largest], dtype=torch.float64).to(kind)))
+    assert look_at(from_torch(torch.tensor([0.0, -largest, largest], dtype=torch.float64).to(kind))).finite
     for bad in ("nan", "inf", "-inf"):
         if dtype == "float8_e4m3fn" and bad != "nan":  # that dtype has no infinity
             continue
-        assert not is_finite(from_torch(torch.tensor([0.0, float(bad), 1.0]).to(kind))), bad
+        assert not look_at(from_torch(torch.tensor([0.0, float(bad), 1.0]).to(kind))).finite, bad
