@@ -145,10 +145,7 @@ class CanaryConfig(Section, frozen=True):
 
 
 class GateConfig(Section, frozen=True):
-    """[master.gate]: conditions for the promotion of a version to the stable channel.
-
-    Example: GateConfig(suites={"held-out": GateSuite(at_least=0.8)}, canary=CanaryConfig())
-    """
+    """[master.gate]: conditions for the promotion of a version to the stable channel."""
 
     suites: dict[str, GateSuite] = msgspec.field(default_factory=dict)
     """Required eval results, by suite of [[master.evals]]. Without any, only `headrace promote` moves the stable channel."""
@@ -159,10 +156,7 @@ class GateConfig(Section, frozen=True):
 
 
 class MasterConfig(Section, frozen=True):
-    """[master]: issued tasks, their sampling, evaluations and the gate.
-
-    Example: MasterConfig(num_episodes=16, max_tokens=5, evals=(EvalSuite(suite="held-out"),))
-    """
+    """[master]: issued tasks, their sampling, evaluations and the gate."""
 
     seed: int = 0
     """Seed of the task draws and of the trainer's draws."""

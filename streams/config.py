@@ -240,10 +240,7 @@ class TeacherConfig(Section, frozen=True):
 
 
 class VerifyConfig(Section, frozen=True):
-    """[verify]: chain of the stage verify: validate, redact, dedupe, filter, the scores, the teacher.
-
-    Example: VerifyConfig(dedupe=DedupeConfig(on=False))
-    """
+    """[verify]: chain of the stage verify: validate, redact, dedupe, filter, the scores, the teacher."""
 
     validate: Switch = Switch()
     redact: RedactConfig = RedactConfig()
@@ -399,10 +396,7 @@ class DifficultyConfig(Section, frozen=True):
 
 
 class TasksConfig(Section, frozen=True):
-    """[tasks]: chain of the stage tasks: clean, dedupe, filter, difficulty.
-
-    Example: TasksConfig(dedupe=TaskDedupeConfig(by="task"))
-    """
+    """[tasks]: chain of the stage tasks: clean, dedupe, filter, difficulty."""
 
     clean: Switch = Switch()
     dedupe: TaskDedupeConfig = TaskDedupeConfig()
@@ -411,10 +405,7 @@ class TasksConfig(Section, frozen=True):
 
 
 class StreamsConfig(Section, frozen=True):
-    """The tables of the stream workers, as in the root of the TOML.
-
-    Example: StreamsConfig(score=(ScoreConfig(name="exact", use="streams.scores.exact:exact"),))
-    """
+    """The tables of the stream workers, as in the root of the TOML."""
 
     feedback: tuple[FeedbackConfig, ...] = ()
     processor: tuple[ProcessorConfig, ...] = ()

@@ -77,14 +77,14 @@ MAX_FUNCTION_LINES = 60
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
     "schemas": 2_562,
-    "infra": 14_711,
+    "infra": 14_706,
     "infra/cli": 6_568,
     "infra/cli/console": 1_738,
-    "infra/cli/demo": 1_190,
-    "streams": 8_584,
-    "actors": 15_242,
+    "infra/cli/demo": 1_182,
+    "streams": 8_575,
+    "actors": 15_226,
     "actors/master/gate": 723,
-    "trainer": 10_723,
+    "trainer": 10_707,
     "tests": 53_807,
     "tests/bench": 3_984,
 }

@@ -30,8 +30,6 @@ class Kind(msgspec.Struct, frozen=True):
     """Type and shape of a whole tensor.
 
     dtype: a safetensors name. shape: of the whole tensor.
-
-    Example: Kind("F32", (2, 3))
     """
 
     dtype: str
@@ -49,8 +47,6 @@ class Piece(msgspec.Struct, frozen=True):
     """Bytes of one tensor.
 
     name: of the tensor. start: first byte, row-major. data: the bytes from there on.
-
-    Example: Piece("model/lm_head.weight", 4096, data)
     """
 
     name: str

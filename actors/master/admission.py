@@ -24,8 +24,6 @@ class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
     groups_per_step: G, of one optimizer step. max_staleness: η, in versions. steps_per_version: k. first_version: that
     the first optimizer step of groups runs at. in_flight: the most groups outstanding, 0 for as many as the bound
     allows.
-
-    Example: AdmissionLimits(groups_per_step=32, max_staleness=2, steps_per_version=1)
     """
 
     groups_per_step: int

@@ -47,8 +47,6 @@ Bounds = Mapping[str, tuple[Mapping[int, int], Mapping[int, int]]]  # by topic, 
 class SnapshotFacts(msgspec.Struct, frozen=True):
     """Facts by which a start decides whether to use a snapshot. shaping: digest of the settings that the state rests on. log:
     digest of the log's beginning. places: offsets read up to, by topic and partition.
-
-    Example: SnapshotFacts(shaping="9f…", log="3a…", places={"tasks": {0: 812}})
     """
 
     shaping: str

@@ -44,8 +44,6 @@ class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ParsedCall(msgspec.Struct, frozen=True, kw_only=True):
     """A call by the policy. fault: why it cannot be read, "" where it can. name: of the tool. arguments: as its schema has
     them.
-
-    Example: ParsedCall(name="lookup", arguments={"order": 17})
     """
 
     name: str = ""

@@ -26,10 +26,7 @@ TEXTS = ("id", "answer", "response", "chosen", "rejected")
 
 
 class Broken(msgspec.Struct, frozen=True):
-    """A row that could not be read. where: file and line. reason: what was got and what was expected.
-
-    Example: Broken("tasks.jsonl:17", "got no conversation, expected messages or prompt")
-    """
+    """A row that could not be read. where: file and line. reason: what was got and what was expected."""
 
     where: str
     reason: str

@@ -267,8 +267,6 @@ class Floor(Section, frozen=True):
     """Settings of every role.
 
     folder: folder of the TOML; never a key of the file.
-
-    Example: Floor(app="support-bot", plugins=("plugins",))
     """
 
     app: Name

@@ -37,8 +37,6 @@ class TrainItem(msgspec.Struct, frozen=True):
     """One experience with the numbers the journal gave it, and its pictures.
 
     experience: its tokens are read when it is packed. item: as journaled. pictures: None for text alone.
-
-    Example: TrainItem(experience=..., item=BatchItem(id="add-3745.2.0-7-0", ..., advantage=0.93))
     """
 
     experience: Experience

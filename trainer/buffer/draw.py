@@ -122,8 +122,6 @@ class ShareLimits(msgspec.Struct, frozen=True):
 
     tenant: per tenant. subject: per user of a tenant. least: experiences to which a batch is filled up regardless of the
     shares.
-
-    Example: ShareLimits(tenant=0.5, subject=0.25, least=64)
     """
 
     tenant: float = 1.0

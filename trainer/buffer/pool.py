@@ -26,8 +26,6 @@ class Candidate(msgspec.Struct, frozen=True):
     factor of its loss terms, if the draw was not even. key_id: key that seals it, "" for none. retrained: as in Experience.
     num_tokens: sampled tokens. tenant, subject: owner and user of the data, "" for none. has_signal: True unless all its
     advantages are 0. join: name of the join, "" for none. is_taught: True if a teacher judged every sampled token.
-
-    Example: Candidate(group="add-3745.2", lane="usual", offset=981, sequence=412, min_version=11, num_experiences=16)
     """
 
     group: str
@@ -175,8 +173,6 @@ class Pool:
 
     row_N: int64, row of each candidate in `held` and in the columns. held: candidates by row, None in a free row. columns:
     columns by name, see COLUMNS. codes: codes of tenants and users.
-
-    Example: pool.chosen(pool.column("uses") < 4)[0].group
     """
 
     row_N: np.ndarray

@@ -304,8 +304,6 @@ class CheckpointTime(msgspec.Struct, frozen=True, order=True):
     """A checkpoint and when it was made.
 
     place: step and token. time_ms: log time of its Saved record.
-
-    Example: CheckpointTime(place=CheckpointPlace(40, 17), time_ms=1763715600000)
     """
 
     place: CheckpointPlace

@@ -31,8 +31,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     step. max_grad_norm: gradients are clipped to it. seed: of the step. phase: that begins. sequences: whose logprobs are asked
     for, as token ids. folder, index, sha256: of a state in the store. names, dtypes: of tensors that follow, or that are taken
     over.
-
-    Example: Order(name="begin_phase", phase="train")
     """
 
     name: str

@@ -37,8 +37,6 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     console's, where a key sees all tenants. sha256: of its secret. train: whether what it serves may be trained on.
     rpm, tpm: requests and tokens a minute at each gateway, 0 for no limit. created_s: when it was made, seconds of the
     epoch. expires_s: likewise, 0 for never.
-
-    Example: ApiKey(id="abcdefghijklmnop", tenant="acme", scopes=("serve",), sha256="9f…", train="yes")
     """
 
     id: str

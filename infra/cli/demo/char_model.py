@@ -24,20 +24,14 @@ MIN_HEAD_DIM = 32  # of vLLM's attention on CPUs
 
 
 class Size(msgspec.Struct, frozen=True):
-    """Size of the model. hidden: width, a multiple of 4 heads. layers: of the decoder.
-
-    Example: Size(hidden=128, layers=4)
-    """
+    """Size of the model. hidden: width, a multiple of 4 heads. layers: of the decoder."""
 
     hidden: int = 128
     layers: int = 4
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """Vocabulary of the tokenizer. words: ids follow the special tokens. pattern: regex that splits text. chat_template: Jinja.
-
-    Example: Vocabulary(words=("00", "01", ">"), pattern=r"[0-9][0-9]|.", chat_template=CHAT_TEMPLATE)
-    """
+    """Vocabulary of the tokenizer. words: ids follow the special tokens. pattern: splits text. chat_template: Jinja."""
 
     words: tuple[str, ...]
     pattern: str

@@ -47,8 +47,6 @@ class Seen(msgspec.Struct, frozen=True):
 
     at_s: seconds of the epoch. version: that the gateway names. liked: the user likes the answer. habit: of the user. error: of
     the request about it that failed, "" for none; where the question failed, the other fields are empty.
-
-    Example: Seen(at_s=1763715600.0, version=12, liked=True, habit="rates")
     """
 
     at_s: float
