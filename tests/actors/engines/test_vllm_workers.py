@@ -193,6 +193,19 @@ def stale_head(worker: Any) -> None:
     head.cpu_linear = lambda x, weight, bias: kernel(x * 1.01, weight, bias)
 
 
+def after_the_load(worker: Any, fault: Callable[[Any], None]) -> None:
+    """Plant a fault behind the next load, since a load writes every layer."""
+    apply = worker.headrace_apply
+
+    def faulty(*given: Any) -> Any:
+        del worker.headrace_apply
+        done = apply(*given)
+        fault(worker)
+        return done
+
+    worker.headrace_apply = faulty
+
+
 def stop_collecting(worker: Any) -> None:
     """From now on only what nothing refers to is let go of."""
     gc.collect()
@@ -239,10 +252,10 @@ def test_a_version_is_held_to_the_bit_or_refused_and_leaves_memory_when_it_is_re
 
     async def refused(engine: VllmEngine, fault: Callable[[Any], None]) -> None:
         served, before = engine.version, await engine.score_tokens(TEXT)
-        await engine._llm.collective_rpc(fault)
+        await engine._llm.collective_rpc(partial(after_the_load, fault=fault))
         running = asyncio.create_task(engine.generate((1, 20), Sampling(max_tokens=40)))
         with pytest.raises(PolicyRefused, match=r"after the load vLLM holds other values in (model|lm_head)"):
-            await engine.load(version())  # the same weights, so that nothing of them is written again
+            await engine.load(version())
         assert engine.version == served and await engine.score_tokens(TEXT) == before
         assert {span.version for span in (await running).spans} == {served}
 
