@@ -20,7 +20,7 @@ FINAL_WORDS = re.compile(
 )
 TAIL_BYTES = 65_536
 _BEGIN = "started role="  # the first line of each life of a role
-_SEE_ABOVE = "root cause above"  # vLLM's process says only that another has failed
+_SEE_ABOVE = re.compile("root cause above|for the root cause")  # vLLM's process says only that another has failed
 _ERROR = re.compile(
     r"^(?:\([^)]*\) )?(?:(?:ERROR|CRITICAL) .*?\] )?(headrace: .+|(?:[A-Za-z_][\w.]*)?(?:Error|Exception|Stopped)(?:: .+)?)$"
 )
@@ -52,7 +52,7 @@ def last_error(log: Path) -> str:
     except OSError:
         return ""
     lines = text.rpartition(_BEGIN)[2].strip().splitlines()
-    found = [match[1] for line in lines if _SEE_ABOVE not in line and (match := _ERROR.match(line.rstrip()))]
+    found = [match[1] for line in lines if not _SEE_ABOVE.search(line) and (match := _ERROR.match(line.rstrip()))]
     return (found or lines or [""])[-1].removeprefix("headrace: ")
 
 
@@ -61,7 +61,6 @@ def root_cause(error: BaseException) -> str:
     from schemas.errors import HeadraceError
 
     first = leaves(error)[0]
-    if isinstance(first, HeadraceError):
-        return str(first)
-    is_above = _SEE_ABOVE in str(first) and stat.S_ISREG(os.fstat(2).st_mode)
-    return (last_error(Path(os.readlink("/proc/self/fd/2"))) if is_above else "") or f"{type(first).__name__}: {first}"
+    is_above = _SEE_ABOVE.search(str(first)) and stat.S_ISREG(os.fstat(2).st_mode)
+    found = last_error(Path(os.readlink("/proc/self/fd/2"))) if is_above else ""
+    return found or (str(first) if isinstance(first, HeadraceError) else f"{type(first).__name__}: {first}")

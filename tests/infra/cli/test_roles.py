@@ -152,3 +152,25 @@ def test_a_word_of_people_counts_as_long_as_a_session_and_any_feedback_are_waite
     assert Settings(app="a", feedback=feedback).gate().gate.people.rating_window == f"{minutes * 60_000}ms"
     assert Settings(app="a", feedback=feedback, master=said).gate().gate.people.rating_window == "2h"
     assert Settings(app="a").gate().gate.people.rating_window == "0s"
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        'RuntimeError("Engine core initialization failed. See root cause above.")',
+        'EngineStopped("EngineCore encountered an issue. See stack trace (above) for the root cause.")',
+    ],
+)
+def test_the_cause_that_vllms_process_logged_is_told_in_place_of_a_hint_at_it(tmp_path: Path, hint: str) -> None:
+    log = tmp_path / "explore.log"
+    log.write_text(
+        "started role=explore\n(EngineCore pid=7) ERROR 11-28 05:29:31 [core.py:906] RuntimeError: no kernel for head_dim=8\n"
+        "EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause.\n"
+    )
+    script = (
+        "from actors.engines.engine import EngineStopped\nfrom infra.cli.exit_codes import root_cause\n"
+        f"print(root_cause({hint}))"
+    )
+    with log.open("a") as stderr:
+        done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=stderr, text=True)
+    assert done.stdout == "RuntimeError: no kernel for head_dim=8\n"
