@@ -172,7 +172,9 @@ class Requests:
         which stays meanwhile, None for none.
         """
         seen = probe_input(tokens, self._vision, self._salt(self.born))
-        queue = await self._submit(seen, _score_params(), adapter, priority=PROBE_PRIORITY)
+        queue = await self._submit(
+            seen, _sampling_params(Sampling(max_tokens=1), prompt_logprobs=0), adapter, priority=PROBE_PRIORITY
+        )
 
         async def scores() -> tuple[float, ...]:
             flat = (await self._answer(queue, adapter)).prompt_logprobs
@@ -243,8 +245,16 @@ def check_end(output: Any, adapter: LoadedAdapter | None) -> None:
         raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}, expected 'stop' or 'length'")
 
 
-def _sampling_params(sampling: Sampling, special: frozenset[int] = frozenset(), *, streamed: bool = False) -> Any:
-    """special: tokens without text, which vLLM's grammars take for the text of their names."""
+def _sampling_params(
+    sampling: Sampling,
+    special: frozenset[int] = frozenset(),
+    *,
+    streamed: bool = False,
+    prompt_logprobs: int | None = None,
+) -> Any:
+    """special: tokens without text, which vLLM's grammars take for the text of their names. prompt_logprobs: 0 scores the
+    prompt; given later, vLLM would read keys of a prefix cache, whose tokens have no logprobs.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -265,18 +275,12 @@ def _sampling_params(sampling: Sampling, special: frozenset[int] = frozenset(), 
         min_p=shaping.min_p,
         ignore_eos=True,  # `stop` alone says where a sequence ends
         logprobs=0,  # of the sampled token only
+        prompt_logprobs=prompt_logprobs,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
-
-
-def _score_params() -> Any:
-    params = _sampling_params(Sampling(max_tokens=1))
-    params.prompt_logprobs = 0
-    params.skip_reading_prefix_cache = True  # tokens whose keys come from a cache have no logprobs
-    return params
 
 
 def layer_name(name: str) -> str:
