@@ -82,7 +82,7 @@ BUDGETS = {
     "infra/cli/console": 1_738,
     "infra/cli/demo": 1_182,
     "streams": 8_575,
-    "actors": 15_226,
+    "actors": 15_229,
     "actors/master/gate": 723,
     "trainer": 10_707,
     "tests": 53_839,

@@ -112,9 +112,8 @@ class PolicyFollower:
         self._directed = directed
         self._slow_s = slow_s
         self._feed = PolicyFeed(self._policy, channel=channel)
-        self._files: VersionFiles | None = getattr(
-            engine, "version_files", None
-        )  # from which its workers read versions
+        # Where the engine has a place from which its workers read versions.
+        self._files: VersionFiles | None = getattr(engine, "version_files", None)
         if self._files is not None:
             self._files.metrics = role.metrics
         self._fetcher = self._new_fetcher()
