@@ -1,5 +1,6 @@
 """Walks of the README: its files and commands as they stand there, in an empty folder, to a version that learned."""
 
+import itertools
 import json
 import os
 import re
@@ -139,8 +140,13 @@ def test_init_up_a_first_answer_and_a_version_that_learned_from_what_was_said(tm
         assert answer.id in walk.said("status", *file).replace("\n", "")
         walk.said("trace", answer.id, *file, until="for feedback until its window ends")
         walk.said("status", *file, until=r"waiting +1 answers for feedback; the first window closes in \d+ (min|s)")
-        rate(client, [answer.id, *(ask(client).id for _ in range(NUM_RATED - 1))])
-        walk.said("trace", answer.id, *file, until=r"learned in version [1-9]")
+        rated = [answer.id, *(ask(client).id for _ in range(NUM_RATED - 1))]
+        rate(client, rated)
+        # A step draws 64 of the answers at random; the others wait in the buffer for the next step.
+        for name in itertools.cycle(rated):
+            if re.search(r"learned in version [1-9]", walk.type("trace", name, *file).stdout):
+                break
+            walk.wait(f"no version learned from {name}")
         edited = {"answer_id": ask(client).id, "correction": "82"}
         client.post("/feedback", cast_to=object, body=edited)
         walk.said("peek", "buffer", "-n", "5", *file, until=r"lane expert")
