@@ -143,10 +143,9 @@ def test_init_up_a_first_answer_and_a_version_that_learned_from_what_was_said(tm
         rated = [answer.id, *(ask(client).id for _ in range(NUM_RATED - 1))]
         rate(client, rated)
         # A step draws 64 of the answers at random; the others wait in the buffer for the next step.
-        for name in itertools.cycle(rated):
-            if re.search(r"learned in version [1-9]", walk.type("trace", name, *file).stdout):
-                break
-            walk.wait(f"no version learned from {name}")
+        names = itertools.cycle(rated)
+        while "learned in version" not in walk.type("trace", next(names), *file).stdout:
+            walk.wait("no version learned from any of them")
         edited = {"answer_id": ask(client).id, "correction": "82"}
         client.post("/feedback", cast_to=object, body=edited)
         walk.said("peek", "buffer", "-n", "5", *file, until=r"lane expert")
