@@ -106,7 +106,7 @@ class LazyCommand(TyperCommand):
 
 
 class LazyGroup(TyperGroup):
-    """The commands of COMMANDS that begin with the group's name; of `headrace` those of a single word."""
+    """The commands of COMMANDS that begin with the group's name; for `headrace` itself, commands of a single word."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -102,7 +102,7 @@ class Settings(Floor, frozen=True):
 
     @property
     def groups_awaited(self) -> int:
-        """Groups that a step waits for: those of the lane usual, or without that lane, single answers of the others."""
+        """Groups that a step waits for: groups of the lane usual, or without that lane, single answers of the others."""
         lanes = {lane: config for lane, config in self.trainer.lanes.items() if config.weight and not config.optional}
         least = max((self.trainer.min_sequences(lane) for lane in lanes), default=0)
         return self.pacing.groups_per_step if "usual" in self.trainer.lanes else least

@@ -34,7 +34,7 @@ class Query(msgspec.Struct, frozen=True):
     """Conditions of a search. Fields that are "" or None ask nothing.
 
     text: Words that all occur in what the index holds of the texts. version: Sampled any of it. learned: The version whose
-    steps trained it. low, high: Of the score, or of the reward where no score is named. said: Whether there is feedback, "yes"
+    steps trained it. low, high: Bounds of the score, or of the reward without one. said: Whether there is feedback, "yes"
     or "no". fate: "pending", "trained" or a reason. made: "yes" for what a processor made. before: A number of the index.
     """
 

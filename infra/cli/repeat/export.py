@@ -27,7 +27,7 @@ async def export(
 ) -> int:
     """Write everything that a replay needs into a file: checkpoint, model, journal, buffered blocks, settings of the trainer.
 
-    It contains no address, no credential and no key. Steps that trained on encrypted answers, those of named users, cannot be
+    It contains no address, no credential and no key. Steps that trained on encrypted answers of named users cannot be
     replayed from it; the command prints their number.
     If a loss or a learner is a plugin, it must be importable at the replay, which needs --trust-plugins.
 

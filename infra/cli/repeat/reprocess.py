@@ -50,7 +50,7 @@ async def reprocess(
         Path | None,
         typer.Option(
             "--with",
-            help="TOML with other rules: complete settings, or tables that override those of -c.",
+            help="TOML with other rules: complete settings, or tables that override the settings of -c.",
             metavar="FILE",
         ),
     ] = None,
@@ -58,7 +58,7 @@ async def reprocess(
 ) -> int:
     """Run a stage over any part of the log again, exactly as the workers do, and show what would have changed.
 
-    The command writes nothing to the app. With the settings and processors of the run, nothing differs. Offsets are those of
+    The command writes nothing to the app. With the settings and processors of the run, nothing differs. Offsets belong to
     the stage's input: experiences (or --topic), verified. dead-letters delivers each decodable dead letter again
     to its topic.
 

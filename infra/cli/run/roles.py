@@ -90,7 +90,7 @@ def train(
     """Train on the buffer, journal every batch, publish versions.
 
     Run a single trainer: a second trainer takes the lease, and the first exits. After a crash it continues with the same
-    batches. Of several ranks (--ranks or torchrun) only the first uses the log; if a rank dies, all ranks end.
+    batches. With several ranks (--ranks or torchrun) the first alone uses the log; if a rank dies, all ranks end.
     """
     _end_with("train", chosen, f"trainer.ranks={ranks}" if ranks else "")
 

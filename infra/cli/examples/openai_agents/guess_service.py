@@ -1,8 +1,8 @@
 """Guess a number, played by a program of the OpenAI Agents SDK: a service that is sent one game per request.
 
-    python guess_service.py 9000             beside the settings of this folder
+    python guess_service.py 9000
 
-It knows nothing of headrace but what it is sent: the task, a base URL, a key and a model's name.
+A request brings all that it knows of headrace: the task, a base URL, a key and a model's name.
 """
 
 import math
