@@ -97,7 +97,7 @@ async def run_worker(
     """Host `stages` until the role is stopped. The topics must exist.
 
     login: where Faust finds the brokers of the role's log. state_folder: where workers of this machine keep their state
-    files, by default `state` beside the TOML.
+    files, by default `state` in the folder of the TOML.
     Raises ConfigError for settings that cannot hold, BrokerUnavailable naming the address.
     """
     quieten_clients()
@@ -254,8 +254,8 @@ async def report(log: Log, now: Callable[[], Progress], log_time: LogTime) -> No
 
 
 async def watch(log: Log, held: Callable[[], list[HeldTopic]], metrics: Metrics, stuck_s: float) -> None:
-    """End the process when a partition has lag and does not move for stuck_s, though it is this worker's or, of the worker's
-    group, not held by any: a group that never let this worker in, or dealt it nothing, is joined anew. Never returns.
+    """End the process when a partition with lag does not advance for stuck_s and this worker, or no worker of its group, holds
+    it. The restart joins the group again if the group never admitted this worker or assigned it nothing. Never returns.
     """
     moved: dict[Partition, tuple[int, int, float]] = {}  # offset, mark, and since when they are these
     clock = asyncio.get_running_loop().time
@@ -271,7 +271,7 @@ async def watch(log: Log, held: Callable[[], list[HeldTopic]], metrics: Metrics,
                 continue
             lags = {at: max(0, end - offsets.get(at, 0)) for at, end in ends.items() if at.index not in others}
             for at in [at for at in moved if at.topic == topic and at not in lags]:
-                del moved[at]  # another worker's: its time begins anew when it comes back
+                del moved[at]  # another worker's: its time begins again when it comes back
             for at, lag in lags.items():
                 now = (offsets.get(at, 0), marks.get(at.index, 0))
                 if lag <= 0 or moved.get(at, ())[:2] != now:

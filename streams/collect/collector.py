@@ -299,7 +299,7 @@ class Collector:
         if gone := sorted(set(offsets) - records.keys()):
             self._pending.clear()
             where = f"{VERIFIED.name}/{self.partition} offset {gone[0]}"
-            raise NotInLog(f"{where}: an open group waits with a block that is gone; its partition is folded anew")
+            raise NotInLog(f"{where}: the log lost this block of an open group; a restart folds the partition again")
         found = {offset: frame for offset, record in records.items() if (frame := block_frame(record))}
         for offset in set(offsets) - found.keys():
             value = (await read(self._log, records[offset])).value

@@ -1,12 +1,11 @@
-"""Feedback on an answer: which of it counts, and the values by source, scores, ratings and the newest edit that follow.
+"""Feedback on an answer: selects what counts, and computes values by source, scores, ratings and the newest edit.
 
-Rules: feedback belongs to the answer its ref names, and with a discount to the turns before it; no feedback differs from 0;
-several raters of a source are averaged.
+Rules: feedback belongs to the answer that its ref names and, discounted, to the turns before it; absent feedback is not 0; the
+value of a source is the mean of its raters.
 
-Guarantees: of each (source, rater, type) the newest feedback counts, a retraction takes all of that rater's back, and the
-same value again changes nothing; feedback that is delivered again while it is among the last `MAX_KNOWN` taken is taken
-once; at most `MAX_COUNTED` of a source count, the first ones, so that neither the size of an answer's state nor the cost of
-one more feedback grows with their number.
+Guarantees: the newest feedback of each (source, rater, type) counts; a retraction withdraws all feedback of its rater in that
+source; the same value again changes nothing. A redelivery changes nothing while the feedback is among the last `MAX_KNOWN` on
+the answer. The first `MAX_COUNTED` of a source count, so an answer's state and the cost of one more feedback have a bound.
 """
 
 import hashlib

@@ -1,11 +1,11 @@
-"""Feeds one partition's records to its collector in batches, and time when there are none.
+"""Feeds one partition's records to its collector in batches, and the time while no record arrives.
 
     deliveries ─> queue ─> batch (64 records or 50 ms) ─> Collector.take ─> acknowledge
                     └── idle and a deadline is due ─> Collector.tick, which comes back as a record
 
-Guarantees: records are taken in offset order and acknowledged after they are saved; a partition that is taken away is
-let go between two batches, what waited is delivered again; nothing escapes: an error ends the process before the
-acknowledgement.
+Guarantees: the inbox folds records in offset order and acknowledges them after it saved their effects. When a rebalance takes
+its partition, it finishes the current batch and abandons its queue, which Kafka delivers again. An error ends the process
+before the acknowledgement.
 """
 
 import asyncio

@@ -78,7 +78,7 @@ class Attempt(msgspec.Struct, array_like=True, gc=False):
         return True
 
     def places(self, *, done_only: bool = False) -> list[BlockPlace]:
-        """Experiences that arrived, by (episode, part); done_only: without those of episodes that miss a part."""
+        """Experiences that arrived, by (episode, part); done_only: skip episodes that lack a part."""
         return [
             arrived
             for episode in _in_order(self.episodes)
@@ -133,15 +133,15 @@ class LaterCredit(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Group(msgspec.Struct, array_like=True, gc=False):
     """Everything about one group.
 
-    id: of the group. attempts: by number, those still open and the one that won. winner: its number, -1 before. superseded:
-    attempts that are over. revision: of the last closure. closed_ms: 0 while open. due_ms: when time alone decides something,
-    0 never. feedback: by experience id. lane: of the copy that the last revision sent on, None without a copy. depth: messages
-    before the answer of a session's turn, -1 for anything else. credits: of later turns of the session, by group. retrained:
-    how often late feedback had it trained again. join: the name under which it was closed with others, "" for alone.
-    num_credited: revisions that credit of later turns made; the other revisions are of feedback on its own answers.
+    attempts: open attempts by number; after the decision, the winner alone. winner: its number, -1 before. superseded: numbers
+    of attempts that lost. revision: of the last closure. closed_ms: 0 while open. due_ms: end of its next wait, 0 for none.
+    feedback: by experience id. lane: of the copy that the last revision sent on, None without a copy. depth: messages before
+    the answer of a session's turn, -1 for other groups. credits: from later turns of the session, by group. retrained: how
+    often late feedback had it trained again. join: name of the turns that were closed together, "" for a single turn.
+    num_credited: revisions that the credit of later turns caused; feedback on its own answers caused the others.
 
-    is_ready: of a turn, see `streams.collect.turns`: nothing more is waited for that is about itself. is_over: of a turn: no
-    other of its session follows.
+    is_ready: True once a turn waits for no feedback of its own (`streams.collect.turns`). is_over: True once the
+    client ended its session or rewrote the history.
     """
 
     id: str

@@ -1,7 +1,7 @@
 """A child process that answers one line of JSON with another, for work that may hold the interpreter lock for long.
 
-No timeout inside this process would end such work, and no thread beside it would run: so it has a process of its own,
-which is killed when it is late.
+While a thread holds that lock, no timeout and no other thread of its process runs. So the work has a process of its own, which
+the parent kills at the time limit.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""The inner half of `streams.scores.code`: runs in the sandbox, beside the answer, and is believed in nothing.
+"""The inner half of `streams.scores.code`: runs in the sandbox with the answer; the caller trusts nothing it sends.
 
     in   {"function": "add"}, then {"index": 0, "args": [2, 3], "kwargs": {}} …       one line of JSON each
     out  {"index": 0, "value": 5} | {"index": 0, "error": "…"}
 
-It is sent into the sandbox as a file and imports nothing of headrace. Tests and expected values never come here: a program
-that takes over this process can only give answers, without knowing which are right.
+The caller copies this file into the sandbox; it imports nothing of headrace. It gets neither tests nor expected values, so a
+program that takes over this process can send results but cannot know the right ones.
 """
 
 import importlib

@@ -178,7 +178,7 @@ class _CompletionChoice(msgspec.Struct):
 
 
 class ChatCompletion(msgspec.Struct):
-    """The answer of an OpenAI-compatible endpoint, as far as it is read here. choices: one for each answer asked for."""
+    """The fields that the score reads from a reply of an OpenAI-compatible endpoint. choices: one for each requested answer."""
 
     choices: list[_CompletionChoice]
 

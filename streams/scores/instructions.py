@@ -68,7 +68,7 @@ def follows(text: str, kind: str, argument: Argument) -> bool:
 
 
 def words(text: str) -> list[str]:
-    """The words of a text, in lower case."""
+    """Split a text into case-folded words."""
     return [word.casefold() for word in _WORD.findall(text)]
 
 

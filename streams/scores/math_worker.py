@@ -3,8 +3,8 @@
     in   {"gold": "\\frac{1}{2}", "candidate": "0.5"}      first line out: {"ready": true}
     out  {"equal": true} | {"error": "…"}                  ends with its standard input
 
-It lives in a process of its own because sympy can be sent into one long C call (9^{9^{9^9}}) that holds the interpreter
-lock: no timeout inside the process would fire, and no thread beside it would run.
+It runs in a process of its own because an input such as 9^{9^{9^9}} keeps sympy in one long C call that holds the interpreter
+lock: no timeout and no other thread of the process runs meanwhile.
 """
 
 import json

@@ -77,8 +77,8 @@ class Event(msgspec.Struct, frozen=True):
 class EventReading(msgspec.Struct, frozen=True):
     """The result of reading one event.
 
-    outcome: as it is counted. feedback: of an accepted event. error: for invalid and failed ones, naming the field. brief: the
-    error without the words of an exception, which may be the event's.
+    outcome: label of the metric `feedback_events`. feedback: of an accepted event. error: of an invalid or failed event, names
+    the field. brief: the error without the text of an exception, which may quote the event.
     """
 
     outcome: EventOutcome

@@ -9,7 +9,7 @@
     produces        taskset; verified, evals (collect: buffer, progress); dead-letters
     waits for       the memory of earlier records; confirmation of what a record led to
     unblocked by    a record; an acknowledgement by the broker; a time limit of the record or of a step
-    durable first   all outputs of a record, and those of the records before it, before its offset
+    durable first   all outputs of a record, and all outputs of the records before it, before its offset
 
 Guarantees: at least once, at any crash. Outputs of records with the same key keep the order of the records. The memory of a
 stage sees the records of a partition in log order; after a rebalance it is rebuilt from the log, as far as retention kept it,
@@ -166,7 +166,7 @@ class Window(Generic[Handle]):
     def forget(self) -> list[Handle]:
         """Give up everything in flight; returns the handles, none of which may be acknowledged.
 
-        Later records of its generation are refused: Faust may commit past the gap, and what lies in it would be skipped.
+        The window refuses later records of that generation: Faust might commit past the gap, and skip the records in it.
         """
         self._given_up = max([self._given_up, *(lane.generation for lane in self._lanes.values())])
         given_up = [handle for lane in self._lanes.values() for handle in lane.flying.values()]
