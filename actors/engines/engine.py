@@ -25,10 +25,10 @@ KvMode = Literal["rebuild", "keep"]
 class Shaping(msgspec.Struct, frozen=True, kw_only=True):
     """Changes of the policy's distribution, as vLLM defines them; the defaults change nothing.
 
-    frequency_penalty, presence_penalty: taken from the logit of each sampled token, for each time and once.
-    repetition_penalty: divides the positive logits of tokens of prompt and answer, and multiplies the negative ones.
-    logit_bias: added, by token id. top_k: so many tokens are kept, 0 for all. min_p: tokens of at least this share of the
-    likeliest one's probability are kept.
+    frequency_penalty, presence_penalty: subtracted from the logit of a sampled token, for each occurrence or once.
+    repetition_penalty: divides positive logits of tokens of the prompt and the answer, and multiplies negative logits.
+    logit_bias: added to logits, by token id. top_k: number of likeliest tokens to keep, 0 for all. min_p: least probability of
+    a kept token, as a share of the likeliest token's.
     """
 
     frequency_penalty: float = 0.0
@@ -45,7 +45,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     temperature: 0 is greedy; greedy spans have ratio False. max_tokens: maximum new tokens. stop: token ids that end the
     sequence; the id is kept as its last token. seed: seed of the draw, None for a random one. top_p: nucleus sampling below 1;
     such spans have ratio False, because a truncated distribution is not the policy's own. json_schema: JSON schema, as JSON,
-    that the text must match unless max_tokens cuts it; it needs stop tokens. The recorded logprobs are those of the policy
+    that the text must match unless max_tokens cuts it; it needs stop tokens. Its recorded logprobs are of the policy
     restricted to allowed tokens, so such spans have ratio False. shaping: further changes of the distribution by the client;
     such spans have ratio False.
     """

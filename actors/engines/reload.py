@@ -1,11 +1,11 @@
-"""Keeps the engine on the newest policy: reads version events, fetches while the engine generates, swaps.
+"""Keeps the engine on the newest policy: reads version events, fetches weights while the engine generates, swaps them.
 
     policies ─> PolicyFeed ─> fetch (thread) ─> gate releases the held version ─> engine.load ─> next
-                                  │ refused: once more, anew; then an event, and wait for a newer one
+                                  │ refused: fetch a full copy once; then report it, and wait for a newer version
 
-Guarantees: what fails verification, or what the engine does not reproduce, never serves; the held version serves
-meanwhile; no version that its gate wants is skipped; a reload waits until the gate releases the held version, but at most
-`hold_s`; what is loaded is what a reading of all of `policies` would say, though a start reads from the newest summary on.
+Guarantees: a version that fails verification, or that the engine does not reproduce, never serves; the held version serves
+meanwhile. The follower skips no version that its gate wants. A reload waits at most `hold_s` until the gate releases the held
+version. A start reads `policies` from the newest summary, and loads the version that reading all of it would select.
 """
 
 import asyncio

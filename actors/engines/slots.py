@@ -162,7 +162,7 @@ class RunningBatch:
         self._remove({index for index, row in enumerate(self.rows) if row.cancelled})
 
     def rebuild(self, version: int) -> None:
-        """Recompute keys and values of all running sequences under the model's present weights, those of `version`."""
+        """Recompute keys and values of all running sequences under the model's present weights, of `version`."""
         for row in self.rows:
             row.kv_version = version
         start = 0
@@ -277,8 +277,8 @@ def remembers_otherwise(model: Any) -> bool:
 
 
 class UncachedBatch(RunningBatch):
-    """Samples from models whose layers remember otherwise than by keys and values (linear attention, state spaces): every step
-    reads all sequences anew.
+    """Samples from models with layers that have no keys and values (linear attention, state spaces): every step recomputes all
+    sequences.
     """
 
     def admit(self, rows: Sequence[RunningSequence], version: int) -> list[RunningSequence]:
@@ -292,7 +292,7 @@ class UncachedBatch(RunningBatch):
         return self._sample(0, self._last(self.rows), version)
 
     def rebuild(self, version: int) -> None:
-        """Nothing is kept that could be of older weights."""
+        """Do nothing: the batch caches nothing of older weights."""
 
     def _last(self, rows: Sequence[RunningSequence]) -> Tensor:
         """Logits after the last token of each sequence, [B, V]."""

@@ -3,10 +3,10 @@
     asyncio callers ──commands──> one thread: apply commands, admit requests, one token for all, again
                     <─completions─
 
-Guarantees: a load happens between two tokens and is proved before anything is sampled under it: every tensor is read back and
-is the published one to the bit, and the probe's logprobs agree; running sequences go on with keys and values rebuilt under the
-new weights, or kept and said to be older (`kv`); a refused policy changes nothing. An adapter is applied as the trainer applies
-it, never merged into the base. Requests share no keys and values but those of one forward, so a new one meets none of before.
+Guarantees: the engine loads between two tokens, and samples only after it verified the load: every tensor that it reads back
+equals the published tensor bit for bit, and the probe's logprobs agree. Running sequences continue with keys and values that it
+rebuilds under the new weights, or keeps and records as older (`kv`). A refused policy changes nothing. The engine applies an
+adapter as the trainer does, and never merges it into the base. Requests share keys and values within one forward pass only.
 """
 
 import asyncio

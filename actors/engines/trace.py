@@ -76,7 +76,7 @@ class Trace(msgspec.Struct):
 
     def spans(self) -> tuple[Span, ...]:
         """Greedy tokens have no ratio: their recorded logprob is the policy's at temperature 1, but they were not drawn.
-        Neither have those of a truncated distribution, or of one that a schema masks.
+        Tokens of a truncated distribution, or of a distribution that a schema masks, have none either.
         """
         temperature, ratio = self.sampling.temperature, self.sampling.has_ratio
         stops = [at for at, *_ in self.runs[1:]] + [len(self.tokens)]

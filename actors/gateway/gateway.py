@@ -47,7 +47,7 @@ MAX_NAMES = 65_536
 
 
 class Tokenized(NamedTuple):
-    """A prompt as tokens: as the template writes it, how it goes on from earlier turns, and what its answer must begin with."""
+    """Tokens of a prompt. rendered: by the template. prompt: with earlier turns as sampled. prefix: start of the answer."""
 
     rendered: list[int]
     prompt: Continuation

@@ -110,7 +110,7 @@ class Admission:
             group.attempt, group.held_at = issued.attempt, at
 
     def number(self, issued: Issued) -> None:
-        """The number of a group is taken."""
+        """Give this group's number to no other group."""
         self.next_sequence = max(self.next_sequence, issued.sequence + 1)
 
     def closed(self, closure: Closure) -> bool:

@@ -118,9 +118,9 @@ class EvalBook:
             request.issued_at = at
 
     def complete(self, suite: str, version: int, num_tasks: int, tasks: str = "") -> None:
-        """The request is issued as a whole: `num_tasks` tasks, or those of an earlier life if they were more.
+        """Note that all `num_tasks` tasks of a request are issued, or more if an earlier life of the master issued more.
 
-        tasks: a digest of which ones.
+        tasks: digest of the tasks.
         """
         request = self.request(suite, version)
         request.tasks = tasks

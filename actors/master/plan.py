@@ -148,9 +148,9 @@ class Plan:
         self._begun_any = True
 
     def issued_since(self, records: Iterable[Issued]) -> None:
-        """Take records of `tasks` that this master, or a master it overtook, issued after what was counted.
+        """Take records of `tasks` that this master, or a master it replaced, issued after the records it has counted.
 
-        A known group that is not outstanding has ended, and stays so; its number is taken.
+        A known group that is not outstanding has ended: it stays ended, and no other group gets its number.
         """
         for issued, is_new in [(record, self._is_new(record)) for record in records]:
             if is_new:

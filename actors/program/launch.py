@@ -60,9 +60,9 @@ class ProgramInput(msgspec.Struct, frozen=True):
 
 
 async def call(function: Callable[..., Any], access: ProgramInput, agents: AgentLoop) -> Any:
-    """Call a function with those of task, base_url, key and model that it takes. Raises EpisodeFailed.
+    """Call a function with task, base_url, key and model, as far as it has parameters for them. Raises EpisodeFailed.
 
-    base_url: with /v1, as OpenAI's clients take it. agents: where an async one runs.
+    base_url: with /v1, as OpenAI's clients take it. agents: runs an async function.
     """
     given = {"task": access.task, "base_url": f"{access.base_url}/v1", "key": access.key, "model": access.model}
     taken = inspect.signature(function).parameters

@@ -201,7 +201,7 @@ class Scheduler(ReloadGate):
         return waited
 
     async def next_start(self) -> None:
-        """Wait until a task is taken or passed over. For a single waiter."""
+        """Wait until a task starts or leaves the queue. For a single waiter."""
         self._started.clear()
         await self._started.wait()
 

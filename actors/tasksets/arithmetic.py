@@ -41,7 +41,7 @@ def arithmetic(*, seed: int = 0, num_dev: int = 250, num_held_out: int = 500) ->
 def arithmetic_demonstrations(
     *, seed: int = 0, num_train: int = 2000, num_validation: int = 300
 ) -> Iterator[Demonstration]:
-    """Worked answers to tasks of the train split; those of "validation" share no pair with the others."""
+    """Worked answers to tasks of the train split; split "validation" shares no pair of operands with the others."""
     train = split_pairs(seed)[TRAIN]
     shown, rest = train[:num_train], train[num_train:]
     seen = {frozenset(pair) for pair in shown}

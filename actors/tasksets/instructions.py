@@ -169,8 +169,8 @@ def _kinds(random: Random, sizes: Sequence[float], unseen: bool) -> Sequence[str
 
 
 def instruction(kind: str, random: Random, *, fresh: bool, taken: str) -> tuple[object, str]:
-    """The argument of an instruction, and how a prompt asks for it. fresh: with words of the held-out split. taken: a word
-    that it does not ask for.
+    """Return the argument of an instruction, and its sentence in a prompt. fresh: draw from the vocabulary of the held-out
+    split. taken: word to leave out of the draw.
     """
 
     def pick(seen: str, held_out: str) -> str:

@@ -1,9 +1,9 @@
 """Loads tasks into `taskset.raw` and demonstrations into `experts`.
 
-Guarantees: a second load of the same rows adds nothing (ids already in the log are left out, and counted); what the
-file repeats is loaded once; a row that cannot be read stops the load with its file and line, and what was loaded before
-stays. A demonstration or pair longer than the model's context is handed to `on_broken`, and the next one follows. A row with
-images is loaded only once every image it names lies in the store, as it was named and as one that can be shown.
+Guarantees: a second load of the same rows adds nothing: the loader skips and counts ids that the log has. It loads a repeated
+row once. An unreadable row stops the load with its file and line; earlier rows stay loaded. The loader hands a demonstration or
+pair longer than the model's context to `on_broken`, and continues. It loads a row with images only once the store has each of
+them with the named hash and a readable format.
 """
 
 import hashlib

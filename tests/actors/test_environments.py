@@ -207,7 +207,7 @@ def test_a_wrong_setting_is_named_before_the_first_episode_or_in_it() -> None:
         Gymnasium(id="Atlantis-v1")
     with pytest.raises(ConfigError, match='write: no module "nowhere"'):
         Gymnasium(id="CartPole-v1", write="nowhere:see")
-    with pytest.raises(ConfigError, match="actions: got 4 names, expected those of Discrete"):
+    with pytest.raises(ConfigError, match="actions: got 4 names, expected one for each action of Discrete"):
         Gymnasium(id="CartPole-v1", actions=NAMES).reset(issued(), seed=0)
 
     async def unknown() -> None:

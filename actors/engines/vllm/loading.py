@@ -335,7 +335,7 @@ def check_copied(tensors: Iterable[torch.Tensor], modules: Iterable[Any]) -> Non
     for module in modules:
         for name, value in (*module.named_parameters(), *module.named_buffers()):
             if value.numel() and value.untyped_storage().data_ptr() in of_file:
-                raise RuntimeError(f"{name} lies in the file itself, expected a copy")
+                raise RuntimeError(f"{name} shares the memory of the file, expected a copy")
 
 
 def left_out(sent: Iterable[str], loaded: Collection[str], modules: Mapping[str, Any]) -> str:

@@ -122,8 +122,8 @@ def _workers(options: Mapping[str, object]) -> dict[str, object]:
         return {}
     if options.get("distributed_executor_backend") == "uni":
         raise ConfigError(
-            'engine.options.distributed_executor_backend: got "uni", one process, in which vLLM waits for its other workers '
-            'for ever; expected "mp", or leave it out'
+            'engine.options.distributed_executor_backend: got "uni", one process, where vLLM never stops waiting for its '
+            'other workers; expected "mp", or leave it out'
         )
     return {"distributed_executor_backend": "mp"}
 

@@ -69,7 +69,7 @@ class Authenticator:
         return key
 
     def admit(self, key: ApiKey, count: int = 1) -> None:
-        """Take so many requests from the key's quotas; one for `n` answers counts n. Raises ApiError."""
+        """Charge `count` requests to the key's quotas; a request for `n` answers counts n. Raises ApiError."""
         self._take(key.id, "requests", key.rpm, count)
         self._take(key.id, "tokens", key.tpm, 0)
 

@@ -35,9 +35,9 @@ class TakenSlots:
 
 
 class ConcurrencyLimiter:
-    """Limits how many answers are made at once. idle: set while none is.
+    """Limits how many answers the engine makes at once. idle: set while it makes none.
 
-    reserved: slots that only keys which hold no more than so many can take, so that one key never holds all.
+    reserved: slots for keys that then hold at most this many, so that one key never holds all slots.
     """
 
     def __init__(self, limit: int, reserved: int = 0) -> None:
@@ -49,7 +49,7 @@ class ConcurrencyLimiter:
         self.idle.set()
 
     def take(self, count: int, key: str = "") -> TakenSlots:
-        """Take so many slots. Raises ApiError where there are not."""
+        """Take `count` slots. Raises ApiError if fewer are free."""
         limit = self._limit if self._held[key] + count <= self._reserved else self._limit - self._reserved
         if self.num_taken + count > limit:
             raise overloaded(f"too many answers at once ({self.num_taken} of {limit} for this key); retry after 1 s")

@@ -1,11 +1,11 @@
-"""API keys: made once, kept as hashes in the object store, revoked by a marker beside them.
+"""API keys: the object store keeps a hash of each key, and a marker for each revoked key.
 
-    gateway/keys/<id>           who the key is for and what it may do; never changes
-    gateway/keys/<id>.revoked   it is over
-    gateway/secret              what names in the log are keyed with
+    gateway/keys/<id>           tenant, scopes, limits and hash of the key; never changes
+    gateway/keys/<id>.revoked   marks the key as revoked
+    gateway/secret              keys the hashes of names in the log
 
-Guarantees: a secret is shown when it is made and stored nowhere; a wrong one takes as long as a right one; one listing
-of the store tells every revocation, so they take effect within a reload; while the store is away, what was known holds.
+Guarantees: headrace shows a secret when it makes the key, and stores it nowhere. Every secret takes equally long to check.
+One listing of the store finds all revocations, so a reload applies them. While the store is away, the last listing holds.
 """
 
 import hashlib

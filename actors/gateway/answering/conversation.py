@@ -71,7 +71,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of a request; a client may send a message of the gateway back as it is.
+    """One message of a request; a client may send a message of the gateway back unchanged.
 
     reasoning, reasoning_content: thoughts of an assistant; the second is an older name. refusal: text instead of content.
     """

@@ -71,9 +71,9 @@ class EventWriter(Protocol):
 class Api(msgspec.Struct, frozen=True, kw_only=True):
     """One API.
 
-    read: given the body, limits and the conversations known here. error: the body of a refusal.
-    error_event: of a stream that breaks off. openings: events of a stream before its first word, for so many choices.
-    whole: the body of a reply that is no stream. events: what writes the events of a stream.
+    read: parses the body, given limits and the conversations known here. error: writes the body of a refusal. error_event:
+    writes the last event of a stream that breaks off. openings: number of events before the first text of a stream, given the
+    number of choices. whole: writes the body of a reply that is no stream. events: makes the writer of a stream's events.
     """
 
     read: Callable[[bytes, GatewayLimits, Recall], ParsedRequest]

@@ -138,7 +138,7 @@ def read_responses(body: bytes, limits: GatewayLimits, recall: Recall) -> Parsed
 
 
 def after(reply: Reply) -> tuple[ChatMessage, ...]:
-    """The conversation with the answer, for a request that goes on from it."""
+    """The conversation with the answer, for a request that continues it."""
     parsed = reply.parsed(0)
     calls = [ToolCall(call, reply.call_id(0, at)) for at, call in enumerate(parsed.calls)]
     return (*reply.request.said, assistant_message(parsed.thought, [parsed.said], calls))

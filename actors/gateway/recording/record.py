@@ -1,8 +1,8 @@
 """Makes experiences of served requests, redacted before they are written.
 
-Guarantee: if redaction changes a text, the written tokens are those of the changed text, since token ids reveal
-a text as letters do. Such spans have no ratio. Answers to a named user are sealed under their key here, before queue, spool and
-log. This module sends nothing.
+Guarantee: if redaction changes a text, the record has the tokens of the changed text, since token ids reveal a text as letters
+do. Such spans have no ratio. This module seals answers to a named user under the user's key, before queue, spool and log. It
+sends nothing.
 """
 
 import asyncio

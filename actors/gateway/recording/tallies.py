@@ -1,6 +1,6 @@
 """Counts of this gateway's answers by version, for the gate, without any text.
 
-It also counts the sessions of each tenant, and the sessions with a failure or refusal: prompts can provoke refusals, so many
+It also counts the sessions of each tenant, and the sessions with a failure or refusal: prompts can provoke refusals, and
 requests of a single client must not look like many clients. Bounded: `MAX_VERSIONS` versions, `MAX_CLIENTS` named tenants of
 each (the rest are pooled), and `MAX_SEEN` counted sessions of these versions.
 """

@@ -95,8 +95,8 @@ class Gate:
     # ---- what follows from it
 
     def alarms(self) -> list[str]:
-        """Sentences for an operator: complaints rose with a promotion while nothing ran beside it. That may be the version or
-        the time, so nothing is taken back. Compared are the ends of 99.9 % intervals, and the margin.
+        """Sentences for an operator: complaints rose after a promotion, and no other version served at the same time. Version
+        or time may be the cause, so the gate takes nothing back. It compares ends of 99.9 % intervals, with the margin.
         """
         past, config, stable = self.counts.comparison(-1), self._config.canary or CanaryConfig(), self.stable
         bad, people = _total(past.rated.get(stable.version, {}).values())
@@ -108,7 +108,7 @@ class Gate:
             return []
         return [
             f"version {stable.version} is rated down {bad} of {people} times, version {stable.before} {bad_before} of "
-            f"{people_before} times before, and customers stay with it: nothing ran beside it that tells version from time. "
+            f"{people_before} times before. Customers stay with it: time may be the cause, as no other version served then. "
             f"Look, and `headrace rollback {stable.before}`; [master.gate.canary] with a canary gateway compares at once"
         ]
 

@@ -98,9 +98,9 @@ def worse_series(config: CanaryConfig, found: Strata, tenant_share: float = 1.0)
 
 
 def not_worse_series(config: CanaryConfig, found: Strata, tenant_share: float = 1.0) -> Floats:
-    """(..., blocks) evidence that the new version is not worse by more than the margin, as a part of what decides.
+    """(..., blocks) evidence that the new version is not worse by more than the margin; 1 decides.
 
-    It is enough that one of the two margins is excluded, so each block bets against the one that is larger at the guess.
+    It is enough to exclude one of the two margins, so each block bets against the margin that is larger at the guess.
     """
     (absolute, high), (relative, low) = (_log_factors(found.counts, line, -1.0) for line in _lines(config))
     logs = np.where(high > low, absolute, relative)

@@ -64,7 +64,7 @@ class Gymnasium:
         self._world = gymnasium.make(self._id, **self._options)
         space = self._world.action_space
         if self._actions and not (isinstance(space, spaces.Discrete) and space.n == len(self._actions)):
-            raise ConfigError(f"actions: got {len(self._actions)} names, expected those of {space}")
+            raise ConfigError(f"actions: got {len(self._actions)} names, expected one for each action of {space}")
         own = task.meta.get("seed")
         options = task.meta.get("reset")
         observation, info = self._world.reset(
