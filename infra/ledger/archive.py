@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
+import msgspec
 import zstandard
 
 from infra.files import replacing
@@ -85,7 +86,7 @@ class Archive(BundleWriter):
 
         images: also what they show. Raises OffsetOutOfRange for a record that is missing.
         """
-        at, parts, named = begin, list[str](), set[str]()
+        at, named = begin, set[str]()
 
         def on_record(record: Record) -> None:
             nonlocal at
@@ -106,8 +107,7 @@ class Archive(BundleWriter):
                     self.add(key, store.get(key))
 
         end = (await log.bounds(topic))[1][0]
-        await self.copy_records(log, topic, 0, begin, end, lambda *part: parts.append(part[2]), on_record=on_record)
-        return PartitionRange(begin, max(begin, end), tuple(parts))
+        return await self.copy_records(log, topic, 0, begin, end, on_record)
 
 
 def shown_by(frame: bytes) -> set[str]:
@@ -199,11 +199,7 @@ def restore_log(folder: Path, bundle: Bundle, app: str, store: Store, *, max_byt
                 max_bytes -= len(stored.key) + len(stored.value)
                 if max_bytes < 0:
                     raise ValueError("too many bytes; --max-unpacked allows more in all")
-                records.append(
-                    Record(
-                        log.name(topic), 0, stored.offset, stored.timestamp_ms, stored.key, stored.value, stored.headers
-                    )
-                )
+                records.append(Record(log.name(topic), 0, *msgspec.structs.astuple(stored)))
             bus.restore(log.name(topic), records)
         except ValueError as error:
             raise BadFrame(f"archive: {name}: {error}") from error

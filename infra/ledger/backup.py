@@ -18,6 +18,7 @@ copied is still the log's.
 """
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +38,7 @@ from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.placing import OPEN, Placed, PlacingConnection
 from infra.store.store import BLOBS, PRIVATE, Store
-from schemas.errors import ConfigError, NotInStore, OffsetOutOfRange
+from schemas.errors import ConfigError, OffsetOutOfRange
 from schemas.topics import ALL, POLICIES, Topic, by_name, topic_config
 
 NAMED = (BLOBS, "policies/")
@@ -82,17 +83,9 @@ async def _ends(log: Log) -> dict[str, dict[int, int]]:
 
 async def _copy_partition(log: Log, topic: Topic, index: int, end: int, writer: StoreWriter) -> PartitionRange:
     for _ in range(TRIES):
-        begin, parts = (await log.bounds(topic))[0][index], list[str]()
-
-        def on_part(start: int, stop: int, sha256: str, parts: list[str] = parts, begin: int = begin) -> None:
-            parts.append(sha256)
-            writer.tell(f"{topic.name}/{index}: {stop - begin:,} of {end - begin:,} records")
-
-        try:
-            await writer.copy_records(log, topic, index, begin, end, on_part)
-        except OffsetOutOfRange:  # retention went on meanwhile: what is left is copied
-            continue
-        return PartitionRange(begin, max(begin, end), tuple(parts))
+        begin = (await log.bounds(topic))[0][index]
+        with contextlib.suppress(OffsetOutOfRange):  # retention went on meanwhile: what is left is copied
+            return await writer.copy_records(log, topic, index, begin, end)
     raise ConfigError(f"{topic.name}/{index}: retention removes records faster than they can be copied")
 
 
@@ -147,15 +140,8 @@ async def require_empty(log: Log, store: Store) -> None:
 
 def put_keys(store: Store, place: Store, backup: Bundle) -> int:
     """Put keys back that are not there; how many. Raises BadFrame."""
-
-    def is_missing(key: str) -> bool:
-        try:
-            store.size(key)
-        except NotInStore:
-            return key.startswith(PRIVATE)
-        return False
-
-    return _put(store, place, backup, is_missing, lambda words: None)
+    there = {key for folder in PRIVATE for key in store.keys(folder)}
+    return _put(store, place, backup, lambda key: key.startswith(PRIVATE) and key not in there, lambda words: None)
 
 
 def _put(store: Store, place: Store, backup: Bundle, wanted: Callable[[str], bool], tell: Tell) -> int:

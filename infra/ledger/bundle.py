@@ -11,6 +11,7 @@ MAX_PACKED_BYTES; a part unpacks to at most MAX_PART_BYTES.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import io
 from collections.abc import Callable, Iterator
@@ -64,8 +65,7 @@ class PartitionRange(msgspec.Struct, frozen=True):
 
 
 class Bundle(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of a bundle. taken_ms: when it was begun, by that machine's clock. committed: group → topic → partition →
-    offset.
+    """Contents of a bundle. taken_ms: of that machine's clock at its begin. committed: group → topic → partition → offset.
 
     lists: sha256 of each. num_objects, num_bytes: of all objects. settings: tables of the TOML, of an export.
     """
@@ -110,24 +110,22 @@ class BundleWriter:
 
     def copy(self, store: Store, wanted: Callable[[str], bool]) -> None:
         """All objects with such keys; one that is removed meanwhile is not in it."""
-        for key in store.keys(""):
-            if wanted(key):
-                try:
-                    data = store.get(key)
-                except NotInStore:
-                    continue
-                self.add(key, data)
+        for key in filter(wanted, store.keys("")):
+            with contextlib.suppress(NotInStore):
+                self.add(key, store.get(key))
 
     async def copy_records(
-        self, log: Log, topic: Topic, index: int, begin: int, end: int, on_part: Callable[[int, int, str], None], *,
+        self, log: Log, topic: Topic, index: int, begin: int, end: int,
         on_record: Callable[[Record], None] = lambda record: None,
-    ) -> None:  # fmt: skip
-        """Put the records of a partition there. on_part: called with the offsets of each part, from and to, and its hash."""
-        body, start = bytearray(), begin
+    ) -> PartitionRange:  # fmt: skip
+        """Put the records of a partition there. Raises OffsetOutOfRange."""
+        body, parts = bytearray(), list[str]()
 
         async def put(stop: int) -> None:
             packed = await asyncio.to_thread(zstandard.ZstdCompressor(level=3).compress, bytes(body))
-            on_part(start, stop, await asyncio.to_thread(self.keep, packed))
+            parts.append(await asyncio.to_thread(self.keep, packed))
+            body.clear()
+            self.tell(f"{topic.name}/{index}: {stop - begin:,} of {end - begin:,} records")
 
         if begin < end:
             async for records in log.chunks(topic, {index: begin}, {index: end}):
@@ -138,9 +136,9 @@ class BundleWriter:
                     body += len(packed).to_bytes(4, "little") + packed
                     if len(body) >= PART_BYTES:
                         await put(record.offset + 1)
-                        body, start = bytearray(), record.offset + 1
             if body:
                 await put(end)
+        return PartitionRange(begin, max(begin, end), tuple(parts))
 
     def finish(self, bundle: Bundle) -> Bundle:
         self._close_list()
