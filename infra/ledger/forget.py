@@ -46,14 +46,22 @@ def destroy(keys: Keys, tenant: str, user: str) -> tuple[str, ...]:
 
 
 async def complete(log: Log, index: LogIndex, keys: Keys, about: str, key_ids: tuple[str, ...]) -> ForgetReport:
-    """Bring the index up to date, destroy the keys of the user's sessions, and report. Raises StoreError; then it is to be
-    done again.
-    """
+    """Bring the index up to date, destroy the keys of the user's sessions, and report. Raises StoreError; then repeat it."""
     await index.refresh(log)
     sessions = index.sessions_under(key_ids)  # here: SQLite takes questions in the thread that opened it alone
     of_sessions = [await asyncio.to_thread(keys.destroy, session) for session in sessions]
-    found = report(index, about, (*key_ids, *(key_id for some in of_sessions for key_id in some)))
-    return msgspec.structs.replace(found, keys=key_ids, texts=sum(map(bool, of_sessions)))
+    all_ids = (*key_ids, *(key_id for some in of_sessions for key_id in some))
+    steps = tuple(trained.step for trained in index.steps_under(all_ids) if not trained.undone)
+    return ForgetReport(
+        about=about,
+        keys=key_ids,
+        groups=index.num_groups_under(all_ids),
+        steps=steps,
+        first_version=index.first_version_after(steps[0]) if steps else None,
+        newest_version=index.newest_version(),
+        replay_from=steps[-1] if steps else None,
+        texts=sum(map(bool, of_sessions)),
+    )
 
 
 async def tell(log: Log, tenant: str, user: str, *, secret: bytes, owner: str) -> str:
@@ -61,17 +69,3 @@ async def tell(log: Log, tenant: str, user: str, *, secret: bytes, owner: str) -
     about = forgotten_mark(secret, keyed_subject(secret, tenant, user))
     await log.publish(topics.POLICIES, Directive(order="forget", owner=owner, about=about))
     return about
-
-
-def report(index: LogIndex, about: str, key_ids: tuple[str, ...]) -> ForgetReport:
-    """Report about these keys from an index that is up to date."""
-    steps = tuple(trained.step for trained in index.steps_under(key_ids) if not trained.undone)
-    return ForgetReport(
-        about=about,
-        keys=key_ids,
-        groups=index.num_groups_under(key_ids),
-        steps=steps,
-        first_version=index.first_version_after(steps[0]) if steps else None,
-        newest_version=index.newest_version(),
-        replay_from=steps[-1] if steps else None,
-    )

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.ledger.forget import ForgetReport, complete, destroy, report, tell
+from infra.ledger.forget import ForgetReport, complete, destroy, tell
 from infra.ledger.index import LogIndex
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -28,12 +28,12 @@ from trainer.replay.replay import Compared, find_start, lost_steps, replay
 
 async def reported(log: Log, folder: Path) -> ForgetReport:
     assert log.store is not None
-    key_ids = destroy(Keys(log.store), TENANT, USER)
+    keys = Keys(log.store)
+    key_ids = destroy(keys, TENANT, USER)
     index = LogIndex(folder / "trace.sqlite", run="t", policy="main")
     try:
         about = await tell(log, TENANT, USER, secret=b"s", owner="ops")
-        await index.refresh(log)
-        return report(index, about, key_ids)
+        return await complete(log, index, keys, about, key_ids)
     finally:
         index.close()
 
