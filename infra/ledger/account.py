@@ -140,7 +140,8 @@ class Ledger:
         """The account of all records folded in so far."""
         self.database.execute("CREATE INDEX IF NOT EXISTS trained_by_id ON trained (id)")
         steps = self.database.execute("SELECT step FROM trained UNION SELECT step FROM masked").fetchall()
-        undone = [(step, reason) for (step,) in steps if (reason := self._without_effect(step))]
+        undone = [(step, "step skipped") for (step,) in steps if step in self._skipped]
+        undone += [(step, "rolled back") for (step,) in steps if step in self._rolled_back]
         self.database.executemany("INSERT OR REPLACE INTO undone VALUES (?, ?)", undone)
         dropped, waiting, pending_ids = Counter[str](), Counter[str](), list[str]()
         published = trained = pending = 0
@@ -221,11 +222,6 @@ class Ledger:
             if record.masked:
                 yield "masked", record.step, record.masked
 
-    def _without_effect(self, step: int) -> str:
-        if step in self._rolled_back:
-            return "rolled back"
-        return "step skipped" if step in self._skipped else ""
-
     def _fates(self) -> Iterator[tuple[str, bool, str, str]]:
         """Each published experience: id, whether it was trained, else why it was dropped, its lane in the buffer."""
         for _, rows in itertools.groupby(self.database.execute(FATES), key=lambda row: row[:2]):
@@ -233,7 +229,9 @@ class Ledger:
             drops = Counter(msgspec.json.decode(members[0][9], type=dict[str, int]) if members[0][9] else {})
             # A member with a reason of its own has its marker already, and the closure counts it, too.
             drops -= Counter(own for *_, own, _, _, _, _, _ in members if own)
-            left_out = spread({reason: count for reason, count in drops.items() if reason != GROUP_OVER})
+            # The closure says only how many were dropped for which reason: each next member has one of them.
+            counts = most_first({reason: count for reason, count in drops.items() if reason != GROUP_OVER})
+            left_out = itertools.chain(Counter(counts).elements(), itertools.repeat("dropped in collect"))
             for _, _, name, is_trained, undone, own, lane, outcome, closed_because, _, dropped_by_trainer in members:
                 reason = undone or own
                 if outcome == "buffered" and lane is None and not reason and not is_trained:
@@ -263,25 +261,12 @@ def most_first(counts: Mapping[str, int]) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
-def spread(drops: Mapping[str, int]) -> Iterator[str]:
-    """A reason for each next member of a group whose closure says only how many were dropped for which reason.
-
-    >>> list(itertools.islice(spread({"too short": 2, "odd": 1}), 4))
-    ['too short', 'too short', 'odd', 'dropped in collect']
-    """
-    for reason, times in most_first(drops).items():
-        yield from itertools.repeat(reason, times)
-    yield from itertools.repeat("dropped in collect")
-
-
 AGAIN_S = 1.0
 MAX_AGAIN_S = 15.0
 
 
 async def drain(log: Log, run: str, owner: str, timeout_s: float, tell: Callable[[str], None]) -> Account:
-    """Drain and account for everything; experiences still on their way at the timeout are in the account. tell: called with
-    the progress in words.
-    """
+    """Drain and account for everything; also for what is on its way at the timeout. tell: gets the progress in words."""
     _, reports_end = await log.bounds(REPORTS)
     order = await log.publish(POLICIES, Directive(order="drain", owner=owner))
     ends_s = time.monotonic() + timeout_s

@@ -91,6 +91,8 @@ CREATE INDEX by_reason ON letters (reason);
 CREATE INDEX by_curve ON curves (version);
 CREATE INDEX by_eval ON evals (version);
 """
+# The first reason counts, unless the answer was trained.
+END_PENDING = "UPDATE answers SET fate = ? WHERE key = ? AND fate = ''"
 Found = tuple[Record, Control | Block]
 
 
@@ -162,20 +164,15 @@ class Folder:
         """The number of a new row: rows are in the order of their times, whatever order they are read in."""
         first = time_ms << TIME_BITS
         if time_ms not in taken:
-            (last,) = self._database.execute(
-                f"SELECT max(n) FROM {table} WHERE n BETWEEN ? AND ?", (first, first + (1 << TIME_BITS) - 1)
+            (taken[time_ms],) = self._database.execute(
+                f"SELECT coalesce(max(n), ? - 1) FROM {table} WHERE n BETWEEN ? AND ?",
+                (first, first, first + (1 << TIME_BITS) - 1),
             ).fetchone()
-            taken[time_ms] = first if last is None else last + 1
-        else:
-            taken[time_ms] += 1
+        taken[time_ms] += 1
         return taken[time_ms]
 
     def _many(self, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
         self._database.executemany(statement, rows)
-
-    def _end_pending(self, rows: Sequence[tuple[str, int]]) -> None:
-        """Reason and key of answers; the first reason counts, unless the answer was trained."""
-        self._many("UPDATE answers SET fate = ? WHERE key = ? AND fate = ''", rows)
 
     def _verified(self, found: Sequence[Found]) -> None:
         members = _members(found)
@@ -184,7 +181,8 @@ class Folder:
             "INSERT OR REPLACE INTO scores SELECT ?, n, ? FROM answers WHERE key = ?",
             [(score.name, score.value, number(answer.id)) for _, answer in members for score in answer.scores],
         )
-        self._end_pending([(value.reason, number(value.id)) for _, value in found if isinstance(value, DropMarker)])
+        drops = [(value.reason, number(value.id)) for _, value in found if isinstance(value, DropMarker)]
+        self._many(END_PENDING, drops)
         self._many(
             "UPDATE answers SET said = said + 1, rated = coalesce(?, rated) WHERE key = ?",
             [
@@ -246,7 +244,7 @@ class Folder:
         use = "INSERT OR IGNORE INTO uses SELECT ?, n FROM answers WHERE key = ?"
         self._many(use, [(batch.step, key) for key in keys])
         dropped = zip(batch.dropped, batch.dropped_because, strict=False)
-        self._end_pending([(why, number(item.id)) for item, why in dropped])
+        self._many(END_PENDING, [(why, number(item.id)) for item, why in dropped])
 
     def _undone(self, why: str, first: int, last: int, reason: str) -> None:
         """These steps changed nothing in the end; an answer that no other step used is trained no more."""
@@ -296,24 +294,18 @@ class Folder:
                 row = (letter.partition, letter.offset, record.timestamp_ms, letter.error[:MAX_ERROR])
                 self._many("INSERT OR IGNORE INTO marks (part, offset, time_ms, done_by) VALUES (?, ?, ?, ?)", [row])
                 continue
-            self._many(
-                "INSERT OR IGNORE INTO letters VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                [
-                    (
-                        self._next("letters", record.timestamp_ms, taken), record.partition, record.offset, record.timestamp_ms,
-                        letter.topic, f"{letter.topic}/{letter.partition}@{letter.offset}", letter.stage, letter.reason,
-                        letter.error[:MAX_ERROR], len(letter.value),
-                    )
-                ],
+            letter_row = (
+                self._next("letters", record.timestamp_ms, taken), record.partition, record.offset, record.timestamp_ms,
+                letter.topic, f"{letter.topic}/{letter.partition}@{letter.offset}", letter.stage, letter.reason,
+                letter.error[:MAX_ERROR], len(letter.value),
             )  # fmt: skip
+            self._many("INSERT OR IGNORE INTO letters VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", [letter_row])
 
 
 def group_places(
     topic: Topic, records: Iterable[Record], found: Iterable[Found]
 ) -> list[tuple[int, str, int, int, int]]:
-    """Positions of records about a group, by their header or else their key; a role's own reports are left out, and groups that
-    the trainer will never train are named by what it says of them.
-    """
+    """Positions of records about a group, by header or else key, and by what the trainer drops; no reports of roles alone."""
     about: list[tuple[str, Record]] = []
     for record in records:
         headers = dict(record.headers)

@@ -5,7 +5,7 @@ Read from the log through the index; nothing is inferred: each line of a trace i
 
 import asyncio
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -20,10 +20,7 @@ from schemas.topics import by_name
 
 
 class TrainedUse(msgspec.Struct, frozen=True):
-    """One optimizer step that trained on an answer. version: before the step.
-
-    undone: why the step changed nothing in the end.
-    """
+    """One optimizer step that trained on an answer. version: before it. undone: why it changed nothing in the end."""
 
     step: int
     time_ms: int
@@ -79,18 +76,16 @@ async def trace_answer(log: Log, index: LogIndex, ref: str) -> AnswerTrace:
     except ValueError as error:
         raise NotInLog(str(error)) from error
     name = ref.removeprefix(ANSWER_PREFIX)
-    found = {place: message for place, message in await read_at(log, index.places(group)) if message.value is not None}
-    by_topic: dict[str, list[tuple[IndexPlace, object]]] = {}
-    for place, message in found.items():
-        by_topic.setdefault(place.topic, []).append((place, message.value))
-    sources = (*by_topic.get("experiences", ()), *by_topic.get("experts", ()))
-    published = members(sources, name)
-    judged = members(by_topic.get("verified", ()), name)
-    buffered = members(by_topic.get("buffer", ()), name)
+    by_topic = defaultdict[str, list[tuple[IndexPlace, object]]](list)
+    for place, message in await read_at(log, index.places(group)):
+        by_topic[place.topic].append((place, message.value))
+    verified, progress = by_topic["verified"], by_topic["progress"]
+    published = members(by_topic["experiences"] + by_topic["experts"], name)
+    judged = members(verified, name)
+    buffered = members(by_topic["buffer"], name)
     if not (published or judged or buffered):
         raise NotInLog(f"{ref}: the kept log has no such answer; answers to keys made with --train no are not recorded")
     uses = await uses_of(log, index.steps(group), name)
-    verified, progress = by_topic.get("verified", ()), by_topic.get("progress", ())
     said = [
         (place.time_ms, record)
         for place, record in verified
