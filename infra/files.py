@@ -21,7 +21,7 @@ PUBLIC_MODE = 0o666  # as the umask allows
 def replacing(path: Path, *, mode: int = PUBLIC_MODE, temporary: Path | None = None) -> Iterator[BinaryIO]:
     """A file to write that takes the place of `path`, synced, at the end of the block. After an error the old file stays.
 
-    temporary: on the same file system; by default hidden beside `path`. Raises OSError.
+    temporary: path on the same file system; by default a hidden name next to `path`. Raises OSError.
     """
     temporary = temporary or path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     try:
@@ -104,7 +104,7 @@ def is_locked(file: Path) -> bool:
 
 
 def release_folder(lock: IO[str]) -> None:
-    """Let go of it. A child that was killed holds it until the kernel has ended it: the next process waits for that."""
+    """Release the lock. A killed child holds it until the kernel has ended the child: the next process waits for that."""
     lock.truncate(0)
     lock.close()
 

@@ -97,7 +97,7 @@ class Step(msgspec.Struct, kw_only=True):
 
 
 class Context(msgspec.Struct, kw_only=True):
-    """State beside the experiences. record_offset: of their record, -1 for none. memories: of their partition, by step.
+    """State passed along with experiences. record_offset: of their record, -1 for none. memories: by step, of the partition.
 
     turn: waited for before a step that remembers and ended behind the last one, so memories see records in log order; None if
     records come one at a time. recorded: scores of outside verdicts that need not be asked for again.

@@ -55,7 +55,7 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class MemoryChanges(NamedTuple):
-    """Changes of a memory since it was last saved. gone: keys forgotten since; one also in `entries` was remembered anew."""
+    """Changes of a memory since it was last saved. gone: keys forgotten since; a key also in `entries` came back."""
 
     gone: tuple[str, ...]
     entries: dict[str, Value]

@@ -59,7 +59,7 @@ class Redactor:
     def mask(self, text: str) -> tuple[str, frozenset[str]]:
         """The text without such data, and which kinds were found.
 
-        Telephone numbers in a row may hide each other: what is beside a masked one is looked at again, MAX_ROW times.
+        Telephone numbers in a row may hide each other: a second look covers the text next to a masked number, MAX_ROW times.
         """
         text, found = masked(text, self._shapes)
         more = found

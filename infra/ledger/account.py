@@ -8,7 +8,7 @@ what no other batch trained is then dropped for that reason.
 Guarantees: memory does not grow with the log, since SQLite spills its tables to a file without a name (see TMPDIR). Topics
 are read downstream first, so that experiences that moved on meanwhile show as pending, never as lost. Where the journal was
 trimmed, experiences older than its first kept record are left out: the trimmed part had their fate. Demonstrations that wait
-in the buffer stay there during a drain, and production traffic goes on.
+in the buffer stay there during a drain, and production traffic continues.
 """
 
 import asyncio

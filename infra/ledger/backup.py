@@ -12,7 +12,7 @@ A restore goes into a broker and a store that have nothing of the app: objects f
 then the name of the log that the store belongs to.
 
 Guarantees: keys lie in the place named for them, or nowhere. A restore puts every record at its offset with its time, compares
-every byte with its hash, and replaces nothing: a key that is there stays as it is, so a user forgotten since is not remembered.
+every byte with its hash, and replaces nothing: a key that exists stays unchanged, so a user forgotten since stays forgotten.
 Objects that are removed during a backup are missing from the copy; `headrace backup` checks at the end that the checkpoint it
 copied is still the log's.
 """

@@ -39,7 +39,7 @@ Tell = Callable[[str], None]
 
 
 class StoredRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One record of the log as it lies in a part. timestamp_ms: by the broker's clock."""
+    """A record of the log in a part of an archive. timestamp_ms: by the broker's clock."""
 
     offset: int
     timestamp_ms: int

@@ -1,9 +1,9 @@
-"""The index of the log: one SQLite file beside the run, in which `trace` finds records and the console searches answers.
+"""The index of the log: one SQLite file in the run's folder, in which `trace` finds records and the console searches answers.
 
     log ─> one writer (`headrace trace --keep-up`) ─> state/index.sqlite ─> trace, forget, console
 
-Guarantees: the file is a cache of the log and of nothing else, and may be removed at any time; a log that begins anew makes it
-begin anew; only journal records that count are in it (`schemas.journal.Effective`); what retention took from the log leaves it,
+Guarantees: the file is a cache of the log and of nothing else, and may be removed at any time; if the log was made again, so is
+the index; only journal records that count are in it (`schemas.journal.Effective`); what retention took from the log leaves it,
 and every table has a bound (`bounds`). One process writes at a time, by a lock that the kernel releases for a process that
 dies; any number read.
 """

@@ -6,7 +6,7 @@ Guarantees:
 - Besides the request that is being answered a connection holds at most MAX_HEAD_BYTES of an unfinished head or of what frames
   a body, MAX_PIPELINED whole requests, and one read of the socket. A request with trailers is refused.
 - A head, a body, the pause between two requests and an answer that is not read may each take `limit_s`; then the connection
-  is closed. Of more than `connections` the one that has waited longest for its client is closed.
+  is closed. Above `connections` connections, the server closes the connection that has waited longest for its client.
 - Each of these is counted; a client that is refused gets an error object if no answer has begun.
 - No answer is cut off for what follows its request.
 """

@@ -37,7 +37,7 @@ class Watched:
             return
 
     def release(self) -> None:
-        """Let go of the pipe; call once after the process has ended."""
+        """Close the pipe; call once after the process has ended."""
         if self._pipe >= 0:
             os.close(self._pipe)
             self._pipe = -1

@@ -39,8 +39,9 @@ EventKind = Literal["started", "exited", "restarting", "failing", "gave_up", "st
 class Child(msgspec.Struct, frozen=True, kw_only=True):
     """One process to keep running. env: added to this process's. final_codes: exit codes after which it stays down.
 
-    mistakes: exit codes of a cause that a restart may not mend: at the first start the child is given up, later it is
-    tried again for ever. tier: the highest is stopped first, members of a tier together. stop_s: from SIGTERM to SIGKILL.
+    mistakes: exit codes of a cause that a restart may not fix: at the first start the supervisor gives the child up, later
+    it restarts the child without a limit. tier: the highest is stopped first, members of a tier together. stop_s: seconds from
+    SIGTERM to SIGKILL.
     """
 
     name: str

@@ -6,7 +6,7 @@ claims a frame of a day gone by, but for a copy of one that is there: a dead let
 read before and after everything else, so that a copy made meanwhile is found where it came from or where it went.
 Nothing is removed before the whole log was read; a run that is broken off has removed only what no record claims.
 
-Images lie under their hash alone, named by tasks that are kept for ever, and are not touched.
+Images lie under their hash alone, named by tasks that are never removed, and are not touched.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ async def prune_frames(log: Log, *, today: int, keep_ms: int) -> int:
 
 
 async def claimed_keys(log: Log) -> set[str]:
-    """Keys that the records of the log claim, as it is when each topic is read."""
+    """Keys that the records of the log claim at the time of the call."""
     holding = [topic for topic in ALL if "Block" in topic.holds]
     keys: set[str] = set()
     for topic in (DEAD_LETTERS, *holding, DEAD_LETTERS):

@@ -139,7 +139,7 @@ class Bus(Protocol):
         """Commit the oldest kept offset of each partition for which `group` has committed nothing; others stay."""
 
     async def held(self, group: str, topic: str) -> set[int]:
-        """Partitions of a topic that the group's subscribed readers were given; none while they are dealt anew."""
+        """Partitions of a topic that the group's subscribed readers were given; none during a rebalance."""
 
     async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str], replication: int = 0) -> bool:
         """Create a topic; False if it was there. ConfigError if it is there with another partition count.

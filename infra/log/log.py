@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 class LogMessage(msgspec.Struct, frozen=True):
     """A stored record with what it holds: exactly one of `value` and `error` is set.
 
-    record: as it is stored. value: decoded. error: why it cannot be decoded.
+    record: bytes and position. value: the decoded record. error: why it cannot be decoded.
     """
 
     record: Record
@@ -163,7 +163,7 @@ class Log:
             value = record.value
             if is_claim(value):
                 if self.store is None:
-                    raise BadFrame("claim: the frame lies in the object store, and this reader has none")
+                    raise BadFrame("claim: the frame is in the object store, and this reader has no store")
                 value = redeem(self.store, value)
             found = decode(value, self.find_seal)
             topic, kind = record.topic.removeprefix(f"{self.app}."), type(found).__name__
@@ -219,7 +219,7 @@ class Log:
     async def tail(
         self, topic: Topic, starts: Mapping[int, int] | Literal["beginning", "end"]
     ) -> AsyncGenerator[LogMessage, None]:
-        """Records from `starts` on (see `assigned`), for ever."""
+        """Records from `starts` on (see `assigned`), without an end."""
         reader = await self.assigned(topic, starts)
         try:
             while True:

@@ -1,6 +1,6 @@
 """Images of a vision-language model: their places among the tokens, and its inputs for them.
 
-Of the families LLaVA and InternVL 3 and 3.5 (`model_type` "llava", "internvl"): every picture is brought to one size by the
+For the families LLaVA and InternVL 3 and 3.5 (`model_type` "llava", "internvl"): every picture is brought to one size by the
 model's own image processor, and takes `num_places` copies of one id among the tokens, which the vision tower's features
 replace; InternVL has an id before them and one after. A picture is one tile of InternVL's, never cut into several. The
 explorer's engine and the trainer read pictures through this module alone, so that both compute the same.
@@ -51,7 +51,7 @@ class Vision:
         return np.ascontiguousarray(prepared, np.float32)
 
     def check(self, tokens: Sequence[int], num_images: int) -> None:
-        """Raise ValueError for a prompt whose image tokens are not those of `num_images` pictures."""
+        """Raise ValueError for a prompt whose image tokens do not match `num_images` pictures."""
         if (found := list(tokens).count(self.token)) != num_images * self.num_places:
             raise ValueError(
                 f"prompt: got {found} image tokens for {num_images} images, expected {num_images * self.num_places}"

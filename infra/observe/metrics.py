@@ -1,9 +1,8 @@
 """Metrics of one role: a Prometheus registry of its own, served over HTTP with a health check.
 
 Guarantees: names and labels are created on first use and never clash between roles in one process; `/healthz` answers
-200 only while every registered check passes, and names those that do not. Names in Prometheus and meanings are those of
-`infra.observe.measures`. Every sample bears the label `app`, so that rules and
-dashboards tell apart the apps that one Prometheus scrapes.
+200 only while every registered check passes, and names those that do not. `infra.observe.measures` has the names in Prometheus
+and their meanings. Every sample has the label `app`, so that rules and dashboards distinguish the apps of one Prometheus.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """Test that two programs compute one policy, by their logprobs of the same tokens, though each rounds in its own way.
 
 A token counts by how far the two are apart per nat of its surprise s = -log π: e = |a - b| / (1 + s), so that unlikely tokens,
-whose logits are noisiest, do not decide. Compared are the mean of e and its 95th percentile with those of a noise floor: what
-the same two programs differed by on versions that were accepted first (version 0, which is the model's folder).
+whose logits are noisiest, do not decide. The check compares the mean of e and its 95th percentile with a noise floor: the
+difference between the same two programs on the versions accepted first (version 0, which is the model's folder).
 
     refused:  mean > K · floor.mean  or  p95 > K · floor.p95,   K = DRIFT · exp(SIGMAS · SPREAD · √(1/n₀ + 1/n))
 
@@ -82,7 +82,7 @@ def disagreement(found: Agreement, floor: Agreement | None, dtype: str) -> str:
 
 
 def bounds(tokens: int, floor: Agreement | None, dtype: str) -> tuple[float, float]:
-    """Largest mean and 95th percentile that are accepted of so many tokens."""
+    """Largest accepted mean and 95th percentile for this number of tokens."""
     most, least = MOST[dtype], LEAST[dtype]
     if floor is None or not floor.tokens or not tokens:
         return most.mean, most.p95

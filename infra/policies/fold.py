@@ -178,7 +178,7 @@ def _count(found: dict[int, PolicyEvent], event: PolicyEvent) -> None:
 
 
 class PolicyFeed:
-    """Versions of one policy, and the one that an engine should load next, from its events in log order.
+    """Versions of one policy, and which version an engine should load next, from its events in log order.
 
     channel: once the stable channel has a version, the version that a channel serves is wanted and nothing else; of the
     candidate channel everything. since: summary of the records before the events, None where the feed is given all. KEPT,

@@ -32,7 +32,7 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class DeltaPart(msgspec.Struct, frozen=True):
-    """Position of a changed tensor's encoded difference. shard: index among those of the source. offset: in the shard."""
+    """Position of a changed tensor's encoded difference. shard: index among the source's shards. offset: in the shard."""
 
     tensor: str
     encoder: str
@@ -209,7 +209,7 @@ def first_difference(got: tuple[TensorEntry, ...], expected: tuple[TensorEntry, 
 
 
 def differing(got: tuple[TensorEntry, ...], expected: tuple[TensorEntry, ...]) -> list[str]:
-    """Names of the tensors of `got`, in order, whose values are not those of `expected`."""
+    """Names of the tensors of `got`, in order, whose values differ from `expected`."""
     hashes = {entry.name: entry.xxh3 for entry in expected}
     return [entry.name for entry in got if hashes.get(entry.name) != entry.xxh3]
 

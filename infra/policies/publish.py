@@ -162,7 +162,7 @@ def _parent(
         raise ValueError(f"previous: not version {new.parent} as published: {difference}")
     difference = other_adapter(new.adapter, manifest)
     if difference := difference or first_difference(weights.entries, manifest.tensors, values=False):
-        raise ValueError(f"tensors: not those of version {new.parent}: {difference}")
+        raise ValueError(f"tensors: they differ from version {new.parent}: {difference}")
     return manifest, digest
 
 

@@ -1,6 +1,6 @@
 """Check that a log and a store belong together.
 
-A log is known by the first record of `policies`, which is kept for ever: its bytes and when the broker stored it. The first
+A log is known by the first record of `policies`, which is never removed: its bytes and when the broker stored it. The first
 trainer of an app writes that into the store, under `identity/`. Guarantee: a role that asks here before it begins never
 works with a store that belongs to another log, with a log that lost its data, or with a store that lost its own; it ends
 with one line that says which, and what helps.
@@ -92,7 +92,7 @@ def fault(fit: Fit, app: str, store: str) -> str:
 
 
 async def claim(log: Log, store: Store, floor: Floor, *, anew: bool = False) -> None:
-    """Write into the store which log it belongs to, if nothing is written there. anew: in any case."""
+    """Write into the store which log it belongs to, if nothing is written there. anew: True to overwrite."""
     here = await log_beginning(log)
     if here is not None and (anew or await asyncio.to_thread(_named, store, floor.app) is None):
         await asyncio.to_thread(store.put, _key(floor.app), msgspec.json.encode((here, _sum(here))))

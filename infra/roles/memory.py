@@ -33,7 +33,7 @@ def share_heaps() -> bool:
 def search_seldom() -> None:
     """Have Python search for cycles after NEW_OBJECTS more containers are held than before, and no longer after 700.
 
-    For a process of very many objects and few cycles. What lies in a cycle is freed later: not for one that holds tensors.
+    For a process of very many objects and few cycles. Python frees cycles later: not for a process that holds tensors.
     """
     gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
 

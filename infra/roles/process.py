@@ -67,8 +67,8 @@ T = TypeVar("T")
 
 
 async def unless(happens: Coroutine[Any, Any, object], work: Awaitable[T], error: type[Exception]) -> T:
-    """The result of the work; raises `error` where `happens` ends first. Then, or cancelled, it waits until the work has let
-    go, whatever that ends with.
+    """The result of the work; raises `error` where `happens` ends first. Then, or cancelled, it waits until the work has ended,
+    with a result or an error.
     """
     task, other = asyncio.ensure_future(work), asyncio.create_task(happens)
     try:

@@ -107,7 +107,7 @@ RIGHTS: Mapping[str, RoleRights] = {
 
 
 def acl_script(app: str) -> str:
-    """Commands that grant the Kafka users their rights, for a shell beside the broker."""
+    """Commands that grant the Kafka users their rights, for a shell on the broker's machine."""
     roles = [role for role in RIGHTS if role != "operator"]
     everyone = " ".join(f"--allow-principal User:{role}" for role in roles)
     lines = [

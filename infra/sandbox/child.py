@@ -187,7 +187,7 @@ class SandboxChild:
         if (code := self._said("exit-code")) is not None:
             return code
         words = self.stderr.decode(errors="replace").strip()[:300]
-        raise SandboxUnavailable(f"bubblewrap could not confine the program: {words or 'it ended without a word'}")
+        raise SandboxUnavailable(f"bubblewrap could not confine the program: {words or 'it ended and printed nothing'}")
 
 
 def _wait(descriptor: int) -> None:

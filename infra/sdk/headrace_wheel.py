@@ -2,7 +2,7 @@
 
 In the repository `infra.log` is a folder at the top; where it is installed it is `headrace.infra.log`. The build copies the
 sources and puts the prefix before the names of modules: in imports, and in strings that are such a name as a whole, as
-behind `python -m`. An editable install uses the repository as it is.
+behind `python -m`. An editable install uses the repository unchanged.
 """
 
 import ast

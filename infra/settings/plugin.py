@@ -43,7 +43,7 @@ def here(module: str) -> str:
 
 
 def find(use: str, where: str = "use") -> object:
-    """The object `module:name` names, as it is. Raises ConfigError."""
+    """The object that `module:name` names, not called. Raises ConfigError."""
     named, colon, name = use.partition(":")
     module_name = here(named)
     if not colon or not module_name or not name:

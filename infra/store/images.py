@@ -56,7 +56,7 @@ def deposit_image(store: Store, image: Image, data: bytes) -> None:
 
 
 def decode_image(image: Image, data: bytes, max_pixels: int = MAX_PIXELS) -> Pixels:
-    """The pixels of an image whose bytes these are said to be. Raises BadImage."""
+    """The pixels of an encoded image. Raises BadImage for bytes that are none."""
     from PIL import Image as Pillow
 
     check_size(image)

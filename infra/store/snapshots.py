@@ -3,8 +3,8 @@
     snapshots/<series>/parts/<position>-<hash>       compressed bytes, written first
     snapshots/<series>/manifests/<position>-<hash>   names every part with its hash, written last
 
-A state is a function of the log below its position, so every whole snapshot of a series is a true one, whoever wrote it and
-however late; the highest position is the newest. So writers need no lock: objects are never overwritten, and a
+A state is a function of the log below its position, so every complete snapshot of a series is valid, whichever process wrote it
+and however late; the highest position is the newest. So writers need no lock: objects are never overwritten, and a
 writer that was overtaken adds an older snapshot, which is not taken.
 
 Guarantees: a snapshot is found whole or not at all; each part is checked against its hash when it is read; a part that
