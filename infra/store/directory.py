@@ -9,8 +9,8 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
 from infra.files import PRIVATE_MODE, PUBLIC_MODE, free_and_usable, replacing, sync_folder
 from infra.observe.failpoint import reach
@@ -20,7 +20,6 @@ from schemas.errors import NotInStore, StoreError
 
 INCOMING = ".incoming"
 STALE_AFTER_S = 3600.0
-T = TypeVar("T")
 
 
 class DirectoryStore(Store):
@@ -43,8 +42,7 @@ class DirectoryStore(Store):
         target = self._path(key)
         temporary = self._incoming / uuid.uuid4().hex
         is_private = key.startswith(PRIVATE)
-
-        def write() -> None:
+        with self._guarded("put", key):
             self._make_folders(target.parent, 0o700 if is_private else 0o777)
             with replacing(target, mode=PRIVATE_MODE if is_private else PUBLIC_MODE, temporary=temporary) as file:
                 write_all("store.write", data, file.write)
@@ -52,30 +50,23 @@ class DirectoryStore(Store):
                 reach("store.before_rename")
             reach("store.after_rename")
 
-        self._guard("put", key, write)
-
     def get(self, key: str) -> bytes:
-        return self._guard("get", key, self._path(key).read_bytes)
+        path = self._path(key)
+        with self._guarded("get", key):
+            return path.read_bytes()
 
     def read(self, key: str, start: int, length: int) -> bytes:
         path = self._path(key)
-
-        def part() -> bytes:
-            with open(path, "rb") as file:
-                file.seek(start)
-                return file.read(length)
-
-        return self._guard("read", key, part)
+        with self._guarded("read", key), path.open("rb") as file:
+            file.seek(start)
+            return file.read(length)
 
     def size(self, key: str) -> int:
         path = self._path(key)
-
-        def measure() -> int:
+        with self._guarded("size", key):
             if not path.is_file():
                 raise FileNotFoundError
             return path.stat().st_size
-
-        return self._guard("size", key, measure)
 
     def keys(self, prefix: str) -> Iterator[str]:
         top = self._root / check_prefix(prefix).rpartition("/")[0]
@@ -83,16 +74,10 @@ class DirectoryStore(Store):
 
     def delete(self, key: str) -> None:
         path = self._path(key)
-
-        def remove() -> None:
+        with suppress(NotInStore), self._guarded("delete", key):
             reach("store.before_delete")
             path.unlink()
             sync_folder(path.parent)
-
-        try:
-            self._guard("delete", key, remove)
-        except NotInStore:
-            return
 
     def disk_usage(self) -> tuple[int, int]:
         return self._usage(self._root)
@@ -100,9 +85,10 @@ class DirectoryStore(Store):
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
 
-    def _guard(self, verb: str, key: str, action: Callable[[], T]) -> T:
+    @contextmanager
+    def _guarded(self, verb: str, key: str) -> Iterator[None]:
         try:
-            return action()
+            yield
         except OSError as error:
             if verb != "put" and isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
                 raise NotInStore(f"{verb} {key}: not in {self!r}") from error
@@ -129,8 +115,6 @@ class DirectoryStore(Store):
 def _remove_stale(incoming: Path) -> None:
     oldest = time.time() - STALE_AFTER_S
     for path in incoming.iterdir():
-        try:
+        with suppress(FileNotFoundError):  # its writer finished, or another process swept it
             if path.stat().st_mtime < oldest:
                 path.unlink()
-        except FileNotFoundError:  # its writer finished, or another process swept it
-            continue
