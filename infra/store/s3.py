@@ -36,7 +36,6 @@ from schemas.errors import ConfigError, NotInStore, StoreError
 
 if TYPE_CHECKING:
     from minio.credentials import Credentials
-    from urllib3 import PoolManager
 
 
 ANSWER_S = 5.0  # for a server that gives roles
@@ -60,15 +59,10 @@ class S3Keys:
         self._retrieve_now = retrieve_now
         self._what = what
         self._lock = threading.Lock()
-        self._given: list[str] = []
+        self.secrets: tuple[str, ...] = ()  # which must not be shown, the newest last
 
     def __repr__(self) -> str:
         return f"S3Keys({self._what})"
-
-    @property
-    def secrets(self) -> tuple[str, ...]:
-        """Secrets that must not be shown, the newest last."""
-        return tuple(self._given)
 
     def retrieve(self) -> "Credentials":
         """The keys. Raises ValueError in one line that shows none of them."""
@@ -84,10 +78,8 @@ class S3Keys:
                 said = f"refused with HTTP status {status[1]}" if status else type(error).__name__
                 fault = f"no keys from {self._what}: {said}"
             else:
-                new = [
-                    secret for secret in (keys.secret_key, keys.session_token) if secret and secret not in self._given
-                ]
-                self._given = [*self._given, *new][-2 * REMEMBERED :]
+                given = (secret for secret in (keys.secret_key, keys.session_token) if secret)
+                self.secrets = tuple(dict.fromkeys([*self.secrets, *given]))[-2 * REMEMBERED :]
                 return keys
         raise ValueError(fault)
 
@@ -104,6 +96,8 @@ def fixed_keys(access_key: str, secret_key: str, session_token: str | None = Non
 
 def keys_of(environment: Mapping[str, str], *, is_amazon: bool) -> S3Keys:
     """The keys that the environment names. is_amazon: no other server is named. Raises ConfigError where there are none."""
+    import certifi
+    import urllib3
     from minio.credentials import AWSConfigProvider, IamAwsProvider
 
     access_key, secret_key = environment.get("AWS_ACCESS_KEY_ID"), environment.get("AWS_SECRET_ACCESS_KEY")
@@ -126,17 +120,10 @@ def keys_of(environment: Mapping[str, str], *, is_amazon: bool) -> S3Keys:
         token_file=environment.get("AWS_WEB_IDENTITY_TOKEN_FILE"),
         role_arn=environment.get("AWS_ROLE_ARN"),
         role_session_name="headrace",
-        http_client=_asking(),
+        # The store's caller tries again; a retry here would be logged with the URL, which holds the token.
+        http_client=urllib3.PoolManager(timeout=urllib3.Timeout(ANSWER_S), retries=False, ca_certs=certifi.where()),
     )
     return S3Keys(role.retrieve, f"a role ({named or 'of the machine; AWS_ACCESS_KEY_ID is not set'})")
-
-
-def _asking() -> "PoolManager":
-    import certifi
-    import urllib3
-
-    # The store's caller tries again; a retry here would be logged with the URL, which holds the token.
-    return urllib3.PoolManager(timeout=urllib3.Timeout(ANSWER_S), retries=False, ca_certs=certifi.where())
 
 
 log = logging.getLogger(__name__)
@@ -159,9 +146,7 @@ T = TypeVar("T")
 
 
 def open_s3(bucket: str, prefix: str, environment: Mapping[str, str] = os.environ) -> "S3Store":
-    """The store of a bucket (below `prefix`) with settings from the environment, keys by `infra.store.s3`. Raises
-    ConfigError.
-    """
+    """The store of a bucket (below `prefix`) with settings and keys from the environment. Raises ConfigError."""
     endpoint = environment.get("HEADRACE_S3_ENDPOINT") or environment.get("AWS_ENDPOINT_URL") or ""
     try:
         keys = keys_of(environment, is_amazon=not endpoint)
@@ -234,7 +219,7 @@ class S3Store(Store):
 
         if num_bytes > part_bytes and not self._tidied:
             self._tidied = True
-            self.remove_unfinished()
+            self._remove_unfinished()
 
         def upload() -> None:
             self._client.put_object(
@@ -272,24 +257,19 @@ class S3Store(Store):
         name = self._name(key)
         self._call("delete", key, lambda: self._client.remove_object(self._bucket, name))
 
-    def remove_unfinished(self, older_than_s: float = UNFINISHED_S) -> int:
-        """Remove parts of uploads that were never completed; return the number of uploads. 0 where the bucket's policy
-        forbids it, or the server does it by itself, as MinIO.
-        """
-        begun_before = datetime.now(UTC) - timedelta(seconds=older_than_s)
+    def _remove_unfinished(self) -> None:
+        """Remove parts of uploads that were never completed, where the bucket's policy allows it. MinIO does so by itself."""
+        begun_before = datetime.now(UTC) - timedelta(seconds=UNFINISHED_S)
 
-        def remove() -> int:
-            uploads = self._client._list_multipart_uploads(self._bucket, prefix=self._prefix).uploads
-            old = [upload for upload in uploads if upload.initiated_time < begun_before]
-            for upload in old:
-                self._client._abort_multipart_upload(self._bucket, upload.object_name, upload.upload_id)
-            return len(old)
+        def remove() -> None:
+            for upload in self._client._list_multipart_uploads(self._bucket, prefix=self._prefix).uploads:
+                if upload.initiated_time < begun_before:
+                    self._client._abort_multipart_upload(self._bucket, upload.object_name, upload.upload_id)
 
         try:
-            return self._call("remove unfinished uploads", self._prefix, remove)
+            self._call("remove unfinished uploads", self._prefix, remove)
         except StoreError as error:
             log.warning("unfinished_uploads_kept error=%s", error)
-            return 0
 
     def _name(self, key: str) -> str:
         return self._prefix + check_key(key)
