@@ -1,5 +1,6 @@
 """A map with a bound that forgets the entries that were used longest ago."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
@@ -11,12 +12,11 @@ V = TypeVar("V")
 class Newest(Generic[K, V]):
     """At most `limit` entries, whose sizes add up to at most `max_size`. Callers with threads hold a lock of their own.
 
-    `get` and `put` make an entry the newest; `in` and iteration, oldest first, do not. size: of a value, read once, when
-    it is put.
+    `get` and `put` make an entry the newest; `in` and iteration, oldest first, do not. size: of a value, read when it is put.
     """
 
     def __init__(
-        self, limit: int | None = None, *, max_size: int | None = None, size: Callable[[V], int] = lambda value: 0
+        self, limit: float = math.inf, *, max_size: float = math.inf, size: Callable[[V], int] = lambda value: 0
     ) -> None:
         self._limit = limit
         self._max_size = max_size
@@ -47,7 +47,7 @@ class Newest(Generic[K, V]):
         size = self._size(value)
         self._entries[key] = (value, size)
         self.total_size += size
-        while self._exceeds_bounds():
+        while len(self._entries) > self._limit or self.total_size > self._max_size:
             self.pop(next(iter(self._entries)))
 
     def pop(self, key: K) -> V | None:
@@ -55,7 +55,3 @@ class Newest(Generic[K, V]):
         value, size = self._entries.pop(key, (None, 0))
         self.total_size -= size
         return value
-
-    def _exceeds_bounds(self) -> bool:
-        too_many = self._limit is not None and len(self._entries) > self._limit
-        return too_many or (self._max_size is not None and self.total_size > self._max_size)

@@ -36,10 +36,6 @@ Pixels = npt.NDArray[np.uint8]  # [height, width, 3], red, green, blue
 Array = npt.NDArray[Any]
 
 
-def as_they_are(pixels: Pixels) -> Pixels:
-    return pixels
-
-
 def images_of(messages: Sequence[Message]) -> tuple[Image, ...]:
     """All images of a conversation, in the order in which they are shown."""
     return tuple(image for message in messages for image in message.images)
@@ -94,7 +90,7 @@ class ImageReader:
     """
 
     def __init__(
-        self, store: Store, *, prepare: Callable[[Pixels], Array] = as_they_are, max_kept_bytes: int = 64 * 1024 * 1024
+        self, store: Store, *, prepare: Callable[[Pixels], Array] = np.asarray, max_kept_bytes: int = 64 * 1024 * 1024
     ) -> None:
         self._store = store
         self._prepare = prepare

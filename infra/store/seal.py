@@ -84,7 +84,7 @@ def seal_text(text: str, keys: "Keys", answer: str) -> str:
     session = session_of(group_of(answer))
     if not session:
         return text
-    return _shut(text.encode(), keys, (session,), _about(answer))
+    return _shut(text.encode(), keys, (session,), f"feedback/{answer}")
 
 
 def is_sealed(text: str) -> bool:
@@ -97,7 +97,7 @@ def open_text(text: str, keys: "Keys", answer: str) -> str:
     BadFrame if the text was altered or is about another answer.
     """
     found = _SEALED_TEXT.fullmatch(text)
-    return text if found is None else _opened(found, keys, _about(answer)).decode()
+    return text if found is None else _opened(found, keys, f"feedback/{answer}").decode()
 
 
 def seal_event(body: bytes, keys: "Keys", sessions: Sequence[str]) -> bytes:
@@ -127,10 +127,6 @@ def _opened(found: re.Match[str], keys: "Keys", about: str) -> bytes:
     for key_id in reversed(found[1].split(",")):
         data = keys.find(key_id).open(about, data)
     return data
-
-
-def _about(answer: str) -> str:
-    return f"feedback/{answer}"
 
 
 class SealKey:

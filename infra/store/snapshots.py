@@ -12,6 +12,7 @@ has not changed since the snapshot before is not written again; what `prune` rem
 by one that is being written at a position beyond those.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -122,12 +123,11 @@ def read(store: Store, part: SnapshotPart) -> bytes:
     """Bytes that were given to `save`. Raises SnapshotDamaged, StoreError."""
     try:
         stored = store.get(part.key)
-    except NotInStore as error:
-        raise SnapshotDamaged(f"part {part.key}: missing in the store") from error
-    try:
         if (claimed := zstandard.get_frame_parameters(stored).content_size) != part.num_bytes:
             raise SnapshotDamaged(f"part {part.key}: claims {claimed} bytes, expected {part.num_bytes}")
         data = zstandard.ZstdDecompressor().decompress(stored)
+    except NotInStore as error:
+        raise SnapshotDamaged(f"part {part.key}: missing in the store") from error
     except zstandard.ZstdError as error:
         raise SnapshotDamaged(f"part {part.key}: {error}") from error
     if (len(data), xxhash.xxh3_128_hexdigest(data)) != (part.num_bytes, part.digest):
@@ -147,36 +147,23 @@ def prune(store: Store, series: str, kept: int = KEPT) -> int:
     What is written at or beyond the oldest that is kept stays: its manifest may be on the way.
     """
     parts = list(store.keys(_folder(series, "parts")))
-    stays = []
-    for snapshot in candidates(store, series, lambda reason, line: None):
-        stays.append(snapshot)
-        if len(stays) == kept:
-            break
+    stays = list(itertools.islice(candidates(store, series, lambda reason, line: None), kept))
     if len(stays) < kept:
         return 0
-    oldest = stays[-1].key.rpartition("/")[2]
     named = {part.key for snapshot in stays for part in snapshot.parts.values()}
-    manifests = list(store.keys(_folder(series, "manifests")))
-    gone = [key for key in manifests if key.rpartition("/")[2] < oldest]
-    gone += [key for key in parts if key not in named and _position(key) < stays[-1].position]
+    oldest_part = f"{_folder(series, 'parts')}{stays[-1].position:020d}"
+    gone = [key for key in store.keys(_folder(series, "manifests")) if key < stays[-1].key]
+    gone += [key for key in parts if key not in named and key < oldest_part]
     for key in gone:
         store.delete(key)
     return len(gone)
 
 
 def remove(store: Store, snapshot: SnapshotManifest) -> None:
-    """Remove a snapshot and its parts, which others may name: for one of another log, at a position that means nothing here.
-
-    Raises StoreError.
-    """
+    """Remove a snapshot of another log and its parts, which others may name. Raises StoreError."""
     for key in (snapshot.key, *(part.key for part in snapshot.parts.values())):
         store.delete(key)
 
 
 def _folder(series: str, kind: str) -> str:
     return f"{FOLDER}/{series}/{kind}/"
-
-
-def _position(key: str) -> int:
-    number = key.rpartition("/")[2].partition("-")[0]
-    return int(number) if number.isdigit() else 0
