@@ -81,7 +81,7 @@ BUDGETS = {
     "infra/cli": 6_567,
     "infra/cli/console": 1_738,
     "infra/cli/demo": 1_182,
-    "streams": 8_574,
+    "streams": 8_573,
     "actors": 15_229,
     "actors/master/gate": 723,
     "trainer": 10_707,

@@ -155,7 +155,7 @@ class Collector:
         return True
 
     def begin_at(self, offset: int) -> None:
-        """Start empty at `offset`, for a fold that publishes nothing; `recover` is for one that does."""
+        """Start empty at `offset`, for a fold that publishes nothing; a fold that publishes calls `recover`."""
         self._load()
         self._state.next_offset = offset
 

@@ -15,7 +15,7 @@ from streams.collect.state import Attempt, Group
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The end of one attempt, and what is sent to the buffer because of it.
+    """The end of one attempt, and the blocks that it sends to the buffer.
 
     closure: for `progress`. blocks: for `buffer`, published before the closure. dropped: members that the chain dropped.
     """

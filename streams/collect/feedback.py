@@ -146,15 +146,14 @@ def returns(
     sources: Mapping[str, FeedbackRules],
     usual: Callable[[str], float] = lambda source: NEUTRAL,
 ) -> dict[str, float]:
-    """Source to v + Σ γ^k · (v_k - u): what counts of the answer, and by how much what counts of the one k turns later differs
-    from the usual.
+    """By source: v + Σ γ^k · (v_k - u). v: value of the answer. v_k: value of the answer k turns later. u: `usual`, the running
+    mean of the source's verdicts. An answer without feedback of its own has v = u.
 
     The discounted differential return of Sutton and Barto, "Reinforcement Learning" (2nd edition), section 10.3, equation
-    10.9: of turns that are all equally good, an early one gets no more for having more turns behind it. An answer
-    without feedback of its own has the usual value, v = u. usual: the running mean of a source's verdicts.
+    10.9: if all turns are equally good, an early turn gets no more than a late turn.
 
-    Assumes that verdicts have one usual value wherever in a session they fall: where later turns are rated d worse, earlier
-    ones lean down by at most d · γ / (1 - γ), together.
+    Assumes that the mean verdict does not depend on the position in a session: if people rate later turns d worse, the values
+    of earlier turns are too low by at most d · γ / (1 - γ) in total.
     """
     values = mean_values(on_answer)
     for credit in sorted(credits, key=lambda credit: (credit.turns, sorted(credit.values.items()))):
@@ -168,7 +167,7 @@ def returns(
 def learn_usual(
     memories: dict[str, Memory], tenant: str, before: Mapping[str, float], now: Mapping[str, float]
 ) -> None:
-    """Let the verdict on an answer join the mean of its source; one that is changed or taken back counts as it stands.
+    """Update the mean of a source with the verdict on an answer, whether it is new, changed or withdrawn.
 
     before, now: values of the answer by source.
     """
@@ -189,8 +188,8 @@ def learn_usual(
 
 
 def usual_value(memories: Mapping[str, Memory], tenant: str, source: str) -> float:
-    """Return the usual verdict of a tenant's users through a source: the mean of the last verdicts, filled up with neutral
-    ones to `USUAL_PRIOR` while there are fewer.
+    """Return the usual verdict of a tenant's users through a source: the mean of the last verdicts, with neutral
+    verdicts added up to `USUAL_PRIOR`.
     """
     count, mean = _known(memories[USUAL], f"{tenant}\x00{source}") if USUAL in memories else (0, 0.0)
     return (count * mean + max(0, USUAL_PRIOR - count) * NEUTRAL) / max(count, USUAL_PRIOR)

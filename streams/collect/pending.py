@@ -48,8 +48,8 @@ class PendingFile:
     """One open file. Not safe for concurrent use; `save` writes in a thread."""
 
     def __init__(self, path: Path, find_seal: FindSeal | None = None) -> None:
-        """Open or create; a damaged file is renamed to `<name>.damaged` and started anew. find_seal: keys of its blocks,
-        which lie in it as sealed as in the log.
+        """Open or create the file; rename a damaged file to `<name>.damaged` and create a new one. find_seal: keys of its
+        blocks, which it stores sealed as in the log.
         """
         self.path = path
         self._find_seal = find_seal

@@ -103,7 +103,7 @@ def late_is_dropped(group: Group, source: FeedbackRules, now_ms: int) -> bool:
 
 
 def go_by(state: State, rules: Rules) -> int:
-    """Let what waits go by these rules. Returns the groups about which time decides at another moment now."""
+    """Apply these rules to waiting groups. Returns the number of groups whose deadline moved."""
     moved = passed = 0
     for group in state.groups.values():
         if group.is_closed or group.is_ready or not group.attempts:

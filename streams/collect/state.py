@@ -210,7 +210,7 @@ class Frames:
         self.fetch: Fetch | None = None
 
     async def bring(self, places: Iterable[BlockPlace]) -> None:
-        """Have the blocks at these places at hand, from the log where they lie there alone, with some that follow them."""
+        """Fetch the blocks at these places that only the log has, with some absent blocks that follow them."""
         lacking = {place.offset for place in places} & self.absent
         if not lacking:
             return
@@ -373,8 +373,8 @@ class State:
         self._closed.clear()
 
     def oldest_ms(self) -> int:
-        """Return the time of the first record of the group that has waited longest, 0 if none waits. Groups lie in the
-        order in which they came.
+        """Return the time of the first record of the group that has waited longest, 0 if none waits. The
+        dict keeps groups in order of arrival.
         """
         waiting = (group for group in self.groups.values() if group.attempts and not group.is_closed)
         return next((group.came_ms for group in waiting), 0)

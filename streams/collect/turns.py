@@ -56,10 +56,10 @@ def session_named(value: Block | Control | None, group: str | None, names: froze
 def new_credits(
     group: Group, turns: Sequence[Group], names: frozenset[str], came: bool
 ) -> list[tuple[Group, str, LaterCredit]]:
-    """(turn, a later one's group, what counts of that) wherever the turn has not been credited with it yet.
+    """New or changed credits: (turn, group id of the later turn, credit).
 
-    came: the answer of `group` has just come, so that later turns credit it, and turns before it are one further from
-    those; else there is new feedback on it.
+    came: True if the answer of `group` just arrived, so later turns credit it, and earlier turns are one turn further from
+    them; False for new feedback on it.
     """
     if len(turns) < 2:  # none is before another
         return []

@@ -35,9 +35,9 @@ def is_lone(group: Sequence[Experience], rewards: Mapping[int, float]) -> bool:
 
 
 def derive(source: Experience, processor: str, index: int, **fields: Any) -> Experience:
-    """Return a copy of an answer as another of a group of its own, with these fields; a retry gives it the same id.
+    """Return a copy of an answer in a group of its own, with these fields; a retry gives it the same id.
 
-    index: of what a processor makes of one answer.
+    index: number of the copy among the copies that a processor makes of one answer.
     """
     group = ids.synthetic_group((source.id,), processor, index)
     own = {

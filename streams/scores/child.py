@@ -17,9 +17,9 @@ START_S = 60.0
 
 
 class ScoreChild:
-    """A process of `module`, started again with the first question after it was killed. Safe in several threads.
+    """A process of `module`; the first request after a kill starts it again. Safe in several threads.
 
-    Its first line says that it is ready; it ends with its standard input.
+    The process writes one line when it is ready, and ends when its standard input closes.
     """
 
     def __init__(self, module: str) -> None:
@@ -29,7 +29,7 @@ class ScoreChild:
         self._process: subprocess.Popen[bytes] | None = self._start()
 
     def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """One question, one answer. Raises TimeoutError for one that is late, and where the process ended instead."""
+        """Return the answer to a request. Raises TimeoutError if it is late or the process ends first."""
         with self._lock:
             process = self._process = self._process or self._start()
             assert process.stdin is not None

@@ -124,7 +124,7 @@ async def run_langfuse(source: EventSource, log: Log, metrics: Metrics, state: P
 async def take_round(
     source: EventSource, client: httpx.AsyncClient, known: LangfuseState, log: Log, metrics: Metrics, state: Path
 ) -> LangfuseState:
-    """Publish what is new and save what was read; it is returned. Raises LangfuseAway."""
+    """Publish new scores, save how far they were read, and return that. Raises LangfuseAway."""
     assert source.langfuse is not None
     overlap_ms = int(1000 * duration_s(source.langfuse.overlap))
     now_ms = int(datetime.now(UTC).timestamp() * 1000)

@@ -22,8 +22,8 @@ from streams.processors.task_filter import Verifiable
 class BuiltIn(NamedTuple):
     """A step that ships, as a user would write it.
 
-    table: its [[processor]] table. memory: entries instead of those its processor declares, 0 for these. on: whether it runs;
-    one that does not still is a place for others.
+    table: its [[processor]] table. memory: number of entries, 0 for the number that its processor declares. on: whether
+    it runs; other steps can name its place in either case.
     """
 
     table: ProcessorConfig
@@ -32,9 +32,9 @@ class BuiltIn(NamedTuple):
 
 
 def built_in(stage: Stage, name: str, section: Section, *, use: str = "", **options: Any) -> BuiltIn:
-    """The step of a section of the settings: its fields are the options of the processor of that name.
+    """Make the step of a section of the settings: its fields are the options of the processor of that name.
 
-    options: more of them, and what they are instead.
+    options: further options, and replacements for fields.
     """
     fields = {**msgspec.to_builtins(msgspec.structs.asdict(section)), **options}
     on, memory = fields.pop("on", True), fields.pop("memory", 0)
@@ -138,7 +138,7 @@ def build_collect(config: StreamsConfig, model: str = "") -> tuple[Step, ...]:
 
 
 def verifiable(config: StreamsConfig, names: Sequence[str]) -> Verifiable:
-    """A check of tasks by the scores of these names. Raises ConfigError for one that is not there."""
+    """A check of tasks by the named scores. Raises ConfigError for an unknown name."""
     known = {score.name: (index, score) for index, score in enumerate(config.score)}
     for name in names:
         if name not in known:

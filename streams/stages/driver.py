@@ -43,7 +43,7 @@ YIELD_EVERY = 32  # records between two looks at everything else: heartbeats mus
 
 
 class Remembers(Protocol):
-    """A stage that remembers. reach: inputs that its memory goes back, 0 for none."""
+    """A stage with a memory of earlier records. reach: number of inputs that the memory goes back, 0 for none."""
 
     @property
     def reach(self) -> int: ...
@@ -136,9 +136,9 @@ class Window(Generic[Handle]):
         return lane is not None and lane.generation == generation and len(lane.flying) >= self.limit
 
     def take(self, partition: int, offset: int, generation: int, handle: Handle) -> Ticket | None:
-        """Put a record in flight; None for one that this generation has seen or that an older or forgotten one delivered.
+        """Put a record in flight; None if this generation has seen it, or an older or forgotten generation delivered it.
 
-        A newer generation forgets what the older had in flight: those records are delivered again.
+        A newer generation forgets the records in flight of the older one: Kafka delivers them again.
         """
         if generation <= self._given_up:
             return None
@@ -255,7 +255,7 @@ class WindowDriver:
         self._room.set()
 
     def assigned(self, partitions: set[int], generation: int) -> None:
-        """Nothing begins before the first record comes."""
+        """Do nothing: work begins with the first record."""
 
     def retire(self, generation: int) -> None:
         """Work in flight continues until it is abandoned."""

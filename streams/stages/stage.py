@@ -72,10 +72,10 @@ class Handled(msgspec.Struct):
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """Counts of what waits for other records on the partitions of a worker.
+    """Counts of groups that wait for other records on the partitions of a worker.
 
-    groups: not closed yet. oldest_ms: when the one came that has waited longest, by the log's clock; 0 without groups. turns:
-    that wait for their session. feedback: answers that wait for it.
+    groups: open groups. oldest_ms: log-append time of the group that has waited longest, 0 without groups. turns: turns that
+    wait for their session. feedback: answers that wait for feedback.
     """
 
     groups: int = 0
@@ -102,7 +102,7 @@ def end_process(message: str, code: int) -> NoReturn:
 
 
 async def read(log: Log, record: Record) -> LogMessage:
-    """The record decoded; a store that fails is asked again for GIVE_UP_S. Raises StoreError.
+    """Decode the record; retry a failing store for GIVE_UP_S. Raises StoreError.
 
     A newer major ends the process, since parking a rolling upgrade's traffic would be worse.
     """
@@ -156,7 +156,7 @@ def end_for(error: BaseException, doing: str) -> NoReturn:
 
 
 def end_crashed(stage: str, error: BaseException | None) -> NoReturn:
-    """End the process after Faust has ended. What a restart would only meet again ends it with the way out, for good."""
+    """End the process after Faust ended. The message names the fix for an error that a restart would meet again."""
     reason = f"{type(error).__name__}: {error}"
     if type(error).__name__ == "OffsetOutOfRangeError":
         way_out = f"`headrace skip {stage}` goes on at the oldest records that are kept, and says what is lost"

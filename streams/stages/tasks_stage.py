@@ -24,9 +24,9 @@ BAD_TASK = "bad task"
 
 
 class TaskStage:
-    """The chain of tasks with its memories, one set for all partitions: the same question may lie in any of them.
+    """The chain of tasks, with one set of memories for all partitions: any of them may have the same question.
 
-    log: where `taskset` is read from; None remembers nothing of it.
+    log: source of `taskset`; with None the memories begin empty.
     """
 
     def __init__(self, steps: Sequence[Step], log: Log | None = None) -> None:
@@ -40,11 +40,11 @@ class TaskStage:
 
     @property
     def reach(self) -> int:
-        """Nothing is read back from `taskset.raw`: what came of it says more."""
+        """0: the stage rebuilds its memories from `taskset`, not from `taskset.raw`."""
         return 0
 
     async def recall(self, message: LogMessage) -> None:
-        """Never asked for: see `reach`."""
+        """Never called, since `reach` is 0."""
 
     async def handle(self, message: LogMessage, turn: ChainTurn | None = None) -> Handled:
         task = message.value

@@ -36,7 +36,7 @@ class Verifier:
 
     @property
     def reach(self) -> int:
-        """Experiences of a partition that what is remembered goes back, 0 for none."""
+        """Number of experiences of a partition that the memories go back, 0 for none."""
         return max((step.memory for step in self._steps), default=0)
 
     def forget(self) -> None:
