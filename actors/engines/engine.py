@@ -115,7 +115,7 @@ class SchemaRefused(ValueError):
 
 
 class SchemaNotTried(SchemaRefused):
-    """Nothing is known of the schema: asked again later it may pass."""
+    """The engine did not try the schema; a later request with it may pass."""
 
 
 class Engine(Protocol):
@@ -156,10 +156,10 @@ class Engine(Protocol):
     ) -> Completion:
         """Sample one continuation. Cancelling the call frees the request.
 
-        images: those at the image tokens of the prompt, in order. ValueError where their number differs, or the
-        model or the engine takes none.
-        on_chunk: called in the caller's event loop with what was sampled since its last call, in order and before the
-        completion returns; together the chunks are the completion. What it raises is raised here.
+        images: pixels for the image tokens of the prompt, in order. Raises ValueError if their number differs, or the
+        model or the engine takes no images.
+        on_chunk: called in the caller's event loop with the tokens sampled since its last call, in order and before the
+        completion returns; together the chunks are the completion. Its errors propagate.
         """
 
     async def load(self, policy: Policy) -> LoadReport:

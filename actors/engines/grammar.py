@@ -118,14 +118,14 @@ class Matcher:
         return allowed
 
     def take(self, token: int) -> None:
-        """Go on by one token; one that was not allowed (rounding can draw what has no probability) leaves it stuck."""
+        """Advance by one token; a forbidden token (rounding can draw a token of probability 0) leaves the matcher stuck."""
         self.stuck = self.stuck or not self._matcher.accept_token(token)
 
 
 class Grammars:
-    """Compiled schemas over one vocabulary, which is read when the first is needed.
+    """Compiled schemas over one vocabulary; the first schema reads it.
 
-    deadline_s: for one schema to compile. keeps: compile them in this process too; otherwise it is only known that they do.
+    deadline_s: for one schema to compile. keeps: True to compile in this process too, False to check only that they compile.
     """
 
     def __init__(
@@ -198,8 +198,8 @@ def make_compiler(spellings: Sequence[bytes]) -> Callable[[str], Any]:
 
 
 class CompilerProcess:
-    """Says which schemas compile in time. Guarantee: the caller has the answer within the deadline, and the next schema finds
-    a process. spellings: of the vocabulary. deadline_s: for one schema.
+    """Checks which schemas compile in time. Guarantee: it answers within the deadline, and the next schema finds a
+    process. spellings: of the vocabulary. deadline_s: for one schema.
     """
 
     def __init__(self, spellings: Sequence[bytes], deadline_s: float = DEADLINE_S) -> None:

@@ -45,10 +45,10 @@ class ReloadGate:
     """Permission for an engine to change its version. This one always gives it; work that needs a version overrides it."""
 
     async def known(self) -> None:
-        """Return once it is known what waits; nothing is loaded before."""
+        """Return once the gate knows which work waits; the follower loads nothing before."""
 
     def wanted(self) -> frozenset[int]:
-        """Versions that a newer one must not pass over."""
+        """Versions that the follower must not skip."""
         return frozenset()
 
     async def released(self, version: int, timeout_s: float) -> bool:
@@ -56,7 +56,7 @@ class ReloadGate:
         return True
 
     def reload(self) -> AbstractContextManager[None]:
-        """While it is entered, nothing begins that needs a version."""
+        """Context in which no work that needs a version begins."""
         return nullcontext()
 
 
@@ -138,9 +138,9 @@ class PolicyFollower:
         return {version: self._refused[version] for version in sorted(self._refused)[-MAX_REFUSED:]}
 
     async def read(self) -> None:
-        """Follow `policies` from its newest summary, or its beginning; nothing is loaded until what is there was read.
+        """Follow `policies` from its newest summary, or its beginning; `load` waits until this has caught up.
 
-        From the beginning, too, as soon as a version is wanted that only the events before the summary tell of.
+        Read again from the beginning once the gate wants a version that only events before the summary announce.
         """
         self._lacks.clear()
         summary = await newest_summary(self._role.log)

@@ -167,7 +167,7 @@ class EvalBook:
     def due(self, *, newest: int, first_version: int, lead: int) -> list[tuple[str, int]]:
         """Requests to make now, (suite, version), given the newest published version.
 
-        Versions are asked for `lead` ahead, since an explorer cannot go back; a missed suite is asked for at a later version.
+        Requests name versions up to `lead` ahead, since an explorer cannot go back; a missed suite gets a later version.
         """
         due: list[tuple[str, int]] = []
         for name, suite in self.suites.items():
@@ -184,7 +184,7 @@ class EvalBook:
         return [(name, version) for name in self.suites if (name, version) not in self.requests]
 
     def incomplete(self) -> list[Request]:
-        """Requests that were never issued as a whole: just asked for, or cut short by a restart."""
+        """Requests whose tasks are not all issued: new requests, and requests that a restart cut short."""
         return [request for request in self._open.values() if not request.num_tasks]
 
     def overdue(self, now: float, limit: float, *, newest: int) -> list[tuple[Request, list[int]]]:
@@ -240,7 +240,7 @@ def pass_at(k: int, right: Sequence[int], num_samples: int) -> float:
 
 
 def verdict(experience: Experience, name: str) -> float:
-    """The newest score of that name on the whole answer; else those given turn by turn, added up, as [reward] does."""
+    """The newest score of that name on the whole answer, else the sum of its scores of turns, as in [reward]."""
     values = [(score.at, score.value) for score in experience.scores if score.name == name]
     whole = [value for at, value in values if at is None]
     return whole[-1] if whole else fsum(value for _, value in values)

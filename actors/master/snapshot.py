@@ -156,7 +156,7 @@ def shaping(config: MasterConfig, policy: str) -> str:
 def restore(store: Store, snapshot: SnapshotManifest, plan: Plan, policy: str, log: str) -> Places:
     """Put the state of a snapshot into a new plan and return its places. log: digest of the log's beginning.
 
-    Raises Unfit; the plan is of no use then.
+    Raises Unfit, and leaves the plan unusable.
     """
     try:
         facts = msgspec.convert(snapshot.about, SnapshotFacts, str_keys=True)

@@ -85,7 +85,7 @@ async def run_group(task: Task, runtime: RolloutRuntime, stop: Stop | None = Non
 
 
 async def give_up(task: Task, runtime: RolloutRuntime) -> None:
-    """Let a group that was never started end without an answer."""
+    """End a group that never started, without an answer."""
     issued = require_issued(task)
     episodes = range(issued.num_episodes)
     runtime.role.metrics.counter("episodes_cancelled", reason=GROUP_OVER).inc(len(episodes))

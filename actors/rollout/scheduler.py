@@ -112,13 +112,13 @@ class Stop:
         self._episodes: list[asyncio.Task[object]] = []
 
     def watch(self, episode: "asyncio.Task[object]") -> None:
-        """Let an episode be stopped, at once where the group is already."""
+        """Register an episode to cancel; cancel it at once if the group is already stopped."""
         self._episodes.append(episode)
         if self.is_set:
             episode.cancel()
 
     def now(self) -> None:
-        """Stop what has not ended; again is fine."""
+        """Cancel all episodes of the group. Idempotent."""
         if self.is_set:
             return
         self.is_set = True
@@ -220,7 +220,7 @@ class Scheduler(ReloadGate):
                 await self._ended.wait()
 
     async def known(self) -> None:
-        """Return once what was in the log at the start has been taken."""
+        """Return once the scheduler has all tasks that the log had at the start."""
         await self.settled.wait()
 
     def wanted(self) -> frozenset[int]:
@@ -236,7 +236,7 @@ class Scheduler(ReloadGate):
 
     @contextmanager
     def reload(self) -> Iterator[None]:
-        """While it is entered, no eval begins."""
+        """Context in which no eval begins."""
         self._reloading = True
         try:
             yield

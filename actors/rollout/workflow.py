@@ -45,7 +45,7 @@ class Workflows:
             self._loaded[CONVERSE] = cast(Workflow, load(CONVERSE, {}, "workflow"))
 
     def get(self, name: str) -> Workflow:
-        """The workflow a task names; raises ConfigError for one that the settings do not name."""
+        """The workflow that a task names. Raises ConfigError if the settings do not name it."""
         if name not in self._loaded:
             raise ConfigError(
                 f"task.workflow: got {name[:SHOWN_CHARS]!r}, expected a name of [explore.workflows]; a task imports nothing"

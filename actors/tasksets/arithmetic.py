@@ -19,7 +19,7 @@ Pair = tuple[int, int]
 
 
 def split_pairs(seed: int, *, num_dev: int = 250, num_held_out: int = 500) -> dict[str, list[Pair]]:
-    """Pairs of 0 to 99 by split: unordered ones are dealt; train has both orders of its own, the others one."""
+    """Pairs of 0 to 99 by split. No two splits share an unordered pair; train has both orders, the others one order."""
     pairs = [(first, second) for first in range(100) for second in range(first, 100)]
     random = Random(f"arithmetic/{seed}")
     random.shuffle(pairs)

@@ -1,4 +1,4 @@
-"""The taskset: where tasks come from, and the rows they and demonstrations are read as.
+"""The taskset: the source of tasks, and the rows of tasks and demonstrations.
 
 A taskset is a function or struct named by `use`; called, it yields tasks, the same ones in the same order every time.
 """

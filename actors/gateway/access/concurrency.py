@@ -1,8 +1,8 @@
-"""Limits of what is done at once: slots for answers, and turns for work that takes a processor for long.
+"""Limits of concurrent work: slots for answers, and turns for work that takes a processor for long.
 
-Guarantees: never more slots are taken than there are, and one key never takes all; each is given back once, also where a client
-goes away before its first byte, a stream never begins, or a canary answers instead; keys that wait for a turn get one each in
-turn, however many requests of a single key wait; a turn lasts as long as its work, also where its caller has gone.
+Guarantees: requests never hold more slots than the limit, and one key never holds all. A request releases its slots once, also
+if its client disconnects before the first byte, its stream never begins, or a canary answers. Waiting keys take turns, however
+many requests of a single key wait. A turn lasts as long as its work, also if its caller is cancelled.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class TakenSlots:
         self._key = key
 
     def release(self) -> None:
-        """Give them back. Idempotent."""
+        """Release the slots. Idempotent."""
         self._limiter.give_back(self._count, self._key)
         self._count = 0
 
@@ -68,8 +68,8 @@ class ConcurrencyLimiter:
 
 
 class FairQueue:
-    """Turns for work that takes a processor for long. at_once: turns at a time, of a key one. each: requests of a key that may
-    wait. Locks and semaphores hand on in the order of arrival, so keys take turns, however many requests of a single key wait.
+    """Grants turns for work that takes a processor for long. at_once: concurrent turns, one per key at most. each: requests
+    of a key that may wait. Locks and semaphores wake waiters in order of arrival, so keys take turns.
     """
 
     def __init__(self, at_once: int, each: int = 16) -> None:
@@ -94,8 +94,8 @@ class FairQueue:
 
 
 async def to_its_end(work: Awaitable[T]) -> T:
-    """The result of work that cannot be stopped (a thread's): a cancelled caller waits for its end all the same, and
-    only then gives back what the work takes.
+    """Return the result of work that cannot be cancelled (a thread's): a cancelled caller waits until the work ends, and
+    only then releases its resources.
     """
     task = asyncio.ensure_future(work)
     try:

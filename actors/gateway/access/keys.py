@@ -4,7 +4,7 @@
     gateway/keys/<id>.revoked   marks the key as revoked
     gateway/secret              keys the hashes of names in the log
 
-Guarantees: headrace shows a secret when it makes the key, and stores it nowhere. Every secret takes equally long to check.
+Guarantees: headrace shows a secret when it makes the key, and stores it nowhere. A wrong secret takes as long as a right one.
 One listing of the store finds all revocations, so a reload applies them. While the store is away, the last listing holds.
 """
 
@@ -32,11 +32,11 @@ _ID_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     """One key.
 
-    id: 16 letters, which logs may show. tenant: whose answers alone it may speak of. scopes: serve, feedback and admin
-    (its metrics) are the gateway's; look and unseal (texts of named users) the
-    console's, where a key sees all tenants. sha256: of its secret. train: whether what it serves may be trained on.
-    rpm, tpm: requests and tokens a minute at each gateway, 0 for no limit. created_s: when it was made, seconds of the
-    epoch. expires_s: likewise, 0 for never.
+    id: 16 letters, which logs may show. tenant: the key may rate only answers to this tenant. scopes: serve, feedback
+    and admin (its metrics) are for the gateway; look and unseal (texts of named users) for the console, where a key
+    sees all tenants. sha256: of its secret. train: whether the trainer may use answers to it. rpm, tpm: requests and
+    tokens a minute at each gateway, 0 for no limit. created_s, expires_s: seconds of the epoch; expires_s is 0 for
+    never.
     """
 
     id: str
@@ -51,7 +51,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refused(Exception):
-    """A key that does not open. reason: missing, wrong, revoked or expired; for the metric, not for the client."""
+    """An invalid key. reason: missing, wrong, revoked or expired; for the metric, not for the client."""
 
     def __init__(self, reason: Literal["missing", "wrong", "revoked", "expired"]) -> None:
         super().__init__(reason)
@@ -59,7 +59,7 @@ class Refused(Exception):
 
 
 class KeyBook:
-    """The keys as last read from the store. secret: empty until then. is_read: whether they ever were."""
+    """The keys as last read from the store. secret: random until the first read. is_read: True after it."""
 
     def __init__(self, keys: Collection[ApiKey] = (), revoked: Collection[str] = (), secret: bytes = b"") -> None:
         self._keys = {key.id: key for key in keys}
@@ -81,7 +81,7 @@ class KeyBook:
         return self.live(key.id, now_s)
 
     def live(self, key_id: str, now_s: float) -> ApiKey:
-        """The key of that id, if it still opens. Raises Refused."""
+        """The valid key of that id. Raises Refused if it is unknown, revoked or expired."""
         key = self._keys.get(key_id)
         if key is None:
             raise Refused("wrong")
@@ -92,7 +92,7 @@ class KeyBook:
         return key
 
     def refresh(self, store: Store) -> None:
-        """Read what is new in the store. Raises StoreError. Blocking."""
+        """Read new keys and revocations from the store. Raises StoreError. Blocking."""
         self.secret = app_secret(store)  # first: a key opens nothing before names are keyed as everywhere
         names = [name.removeprefix(API_KEYS) for name in store.keys(API_KEYS)]
         self._revoked = {name.removesuffix(REVOKED) for name in names if name.endswith(REVOKED)}
@@ -136,7 +136,7 @@ def list_keys(store: Store) -> list[tuple[ApiKey, bool]]:
 
 
 def revoke_key(store: Store, key_id: str) -> bool:
-    """End a key; False where there is none of that id. Raises StoreError."""
+    """Revoke a key; False if no key has that id. Raises StoreError."""
     if not key_id.isalpha() or not any(name == API_KEYS + key_id for name in store.keys(API_KEYS + key_id)):
         return False
     store.put(API_KEYS + key_id + REVOKED, b"{}")

@@ -108,10 +108,10 @@ class RequestTool(msgspec.Struct, frozen=True):
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation that a request may go on from by the id of its last answer.
+    """A conversation that a request can continue by the id of its last answer.
 
-    tenant: of the key. subject: the user it is sealed under, "" for none. session: as the client, or the gateway, calls it.
-    messages: the answer last.
+    tenant: of the key. subject: user whose key seals it, "" for none. session: name that the client or the gateway gave it.
+    messages: all messages, the answer last.
     """
 
     tenant: str = ""
@@ -121,7 +121,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """About its memory. Answers of one conversation share their messages; each counts all of them."""
+        """Approximate memory. Answers of one conversation share their messages; each counts all messages."""
         return sum(_OBJECTS_BYTES + len(msgspec.json.encode(message)) for message in self.messages)
 
 
@@ -224,7 +224,7 @@ def is_deep(value: Any) -> bool:
 
 
 def spelled(thought: str, said: str) -> str:
-    """An answer as text, with what was thought before it: one spelling of what models write in many."""
+    """Write thoughts and an answer as one text, in one spelling for all models."""
     return f"{THINK}{thought}{THOUGHT}{said}" if thought else said
 
 

@@ -29,7 +29,7 @@ Watch = Callable[[int], OnText]  # gives the listener of a choice
 
 
 class SampledAnswer(msgspec.Struct, frozen=True):
-    """What was sampled so far. text: without stop token and stop string. finish: "" while it runs. cut: a stop string ended
+    """An answer so far. text: without stop token and stop string. finish: "" while it runs. cut: a stop string ended
     it, so the text is shorter than the tokens.
     """
 
@@ -43,7 +43,7 @@ NOT_SAMPLED = SampledAnswer(Completion(tokens=(), logprobs=(), spans=(), stopped
 
 
 class Growing:
-    """An answer while it is sampled: takes chunks, tells text. may_stop: a stop string may end it before the engine does."""
+    """An answer in progress: takes chunks, passes text on. may_stop: a stop string may end it before the engine does."""
 
     def __init__(self, decode: Decode, sampling: Sampling, stops: Sequence[str], tell: OnText) -> None:
         self.found_stop = asyncio.Event()
@@ -67,7 +67,7 @@ class Growing:
             self.found_stop.set()
 
     def answer(self, *, ended: bool) -> SampledAnswer:
-        """The answer so far. ended: the engine has ended, so what was held is told."""
+        """The answer so far. ended: the engine has ended, so pass held text on."""
         if ended and not self._stops.found:
             held = self._stops.add(self._detokenizer.flush())
             self._stream(held if self._stops.found else held + self._stops.flush(), (), ())
@@ -85,10 +85,10 @@ class InFlight(msgspec.Struct, kw_only=True):
     """One request while it is served.
 
     group: of its answers, in the log. session: "" where the client named none. rendered: the prompt as the template writes it.
-    tokens: of the prompt as sampled from, prefix included. prefix: tokens that every answer is made to begin with. turn:
-    earlier turns that these tokens go on from exactly; reason: why there are none. trial: the version on trial, -1 where none
-    is or the request was not drawn for it. subject: the user whose key it is sealed under, "" for none. growing: one for each
-    choice, none where they are sampled whole. failed: by the engine. read: what choices say, once it was asked for.
+    tokens: of the sampled prompt, with the prefix. prefix: tokens that every answer must begin with. turn: number of earlier
+    turns whose exact tokens these continue; reason: why there are none. trial: the version on trial, -1 if none is or the
+    request was not drawn for it. subject: user whose key seals it, "" for none. growing: one for each choice, empty if it
+    neither streams nor has stop strings. failed: the engine failed. read: parsed choices, by index.
     """
 
     place: TakenSlots

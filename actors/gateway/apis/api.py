@@ -16,7 +16,7 @@ Recall = Callable[[str], Conversation | None]  # the conversation that ends with
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer is spelled from. created: seconds of the epoch. version: of the policy when the request began."""
+    """Content of an answer. created: seconds of the epoch. version: of the policy when the request began."""
 
     in_flight: InFlight
     decode: Decode

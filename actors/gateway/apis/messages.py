@@ -1,7 +1,7 @@
 """Anthropic's Messages API: request, message, events and errors that its clients expect. Pure.
 
-Guarantee: a kind of block that is not known and a value out of bounds are each one ApiError that names the place. A client may
-send back what it got, and the model then meets the very text that it wrote.
+Guarantee: an unknown kind of block and a value out of bounds each raise one ApiError that names the place. If a client sends an
+answer back, the prompt has the exact text that the model wrote.
 """
 
 import json

@@ -1,7 +1,7 @@
 """OpenAI's Responses API: request, response, events and the conversation that its clients expect. Pure.
 
-Guarantee: a kind of item that is not known and a value out of bounds are each one ApiError that names the place. A client may
-send back what it got, and the model then meets the very text that it wrote.
+Guarantee: an unknown kind of item and a value out of bounds each raise one ApiError that names the place. If a client sends an
+answer back, the prompt has the exact text that the model wrote.
 """
 
 from collections.abc import Mapping, Sequence

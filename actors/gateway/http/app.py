@@ -93,8 +93,8 @@ def api_at(path: str) -> Api:
 
 
 class Site:
-    """The routes over one gateway. models: names it goes by, the first its own. state: why it does not serve, "" where it
-    does. canary: who answers a share of the sessions.
+    """The routes over one gateway. models: accepted model names, its own first. state: why it does not serve, "" if it
+    serves. canary: gateway that answers a share of the sessions.
     """
 
     def __init__(

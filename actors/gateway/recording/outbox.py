@@ -40,9 +40,9 @@ PAUSE_S = 1.0  # of the drain, while the broker does not answer
 
 
 class Outgoing(msgspec.Struct):
-    """Something to write. prepare: makes the record, None where nothing is to be written. num_bytes: about its size.
+    """A record to write. prepare: makes the record, or None to write nothing. num_bytes: its approximate size.
 
-    kept: set to True once the log or the disk has it, to False where it was shed. topic: it goes to.
+    kept: becomes True once the log or the disk has it, False if the outbox sheds it. topic: its destination.
     """
 
     topic: Topic

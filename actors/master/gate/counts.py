@@ -40,10 +40,10 @@ class Word(msgspec.Struct):
 
 
 class RatedAnswer(msgspec.Struct):
-    """An answer of production.
+    """An answer in production.
 
-    version: that answered. trial: that canaries served then. answered_ms: when. revision: of the newest closure counted, -1
-    for none. people: who spoke of it in time.
+    version: version that answered. trial: version that canaries served then. answered_ms: time of the answer. revision: of the
+    newest counted closure, -1 for none. people: its raters in time.
     """
 
     version: int
@@ -64,7 +64,7 @@ class Comparison(msgspec.Struct):
     served: dict[int, dict[Place, list[int]]] = {}
 
     def restart(self, at_ms: int, at_block: int) -> None:
-        """Forget what was answered before a time: the same version was compared before."""
+        """Forget answers before a time, since an earlier comparison of the same version counted them."""
         self.words = {person: word for person, word in self.words.items() if word.answered_ms >= at_ms}
         for sums in (*self.rated.values(), *self.served.values()):
             for place in [place for place in sums if place[1] < at_block]:

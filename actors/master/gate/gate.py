@@ -57,7 +57,7 @@ class Gate:
         self.stable = fenced(self.stable, directive, offset)
 
     def event(self, event: PolicyEvent, at_ms: int | None = None) -> None:
-        """Take a record of `policies`: what the channel is at, and what was decided before. at_ms: when it was logged."""
+        """Take a record of `policies`: the version of a channel, and earlier decisions. at_ms: its log-append time."""
         at_ms = self.counts.tick(at_ms)
         if is_overtaken(self.stable, event):
             return
@@ -82,11 +82,11 @@ class Gate:
             self._forget()
 
     def closure(self, closure: Closure, at_ms: int | None = None) -> None:
-        """Take what became of an answer, and what people said of it. at_ms: when it was logged."""
+        """Take the outcome of an answer, with its ratings. at_ms: log-append time of the closure."""
         self.counts.closure(closure, self.counts.tick(at_ms))
 
     def progress(self, progress: Progress, at_ms: int | None = None) -> None:
-        """Take what a gateway served, and whether a canary refuses the version on trial."""
+        """Take a gateway's counts of answers, and whether a canary refuses the version on trial."""
         at_ms = self.counts.tick(at_ms)
         self.counts.progress(progress, at_ms)
         if progress.is_canary and self.stable.trial in progress.refused and at_ms >= self._began_ms:

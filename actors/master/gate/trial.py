@@ -1,7 +1,7 @@
 """The test that compares two versions served at the same time: is the new one worse by more than a margin, or not? Pure.
 
-Within a block of time and a tenant the lot decides which version a person meets. Let n people meet the new version and m the
-old one, x and y of them with something bad (a complaint, a failed answer, a refusal), and let the margin be the line
+Within a block of time and a tenant a random draw assigns a version to a person. Let the new version serve n people and the old
+one m people, x and y of them with something bad (a complaint, a failed answer, a refusal), and let the margin be the line
 p = k q + d between the chances p of the new and q of the old version. With any guess g made before the block, h = k g + d, a
 bet a and b = a k n / m, the product over the people of a block
 
@@ -125,9 +125,9 @@ def ending(measures: Mapping[str, Evidence]) -> Ending:
 
 
 def power(config: CanaryConfig, *, base: float, per_hour: float, share: float, paths: int = 100) -> tuple[float, float]:
-    """Simulate how often a trial shows in its time that an equal version is not worse, and that one of twice the odds is worse.
+    """Simulate how often a trial shows in its time that an equal version is not worse, and a version of twice the odds worse.
 
-    base: share of people who complain of the old version. per_hour: people who rate. share: part that meets the new one.
+    base: share of complaints about the old version. per_hour: raters per hour. share: share of people with the new version.
     """
     num_blocks = 96
     per_block = per_hour * duration_s(config.max_duration) / 3600.0 / num_blocks
