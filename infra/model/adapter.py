@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import torch
 
 ALL_LINEAR = "all-linear"
-CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 METADATA = {"format": "pt"}
 REFERENCE = "reference"  # an adapter beside the one that computes
@@ -103,16 +102,13 @@ def computing_with(module: "torch.nn.Module", name: str) -> Iterator[None]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
-
-    def take(adapter: str) -> None:
-        for layer in layers:
-            layer._active_adapter = adapter  # `set_adapter` would also turn gradients on and off
-
-    take(name)
+    for layer in layers:
+        layer._active_adapter = name  # `set_adapter` would also turn gradients on and off
     try:
         yield
     finally:
-        take(ACTIVE)
+        for layer in layers:
+            layer._active_adapter = ACTIVE
 
 
 def prepare() -> None:
@@ -228,14 +224,12 @@ def _check_targets(module: Any, adapter: Adapter, linear: Mapping[str, Any], fol
     what = f"{folder} ({module.config.model_type})"
     for target in adapter.targets:
         found = _matched(module, msgspec.structs.replace(adapter, targets=(target,)))
-        odd = {name: part for name, part in found.items() if name not in linear}
         if not found:
             raise ConfigError(f'{WHERE}: got "{target}", which names no module of {what}; expected some of {there}')
-        if odd:
-            name, part = next(iter(odd.items()))
+        if odd := next((name for name in found if name not in linear), ""):
             raise ConfigError(
-                f'{WHERE}: got "{target}", and {name} of {what} is a {type(part).__name__}; expected linear modules other '
-                f"than the output matrix: {there}"
+                f'{WHERE}: got "{target}", and {odd} of {what} is a {type(found[odd]).__name__}; expected linear modules '
+                f"other than the output matrix: {there}"
             )
     if not adapter.targets:
         raise ConfigError(f"{WHERE}: got none, expected some of {there}")

@@ -36,9 +36,8 @@ class Controls:
             for number, token in added.items()
             if len(token.content) > 1 and (token.special or token.content in also)
         }
-        unknown = backend.token_to_id(
-            getattr(backend.model, "unk_token", None) or ""
-        )  # of a text without a token of its own
+        # Of a text without a token of its own.
+        unknown = backend.token_to_id(getattr(backend.model, "unk_token", None) or "")
         self._ids = frozenset(number for number, _ in self._tokens.values()) - {unknown}
         self._cut = f"{secrets.randbits(64):020d}"
         nonce = secrets.token_hex(16)
@@ -91,7 +90,7 @@ class Controls:
 
     def _apart(self, text: str, *, edges: bool = True) -> str:
         """The text, cut within each name, and within what may become a name together with the text around it."""
-        text = _writable(text)
+        text = whole(text)
         if edges:
             text = self._inserted(text, self._edges(text))
         if not self._normalizes and not any(first in text for first in self._firsts):
@@ -166,26 +165,16 @@ def whole(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _writable(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return whole(text)
-    return text
-
-
 def _ids(backend: Any, text: str) -> list[int]:
-    text = _writable(text)
+    text = whole(text)
     if len(text) > FREE_CHARS:
-        ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids  # lets other threads run
-    else:
-        ids = backend.encode(text, add_special_tokens=False).ids
-    return ids
+        return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)  # lets other threads run
+    return list(backend.encode(text, add_special_tokens=False).ids)
 
 
 def _encoded(backend: Any, text: str) -> Any:
     """The ids of a text, each with its place in the text."""
-    text = _writable(text)
+    text = whole(text)
     if len(text) > FREE_CHARS:
         return backend.encode_batch([text], add_special_tokens=False)[0]
     return backend.encode(text, add_special_tokens=False)

@@ -15,7 +15,7 @@ import numpy as np
 
 from infra.model.controls import FREE_CHARS, Controls
 from infra.model.names import published
-from infra.model.vision import NO_FRAME, Vision, load_vision, takes_pictures
+from infra.model.vision import NO_FRAME, Vision, load_vision, not_loadable, takes_pictures
 from infra.model.writing import as_template_takes, content_of, detect_writing
 from infra.policies.tensors import Tensor, from_torch_all, load_tensors, to_torch
 from schemas.errors import ConfigError
@@ -29,7 +29,11 @@ DTYPES = tuple(DTYPE_NAMES.values())
 
 
 class Tokenizer:
-    """Text to token ids and back, with the model's chat template."""
+    """Text to token ids and back, with the model's chat template.
+
+    eos_ids: that end a response; the first is the tokenizer's own. num_tokens: ids that it knows; the model may have more.
+    wrapped: tokenizer of transformers, for a library that needs it.
+    """
 
     def __init__(
         self,
@@ -44,38 +48,24 @@ class Tokenizer:
         """
         self.template = dict(template)
         self.writing = detect_writing(str(tokenizer.chat_template), *parsers)
-        self._tokenizer = tokenizer
+        self.wrapped = tokenizer
         # Asked itself: what transformers puts around it takes longer than it does, and alters it, so that threads clash.
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = tokenizer.split_special_tokens
         self._controls = Controls(self._backend, also=tuple(tokenizer.all_special_tokens))
-        self._num_tokens = len(tokenizer)  # it counts them anew each time it is asked
-        self._eos_ids = eos_ids
+        self.num_tokens = len(tokenizer)  # it counts them anew each time it is asked
+        self.eos_ids = eos_ids
+        self.takes_images = vision is not None
         self._vision = vision
         self._frame = NO_FRAME if vision is None else vision.frame(tokenizer)
 
     @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a response; the first is the tokenizer's own."""
-        return self._eos_ids
-
-    @property
-    def num_tokens(self) -> int:
-        """Ids the tokenizer knows; the model may have more."""
-        return self._num_tokens
-
-    @property
     def special_ids(self) -> frozenset[int]:
         """Ids that stand for no text: `decode` leaves them out."""
-        added = self._tokenizer.added_tokens_decoder.items()
-        return frozenset((*self._tokenizer.all_special_ids, *(token for token, spelled in added if spelled.special)))
-
-    @property
-    def wrapped(self) -> Any:
-        """Tokenizer of transformers, for a library that needs it."""
-        return self._tokenizer
+        added = self.wrapped.added_tokens_decoder.items()
+        return frozenset((*self.wrapped.all_special_ids, *(token for token, spelled in added if spelled.special)))
 
     def prepare(self) -> None:
         """Be ready for strange text from the first on (see `infra.model.controls`): it takes as long as loading did."""
@@ -87,19 +77,15 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; special tokens, and ids the tokenizer does not know, give nothing."""
-        num_tokens = self._num_tokens
-        known = [int(token) for token in ids if 0 <= token < num_tokens]
+        known = [int(token) for token in ids if 0 <= token < self.num_tokens]
         if len(known) > FREE_CHARS:
-            text: str = self._backend.decode_batch([known], skip_special_tokens=True)[0]  # lets other threads run
-        else:
-            text = self._backend.decode(known, skip_special_tokens=True)
-        return text
+            return str(self._backend.decode_batch([known], skip_special_tokens=True)[0])  # lets other threads run
+        return str(self._backend.decode(known, skip_special_tokens=True))
 
     def spell(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens by their names."""
-        num_tokens = self._num_tokens
-        text: str = self._backend.decode([token for token in ids if 0 <= token < num_tokens], skip_special_tokens=False)
-        return text
+        known = [token for token in ids if 0 <= token < self.num_tokens]
+        return str(self._backend.decode(known, skip_special_tokens=False))
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Ids of the conversation up to where the assistant's next answer begins, each image as all of its places.
@@ -121,12 +107,8 @@ class Tokenizer:
         return ids
 
     @property
-    def takes_images(self) -> bool:
-        return self._vision is not None
-
-    @property
     def takes_tools(self) -> bool:
-        return "tools" in str(self._tokenizer.chat_template)
+        return "tools" in str(self.wrapped.chat_template)
 
     def encode_request(
         self, conversation: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
@@ -138,23 +120,18 @@ class Tokenizer:
         """
         from jinja2.exceptions import TemplateError
 
-        def render(given: Any) -> str:
-            return self._applied(given[0], tools=given[1] or None)
-
         try:
+            messages = [as_template_takes(message, self.writing) for message in conversation]
             ids = self._controls.encode_rendered(
-                [
-                    [as_template_takes(message, self.writing) for message in conversation],
-                    [dict(tool) for tool in tools],
-                ],
-                render,
+                [messages, [dict(tool) for tool in tools]],
+                lambda given: self._applied(given[0], tools=given[1] or None),
             )
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
         return self._with_places(ids, sum(message.get("images", 0) for message in conversation))
 
     def _applied(self, conversation: Any, tools: Any = None) -> str:
-        text: str = self._tokenizer.apply_chat_template(
+        text: str = self.wrapped.apply_chat_template(
             conversation, tools=tools, tokenize=False, add_generation_prompt=True, **self.template
         )
         return text
@@ -172,7 +149,7 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise not_loadable("tokenizer", folder, "tokenizer.json", error) from error
+        raise ConfigError(not_loadable("tokenizer", folder, "tokenizer.json", error)) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError(f"tokenizer: {folder}: got a {type(tokenizer).__name__}, expected one with a tokenizer.json")
     if tokenizer.chat_template is None:
@@ -193,7 +170,7 @@ def save_settings(model: str, folder: Path) -> None:
             processor = AutoImageProcessor.from_pretrained(model, local_files_only=True, trust_remote_code=False)
             processor.save_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise not_loadable("model", model, "config.json and tokenizer.json", error) from error
+        raise ConfigError(not_loadable("model", model, "config.json and tokenizer.json", error)) from error
     with suppress(OSError):  # a model need not have one
         GenerationConfig.from_pretrained(model, local_files_only=True).save_pretrained(folder)
 
@@ -203,7 +180,7 @@ def context_tokens(folder: str | Path) -> int:
     try:
         config = own_kernels(folder)
     except (OSError, ValueError) as error:
-        raise not_loadable("model", folder, "config.json", error) from error
+        raise ConfigError(not_loadable("model", folder, "config.json", error)) from error
     return int(getattr(config.get_text_config(), "max_position_embeddings", 0) or 0)
 
 
@@ -237,7 +214,7 @@ def _loaded(kind: Any, what: str, folder: str | Path, config: str, dtype: str) -
                 output_loading_info=True,
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise not_loadable(what, folder, f"{config} and *.safetensors", error) from error
+        raise ConfigError(not_loadable(what, folder, f"{config} and *.safetensors", error)) from error
     if missing := sorted(found["missing_keys"]):
         raise ConfigError(f"{what}: {folder} has no weights of {missing[0]} ({len(missing)} are missing)")
     loaded: torch.nn.Module = model.eval()
@@ -256,7 +233,7 @@ def meta_model(folder: str | Path, *, dtype: str = "float32") -> "torch.nn.Modul
                 own_kernels(folder), dtype=getattr(torch, dtype), trust_remote_code=False
             )
     except (OSError, ValueError) as error:
-        raise not_loadable("model", folder, "config.json", error) from error
+        raise ConfigError(not_loadable("model", folder, "config.json", error)) from error
     return module
 
 
@@ -393,12 +370,6 @@ def _eos_ids(folder: str, own: int | None) -> tuple[int, ...]:
     if not ids:
         raise ConfigError(f"tokenizer: {folder} names no end-of-sequence token; set eos_token in tokenizer_config.json")
     return tuple(dict.fromkeys(int(token) for token in ids))
-
-
-def not_loadable(what: str, folder: str | Path, expected: str, error: Exception) -> ConfigError:
-    """Error where a library cannot load a folder. expected: content of it."""
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return ConfigError(f"{what}: cannot be loaded from {folder}, expected a local folder with {expected}: {first_line}")
 
 
 def load_classifier(folder: str | Path) -> Callable[[Sequence[int]], list[float]]:

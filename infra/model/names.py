@@ -64,17 +64,12 @@ def _mapping(module: Any) -> tuple[list[Any], list[Any]]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
-    loading = [
-        change
-        for change in get_model_conversion_mapping(module, add_legacy=False)
-        if not isinstance(change, PrefixChange)
-    ]
-    experts = [
-        change.reverse_transform() for change in loading[::-1] if isinstance(change, WeightConverter) and _fuses(change)
-    ]
+    changes = get_model_conversion_mapping(module, add_legacy=False)[::-1]
+    experts = [step.reverse_transform() for step in changes if isinstance(step, WeightConverter) and _fuses(step)]
     if not experts:
         return [], []
-    return [change.reverse_transform() for change in loading[::-1] if isinstance(change, WeightRenaming)], experts
+    renamings = [step for step in changes if isinstance(step, WeightRenaming) and not isinstance(step, PrefixChange)]
+    return [step.reverse_transform() for step in renamings], experts
 
 
 def _fuses(converter: Any) -> bool:

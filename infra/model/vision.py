@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from infra.store.images import Pixels
 
 FAMILIES = ("llava", "internvl")
-FRAMED = frozenset(("internvl",))  # families with an id before a picture and one after it
 Frame = tuple[tuple[int, ...], tuple[int, ...]]  # ids before a picture's places, and after
 NO_FRAME: Frame = ((), ())
 Prepared = npt.NDArray[np.float32]  # [3, height, width], or several, as the vision tower takes them
@@ -70,7 +69,7 @@ class Vision:
 
     def frame(self, tokenizer: Any) -> Frame:
         """The ids before and after a picture's places, by the tokenizer of the model's folder. Raises ConfigError."""
-        if self.family not in FRAMED:
+        if self.family != "internvl":
             return NO_FRAME
         names = ("start_image_token", "end_image_token")
         words = [getattr(tokenizer, name, None) for name in names]
@@ -140,7 +139,7 @@ def load_vision(folder: str | Path) -> Vision | None:
             str(folder), local_files_only=True, trust_remote_code=False, backend="pil", **whole
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(_unreadable(folder, "preprocessor_config.json", error)) from error
+        raise ConfigError(not_loadable("model", folder, "preprocessor_config.json", error)) from error
     patch = config.vision_config.patch_size
     patch = int(patch if isinstance(patch, int) else patch[0])
     return Vision(config.model_type, int(config.image_token_id), int(config.image_seq_length), patch, processor)
@@ -153,7 +152,7 @@ def _seeing_config(folder: str | Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise NoModel(_unreadable(folder, "config.json", error)) from error
+        raise NoModel(not_loadable("model", folder, "config.json", error)) from error
     if getattr(config, "vision_config", None) is None:
         return None
     if config.model_type not in FAMILIES:
@@ -200,6 +199,7 @@ def probe_inputs(module: Any, vision: Vision | None, tokens_1T: "torch.Tensor") 
     return model_inputs(module, tokens_1T, *vision.probe(tokens_1T[0].tolist()))
 
 
-def _unreadable(folder: str | Path, file: str, error: Exception) -> str:
-    first_line = str(error).strip().partition("\n")[0]
-    return f"model: cannot be loaded from {folder}, expected a local folder with {file}: {first_line}"
+def not_loadable(what: str, folder: str | Path, expected: str, error: Exception) -> str:
+    """Why a library could not load a folder. expected: content of it."""
+    first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+    return f"{what}: cannot be loaded from {folder}, expected a local folder with {expected}: {first_line}"
