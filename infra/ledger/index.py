@@ -11,6 +11,7 @@ dies; any number read.
 import asyncio
 import contextlib
 import fcntl
+import json
 import logging
 import math
 import sqlite3
@@ -62,6 +63,7 @@ NEWEST: Mapping[str, tuple[str, int]] = {
 
 Bounds = Mapping[Topic, tuple[Mapping[int, int], Mapping[int, int]]]
 """Topic → where each partition begins, and where it ends."""
+OnRead = Callable[[str, int], None]
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +125,7 @@ class LogIndex:
         # NORMAL may lose the last reads with the machine, never the file: the log has them.
         self.database.execute("PRAGMA synchronous = NORMAL")
         self.database.execute("PRAGMA cache_size = -32000")
-        self._inode = inode(self.path)
+        self._inode = self.path.stat().st_ino
         is_writer = self._is_writer
         if self.database.execute("PRAGMA user_version").fetchone() != (LAYOUT,) and self._claim():
             self._begin_anew()
@@ -140,10 +142,10 @@ class LogIndex:
 
     def _begin_anew(self) -> None:
         """Forget everything, at once: a reader meanwhile finds all as it was, or nothing yet."""
-        found: list[tuple[str, str]] = self.database.execute(
-            "SELECT type, name FROM sqlite_master WHERE name NOT LIKE 'sqlite_%' AND name NOT LIKE 'words_%' AND type = 'table'"
+        found = self.database.execute(
+            "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%' AND name NOT LIKE 'words_%'"
         ).fetchall()
-        drops = "".join(f"DROP {kind} IF EXISTS {name};\n" for kind, name in found)
+        drops = "".join(f"DROP TABLE IF EXISTS {name};\n" for (name,) in found)
         self.database.executescript(f"BEGIN IMMEDIATE;\n{drops}{SCHEMA}PRAGMA user_version = {LAYOUT};\nCOMMIT;")
         self._folder = None
 
@@ -161,7 +163,7 @@ class LogIndex:
     async def refresh(
         self,
         log: Log,
-        on_read: Callable[[str, int], None] = lambda topic, left: None,
+        on_read: OnRead = lambda topic, left: None,
         wait_s: float = math.inf,
     ) -> bool:
         """Read what has come since the last time, and stay the file's writer until it is closed. Where another process is the
@@ -174,15 +176,15 @@ class LogIndex:
         while not self._claim():
             if time.monotonic() >= until_s:
                 return False
-            ends = ends or await bounds_now(log, PAGED)
+            ends = ends or await bounds_now(log)
             if not any(records_left(ends, read_offsets(self.database)).values()):
                 return True
             await asyncio.sleep(AGAIN_S)
         await self._in_thread(self._check_file)
-        bounds = await bounds_now(log, PAGED)
+        bounds = await bounds_now(log)
         await self._in_thread(self._check_log, bounds)
         for topic in PAGED:
-            await self._read(log, topic, bounds[topic], on_read)
+            await self._read(log, topic, *bounds[topic], on_read)
         await self._in_thread(self._finish)
         return True
 
@@ -195,7 +197,7 @@ class LogIndex:
 
     def _check_file(self) -> None:
         """The file that is written is the one that lies there, and of this layout."""
-        if inode(self.path) != self._inode:
+        if not self.path.exists() or self.path.stat().st_ino != self._inode:
             logger.warning("index_gone path=%s: it is made again from the log", self.path)
             self.database.close()
             self._open()
@@ -219,13 +221,8 @@ class LogIndex:
                     self._prune(topic, part, begin)
 
     async def _read(
-        self,
-        log: Log,
-        topic: Topic,
-        bounds: tuple[Mapping[int, int], Mapping[int, int]],
-        on_read: Callable[[str, int], None],
+        self, log: Log, topic: Topic, begins: Mapping[int, int], ends: Mapping[int, int], on_read: OnRead
     ) -> None:
-        begins, ends = bounds
         reads = read_offsets(self.database)
         following = {part: max(begin, reads.get((topic.name, part), 0)) for part, begin in begins.items()}
         behind = {part: end for part, end in ends.items() if following[part] < end}
@@ -305,9 +302,9 @@ class LogIndex:
 
     def steps_under(self, key_ids: Iterable[str]) -> list[TrainedStep]:
         """Steps whose batch held anything sealed under one of these keys, ascending."""
-        under = "step IN (SELECT step FROM sealed JOIN trained ON trained.grp = sealed.grp WHERE key = ?)"
-        found = {step.step: step for key_id in key_ids for step in self._steps(under, key_id)}
-        return [found[step] for step in sorted(found)]
+        under = "key IN (SELECT value FROM json_each(?))"
+        asked = f"step IN (SELECT step FROM sealed JOIN trained USING (grp) WHERE {under})"
+        return self._steps(asked, json.dumps([*key_ids]))
 
     def steps_between(self, first: int, last: int) -> list[TrainedStep]:
         return self._steps("step BETWEEN ? AND ?", first, last)
@@ -347,9 +344,7 @@ class LogIndex:
 
 
 async def follow(log: Log, index: LogIndex, stop: asyncio.Event | None = None, *, every_s: float = EVERY_S) -> None:
-    """Keep an index up until `stop`, or until cancelled: read what has come every few seconds, while no other process does. A
-    log that is away is waited for, and the file says so (`fault`).
-    """
+    """Keep an index up until `stop`, while no other process does. It waits for a log that is away, and notes the `fault`."""
     stop = stop or asyncio.Event()
     while not stop.is_set():
         fault = ""
@@ -366,11 +361,9 @@ async def follow(log: Log, index: LogIndex, stop: asyncio.Event | None = None, *
                 await stop.wait()
 
 
-async def bounds_now(log: Log, chosen: Iterable[Topic]) -> Bounds:
-    """First and next offsets of topics. Asked downstream first, so that what a record is about lies before the end of its
-    topic.
-    """
-    found = {topic: await log.bounds(topic) for topic in reversed(tuple(chosen))}
+async def bounds_now(log: Log) -> Bounds:
+    """First and next offsets of PAGED, asked downstream first: what a record is about lies before the end of its topic."""
+    found = {topic: await log.bounds(topic) for topic in reversed(PAGED)}
     return dict(reversed(found.items()))
 
 
@@ -387,14 +380,6 @@ def records_left(bounds: Bounds, reads: Mapping[tuple[str, int], int]) -> dict[s
     }
 
 
-def inode(path: Path) -> int:
-    """Inode of the file; 0 for none."""
-    try:
-        return path.stat().st_ino
-    except OSError:
-        return 0
-
-
 def read_only(path: Path) -> sqlite3.Connection:
     """A connection to an index that only reads. Raises sqlite3.Error where there is none."""
     database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0, check_same_thread=False)
@@ -403,10 +388,10 @@ def read_only(path: Path) -> sqlite3.Connection:
     return database
 
 
-def trim(database: sqlite3.Connection, before_ms: int, at_most: int = PRUNED_ANSWERS) -> None:
-    """Remove rows beyond their bounds. before_ms: time of the oldest record that the log keeps. at_most: answers at once."""
+def trim(database: sqlite3.Connection, before_ms: int) -> None:
+    """Remove rows beyond their bounds. before_ms: time of the oldest record that the log keeps."""
     with database:
-        old = f"IN (SELECT n FROM answers WHERE n < {before_ms << TIME_BITS} ORDER BY n LIMIT {at_most})"
+        old = f"IN (SELECT n FROM answers WHERE n < {before_ms << TIME_BITS} ORDER BY n LIMIT {PRUNED_ANSWERS})"
         database.execute(
             f"INSERT INTO words (words, rowid, asked, answered) SELECT 'delete', n, asked, answered FROM texts WHERE n {old}"
         )

@@ -7,7 +7,7 @@ and never text. A record that does not decode says nothing here: it is in dead-l
 
 import json
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import xxhash
 
@@ -183,13 +183,10 @@ class Folder:
         )
         drops = [(value.reason, number(value.id)) for _, value in found if isinstance(value, DropMarker)]
         self._many(END_PENDING, drops)
+        said = [value for _, value in found if isinstance(value, Feedback)]
         self._many(
             "UPDATE answers SET said = said + 1, rated = coalesce(?, rated) WHERE key = ?",
-            [
-                (value.value, number(value.ref.removeprefix(ANSWER_PREFIX)))
-                for _, value in found
-                if isinstance(value, Feedback)
-            ],
+            [(each.value, number(each.ref.removeprefix(ANSWER_PREFIX))) for each in said],
         )
 
     def _buffered(self, found: Sequence[Found]) -> None:
@@ -315,15 +312,12 @@ def group_places(
     return [(number(group), topic.name, at.partition, at.offset, at.timestamp_ms) for group, at in about]
 
 
-def _sealed_keys(records: Iterable[Record]) -> list[tuple[str, int, str]]:
+def _sealed_keys(records: Iterable[Record]) -> Iterator[tuple[str, int, str]]:
     """Key id, group and its session ("" for none) of sealed records, by their headers."""
-    headers = [dict(record.headers) for record in records]
-    pairs = [
-        (held["key"].decode(errors="replace"), held["group"].decode(errors="replace"))
-        for held in headers
-        if "key" in held and "group" in held
-    ]
-    return [(key, number(group), session_of(group)) for key, group in pairs]
+    for record in records:
+        headers = {name: value.decode(errors="replace") for name, value in record.headers}
+        if "key" in headers and "group" in headers:
+            yield headers["key"], number(headers["group"]), session_of(headers["group"])
 
 
 def _members(found: Sequence[Found]) -> list[tuple[int, Experience]]:

@@ -21,7 +21,7 @@ from infra.cli.look.reader import LastHour, expected_roles
 from infra.cli.look.status import State, read_status
 from infra.cli.look.trace import open_index
 from infra.cli.settings import Settings
-from infra.ledger.index import FILE, PAGED, bounds_now, read_offsets, read_only, records_left
+from infra.ledger.index import FILE, bounds_now, read_offsets, read_only, records_left
 from infra.ledger.index_fold import MARK, number
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
 from infra.log.log import Log
@@ -104,7 +104,7 @@ class Reading:
         """Progress of the index, at most HELD_S old; the last known value if the log does not answer within `wait_s`."""
 
         async def read() -> IndexState:
-            bounds = await bounds_now(self.log, PAGED)
+            bounds = await bounds_now(self.log)
             reads, fault, is_whole = await self.rows(_progress)
             self._fault = ""
             held = records_left(bounds, {})
