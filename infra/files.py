@@ -110,12 +110,10 @@ def release_folder(lock: IO[str]) -> None:
 
 
 def _is_alive(pid: str) -> bool:
-    if not pid.isdigit():
-        return False
     try:
         os.kill(int(pid), 0)
-    except ProcessLookupError:
+    except (ValueError, ProcessLookupError):
         return False
     except PermissionError:
-        return True
+        pass
     return True

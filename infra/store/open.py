@@ -26,13 +26,10 @@ def open_store(url: str, *, base: Path) -> Store:
     if parts.scheme == "file" and not parts.netloc:
         return DirectoryStore(Path(unquote(parts.path)))
     if parts.scheme != "s3" or not parts.hostname or parts.query or parts.username:
-        raise ConfigError(f"[store] url: got {_without_secrets(url)!r}, expected a folder or s3://bucket/prefix")
+        scheme, _, rest = url.partition("://")
+        shown = f"{scheme}://{rest.rpartition('@')[2]}"  # without secrets
+        raise ConfigError(f"[store] url: got {shown!r}, expected a folder or s3://bucket/prefix")
     return open_s3(parts.netloc, parts.path.strip("/"))
-
-
-def _without_secrets(url: str) -> str:
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"
 
 
 T = TypeVar("T")

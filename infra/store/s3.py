@@ -222,13 +222,9 @@ class S3Store(Store):
             self._remove_unfinished()
 
         def upload() -> None:
+            body = io.BytesIO(data)
             self._client.put_object(
-                self._bucket,
-                name,
-                io.BytesIO(data),
-                num_bytes,
-                part_size=part_bytes,
-                num_parallel_uploads=CONNECTIONS,
+                self._bucket, name, body, num_bytes, part_size=part_bytes, num_parallel_uploads=CONNECTIONS
             )
 
         self._call("put", key, upload)

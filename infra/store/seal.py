@@ -51,9 +51,7 @@ _SEALED_TEXT = re.compile(rf"sealed:({_KEY_ID.pattern}(?:,{_KEY_ID.pattern})*):(
 
 
 def app_secret(store: Store) -> bytes:
-    """Return the app's secret; the first caller creates it (`headrace keys create`). It keys all names in the log
-    (`schemas.ids`): without it, `forget` finds no user. Raises StoreError.
-    """
+    """Return the app's secret, without which `forget` finds no user; the first caller creates it. Raises StoreError."""
     try:
         return store.get(SECRET)
     except NotInStore:
@@ -93,9 +91,7 @@ def is_sealed(text: str) -> bool:
 
 
 def open_text(text: str, keys: "Keys", answer: str) -> str:
-    """Return the text of `seal_text`; an unsealed text stays unchanged. Blocks; raises StoreError, Sealed if the key is gone,
-    BadFrame if the text was altered or is about another answer.
-    """
+    """Return the text of `seal_text`; an unsealed text stays unchanged. Blocks; raises StoreError, Sealed, BadFrame."""
     found = _SEALED_TEXT.fullmatch(text)
     return text if found is None else _opened(found, keys, f"feedback/{answer}").decode()
 
@@ -140,15 +136,14 @@ class SealKey:
     def close(self, name: str, body: bytes) -> bytes:
         """Encrypt a section body. Raises Sealed if the key is gone."""
         nonce = os.urandom(NONCE_BYTES)
-        return nonce + self._held().encrypt(nonce, body, self._bound(name))
+        return nonce + self._held().encrypt(nonce, body, f"{self.key_id}/{name}".encode())
 
     def open(self, name: str, body: bytes | memoryview) -> bytes:
-        """Decrypt a section body. Raises Sealed if the key is gone, BadFrame if the body was altered or belongs to another
-        section.
-        """
+        """Decrypt a section body. Raises Sealed if the key is gone, BadFrame if it was altered or is another section's."""
         cipher = self._held()
         try:
-            return cipher.decrypt(bytes(body[:NONCE_BYTES]), bytes(body[NONCE_BYTES:]), self._bound(name))
+            bound = f"{self.key_id}/{name}".encode()
+            return cipher.decrypt(bytes(body[:NONCE_BYTES]), bytes(body[NONCE_BYTES:]), bound)
         except (InvalidTag, ValueError) as error:
             raise BadFrame(f"section {name}: altered, or not sealed under {self.key_id}") from error
 
@@ -157,9 +152,6 @@ class SealKey:
             why = "was destroyed" if self.fault == FORGOTTEN else f"is not in this store ({key_place(self.key_id)})"
             raise Sealed(f"{self.fault}: the key {self.key_id} {why}")
         return self._cipher
-
-    def _bound(self, name: str) -> bytes:
-        return f"{self.key_id}/{name}".encode()
 
 
 def new_key(subject: str) -> tuple[str, bytes]:
