@@ -296,8 +296,8 @@ class CorrectConfig(Section, frozen=True):
 
 class LimitsConfig(Section, frozen=True):
     """[collect.limits]: limits on the answers that a rater or a tenant affects by feedback per UTC day of log time, counted per
-    partition. Feedback above a limit is ignored for learning and as a rating, and counted as "more from one rater than trains
-    in a day" or "more from one tenant …".
+    partition. Feedback above a limit is ignored for learning and as a rating, and counted as "over a
+    rater's daily limit" or "over a tenant's daily limit".
 
     Example: LimitsConfig(rater_answers=5_000)
     """

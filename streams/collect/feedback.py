@@ -23,7 +23,7 @@ from streams.collect.state import AnswerFeedback, LaterCredit, LoggedFeedback
 MAX_COUNTED = 64
 MAX_KNOWN = 256
 MAX_RATINGS = 64
-TOO_MANY = "more words about one answer than stand"
+TOO_MANY = "too much feedback on one answer"
 OpenText = Callable[[str, str], str | None]
 
 

@@ -16,8 +16,8 @@ from streams.config import LimitsConfig
 DAY_MS = 86_400_000
 MOVED_BY_RATERS, MOVED_BY_TENANTS = "moved by raters", "moved by tenants"
 SIZES = {MOVED_BY_RATERS: 4096, MOVED_BY_TENANTS: 1024}  # entries of each memory
-RATER_LIMIT = "more from one rater than trains in a day"
-TENANT_LIMIT = "more from one tenant than trains in a day"
+RATER_LIMIT = "over a rater's daily limit"
+TENANT_LIMIT = "over a tenant's daily limit"
 OF_KEY = "key "  # prefix of the gateway's name for feedback whose key names no rater
 _ALL = ""
 

@@ -159,7 +159,7 @@ def end_crashed(stage: str, error: BaseException | None) -> NoReturn:
     """End the process after Faust ended. The message names the fix for an error that a restart would meet again."""
     reason = f"{type(error).__name__}: {error}"
     if type(error).__name__ == "OffsetOutOfRangeError":
-        way_out = f"`headrace skip {stage}` goes on at the oldest records that are kept, and says what is lost"
+        way_out = f"`headrace skip {stage}` continues at the oldest kept record, and prints the number of lost records"
         end_process(f"{stage}: records were deleted before they were read ({reason}); {way_out}", EXIT_OPERATOR)
     if isinstance(error, DENIED):
         end_process(

@@ -127,7 +127,7 @@ class WeightPublisher:
 
     async def _orphan(self, version: int) -> None:
         orphan = PolicyEvent(
-            event="orphaned", policy=self._policy, version=version, token=self._lease.token, reason="executed anew"
+            event="orphaned", policy=self._policy, version=version, token=self._lease.token, reason="executed again"
         )
         await self._log.publish(topics.POLICIES, orphan)
         logger.warning("policy orphaned version=%d: executing its steps again gave other weights", version)
