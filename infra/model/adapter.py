@@ -19,7 +19,7 @@ import xxhash
 
 from infra.model.model import file_tensors, load_model, meta_model, model_folder
 from infra.model.names import ACTIVE, adapter_name
-from infra.policies.manifest import sha256_hex, tensor_entries
+from infra.policies.manifest import HashedTensors, sha256_hex
 from infra.policies.policy import Adapter
 from infra.policies.tensors import Tensor, pieces_of, to_torch
 from schemas.errors import ConfigError
@@ -176,7 +176,7 @@ def write_adapter_folder(folder: Path, adapter: Adapter, tensors: Mapping[str, T
 
 def base_hash(folder: str | Path) -> str:
     """sha256 over names, dtypes, shapes and data of a folder's tensors, however its files cut them. Raises ConfigError."""
-    return sha256_hex(msgspec.json.encode(tensor_entries(file_tensors(model_folder(folder)))))
+    return sha256_hex(msgspec.json.encode(HashedTensors(file_tensors(model_folder(folder))).entries))
 
 
 def _text_model(module: Any) -> str:

@@ -2,14 +2,7 @@
 
 import msgspec
 
-from infra.policies.manifest import (
-    PolicyManifest,
-    WeightSource,
-    decode_manifest,
-    first_difference,
-    other_adapter,
-    sha256_hex,
-)
+from infra.policies.manifest import PolicyManifest, WeightSource, decode_manifest, other_version, sha256_hex
 from infra.store.store import Store
 from schemas.errors import PolicyRefused
 
@@ -77,7 +70,5 @@ def _check_base(base: PolicyManifest, source: WeightSource, manifest: PolicyMani
     check_within(manifest, source.base_manifest)
     if base.version != source.base or base.policy != manifest.policy:
         raise PolicyRefused(f"{source.base_manifest} is version {base.version}, expected {source.base}")
-    if difference := other_adapter(base.adapter, manifest) or first_difference(
-        base.tensors, manifest.tensors, values=False
-    ):
+    if difference := other_version(base.adapter, base.tensors, manifest, values=False):
         raise PolicyRefused(f"{source.base_manifest}: {difference}")

@@ -24,7 +24,7 @@ from infra.policies.manifest import (
     first_difference,
     look_at,
     look_at_all,
-    other_adapter,
+    other_version,
 )
 from infra.policies.policy import Policy
 from infra.policies.tensors import Tensor, in_threads, load_tensors
@@ -44,10 +44,6 @@ class HeldWeights(msgspec.Struct, frozen=True):
     manifest: PolicyManifest
     tensors: Mapping[str, Tensor]
 
-    @property
-    def version(self) -> int:
-        return self.manifest.version
-
 
 class PolicyFetcher:
     """Follows one policy. One caller at a time; `fetch` blocks, so run it in a thread. files: where whole models are put, so
@@ -63,7 +59,7 @@ class PolicyFetcher:
     @property
     def version(self) -> int:
         """Version of the shadow copy, -1 before the first."""
-        return -1 if self._held is None else self._held.version
+        return -1 if self._held is None else self._held.manifest.version
 
     def fetch(self, event: PolicyEvent) -> Policy:
         """The version an event names, verified; it becomes the shadow copy.
@@ -86,13 +82,8 @@ class PolicyFetcher:
         except PolicyRefused as error:
             raise PolicyRefused(f"{what}: {error}") from error
         self._held = HeldWeights(manifest, tensors)
-        return Policy(
-            version=manifest.version,
-            tensors=tensors,
-            probe=manifest.probe,
-            adapter=manifest.adapter,
-            finite=True,
-        )
+        probe, adapter = manifest.probe, manifest.adapter
+        return Policy(version=manifest.version, tensors=tensors, probe=probe, adapter=adapter, finite=True)
 
     def _placed(self, manifest: PolicyManifest, sha256: str) -> dict[str, Tensor]:
         if self._files is None or manifest.adapter is not None:
@@ -104,11 +95,11 @@ class PolicyFetcher:
 
     def _obtain(self, manifest: PolicyManifest, put: Put | None = None) -> dict[str, Tensor]:
         # A longer way costs more than a new beginning.
-        if self._held is not None and 0 <= manifest.version - self._held.version <= ANCHOR_EVERY:
+        if self._held is not None and 0 <= manifest.version - self.version <= ANCHOR_EVERY:
             try:
                 return rebuild(self._store, manifest, self._held, put)
             except (PolicyRefused, NotInStore) as error:
-                log.warning("held copy not usable: version=%d held=%d: %s", manifest.version, self._held.version, error)
+                log.warning("held copy not usable: version=%d held=%d: %s", manifest.version, self.version, error)
         return rebuild(self._store, manifest, None, put)
 
 
@@ -120,10 +111,10 @@ def rebuild(
     However long the chain, each tensor is copied once and verified once, at its end. put: to where they should lie, None for
     this process's own memory.
     """
-    chain = walk(store, manifest, -1 if held is None else held.version)
+    chain = walk(store, manifest, -1 if held is None else held.manifest.version)
     held = None if chain.anchor else held
     if held is not None and (difference := first_difference(held.manifest.tensors, chain.root.tensors, values=True)):
-        raise PolicyRefused(f"held version {held.version} does not lead to {chain.root.version}: {difference}")
+        raise PolicyRefused(f"held version {held.manifest.version} does not lead to {chain.root.version}: {difference}")
     parts = [_parts(store, step, source) for step, source in chain.steps]
 
     def at_the_end(begin: tuple[str, Tensor]) -> tuple[Tensor, Look]:
@@ -222,7 +213,5 @@ def _check_listing(manifest: PolicyManifest, held: HeldWeights | None) -> None:
         raise PolicyRefused("its list of tensors is empty or has duplicates")
     if held is None:
         return
-    if difference := other_adapter(manifest.adapter, held.manifest) or first_difference(
-        manifest.tensors, held.manifest.tensors, values=False
-    ):
-        raise PolicyRefused(f"{difference} (as in version {held.version}, held now)")
+    if difference := other_version(manifest.adapter, manifest.tensors, held.manifest, values=False):
+        raise PolicyRefused(f"{difference} (as in version {held.manifest.version}, held now)")

@@ -94,11 +94,6 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
         return next((source for source in self.sources if (source.kind, source.base) == (kind, base)), None)
 
 
-def encode_manifest(manifest: PolicyManifest) -> bytes:
-    """JSON of a manifest, the same bytes for the same manifest."""
-    return msgspec.json.encode(manifest)
-
-
 def decode_manifest(data: bytes) -> PolicyManifest:
     try:
         version = msgspec.json.decode(data, type=_Format).format
@@ -107,11 +102,6 @@ def decode_manifest(data: bytes) -> PolicyManifest:
         return msgspec.json.decode(data, type=PolicyManifest)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"manifest: not valid: {error}") from error
-
-
-def other_adapter(got: Adapter | None, manifest: PolicyManifest) -> str:
-    """In words, that the tensors of a version mean something else; "" where they do not."""
-    return "" if got == manifest.adapter else f"it is {described(got)}, expected {described(manifest.adapter)}"
 
 
 class _Format(msgspec.Struct):
@@ -189,11 +179,6 @@ class HashedTensors(dict[str, Tensor]):
         return kept
 
 
-def tensor_entries(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
-    """Entries of a manifest, by name."""
-    return HashedTensors(tensors).entries
-
-
 def first_difference(got: tuple[TensorEntry, ...], expected: tuple[TensorEntry, ...], *, values: bool) -> str | None:
     """First difference of two lists of tensors (names, dtypes, shapes; values), in words; None for none."""
     have = {entry.name: entry for entry in got}
@@ -206,6 +191,15 @@ def first_difference(got: tuple[TensorEntry, ...], expected: tuple[TensorEntry, 
         if values and own.xxh3 != entry.xxh3:
             return f"{entry.name} has other values"
     return f"{min(have)} is not expected" if have else None
+
+
+def other_version(
+    adapter: Adapter | None, got: tuple[TensorEntry, ...], manifest: PolicyManifest, *, values: bool
+) -> str | None:
+    """`first_difference` from a version, or that its tensors mean something else."""
+    if adapter != manifest.adapter:
+        return f"it is {described(adapter)}, expected {described(manifest.adapter)}"
+    return first_difference(got, manifest.tensors, values=values)
 
 
 def differing(got: tuple[TensorEntry, ...], expected: tuple[TensorEntry, ...]) -> list[str]:

@@ -26,11 +26,10 @@ from infra.policies.manifest import (
     TensorEntry,
     WeightSource,
     differing,
-    encode_manifest,
     first_difference,
     folder_of,
     manifest_key,
-    other_adapter,
+    other_version,
     sha256_hex,
 )
 from infra.policies.policy import Adapter, Probe
@@ -121,7 +120,7 @@ def publish(
 
 
 def _written(store: Store, manifest: PolicyManifest) -> PolicyEvent:
-    data = encode_manifest(manifest)
+    data = msgspec.json.encode(manifest)
     reach("weights.before_manifest")
     store.put(manifest_key(manifest.policy, manifest.token, manifest.version), data)
     reach("weights.after_manifest")
@@ -138,7 +137,7 @@ def _existing(store: Store, new: NewVersion, entries: tuple[TensorEntry, ...]) -
         manifest, digest = read_manifest(store, manifest_key(new.policy, new.token, new.version))
     except NotInStore:
         return None
-    if difference := other_adapter(new.adapter, manifest) or first_difference(entries, manifest.tensors, values=True):
+    if difference := other_version(new.adapter, entries, manifest, values=True):
         raise PolicyRefused(
             f"version {new.version} of {new.policy} is published already, under token {new.token}: {difference}"
         )
@@ -160,8 +159,7 @@ def _parent(
         return None, ""
     if difference := first_difference(old.entries, manifest.tensors, values=True):
         raise ValueError(f"previous: not version {new.parent} as published: {difference}")
-    difference = other_adapter(new.adapter, manifest)
-    if difference := difference or first_difference(weights.entries, manifest.tensors, values=False):
+    if difference := other_version(new.adapter, weights.entries, manifest, values=False):
         raise ValueError(f"tensors: they differ from version {new.parent}: {difference}")
     return manifest, digest
 

@@ -170,7 +170,11 @@ def from_torch(tensor: "torch.Tensor") -> Tensor:
 
 def from_torch_all(values: Mapping[str, "torch.Tensor"]) -> dict[str, Tensor]:
     """A copy of each, by name, made in threads; tied ones are copied once, for each of their names."""
-    copies = in_threads(from_torch, values.values(), size=lambda tensor: int(tensor.nbytes), same=place_of)
+
+    def place(tensor: "torch.Tensor") -> Hashable:
+        return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+    copies = in_threads(from_torch, values.values(), size=lambda tensor: int(tensor.nbytes), same=place)
     return dict(zip(values, copies, strict=True))
 
 
@@ -182,11 +186,6 @@ def in_place(tensor: "torch.Tensor") -> Tensor:
         return from_torch(tensor)
     data = tensor.detach().view(-1).view(torch.uint8).numpy().data
     return Tensor(_dtype_name(tensor), tuple(tensor.shape), data if len(data) else b"")
-
-
-def place_of(tensor: "torch.Tensor") -> Hashable:
-    """The same for tied tensors: the same values of the same memory."""
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _dtype_name(tensor: "torch.Tensor") -> str:

@@ -22,7 +22,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -72,13 +72,7 @@ class VersionFiles:
         """Counts places without room, and damaged files."""
         self._remove_left()
 
-    def place(
-        self,
-        sha256: str,
-        entries: Sequence[TensorEntry],
-        fill: Fill,
-        check: Check,
-    ) -> FileTensors | None:
+    def place(self, sha256: str, entries: Sequence[TensorEntry], fill: Fill, check: Check) -> FileTensors | None:
         """The tensors of a version in a file: one that is there, or made with `fill`. None where there is no place for it.
 
         Blocks. sha256: of its manifest. Raises what `fill` raises.
@@ -90,7 +84,7 @@ class VersionFiles:
                 found = self._found(path, check) or self._made(path, entries, fill, check)
             except OSError as error:
                 log.warning("version_file place=%s cannot be used: %s", folder, error)
-                self._count_no_room()
+                self._count("version_files_no_room")
                 continue
             if found is not None:
                 return found
@@ -107,8 +101,7 @@ class VersionFiles:
             check(tensors)
         except (PolicyRefused, ValueError) as error:
             log.warning("version_file_damaged path=%s: %s: it is made anew", path, str(error))  # `error` holds tensors
-            if self.metrics is not None:
-                self.metrics.counter("version_files_damaged").inc()
+            self._count("version_files_damaged")
             path.unlink(missing_ok=True)
             return None
         return tensors
@@ -144,12 +137,12 @@ class VersionFiles:
         if self._free(folder) >= num_bytes + MARGIN_BYTES:
             return True
         log.warning("version_file place=%s free=%d needed=%d: no room", folder, self._free(folder), num_bytes)
-        self._count_no_room()
+        self._count("version_files_no_room")
         return False
 
-    def _count_no_room(self) -> None:
+    def _count(self, name: str) -> None:
         if self.metrics is not None:
-            self.metrics.counter("version_files_no_room").inc()
+            self.metrics.counter(name).inc()
 
     def _remove_left(self) -> None:
         for folder in self._folders:
@@ -229,16 +222,13 @@ def _held(file: int, path: Path, mapped: mmap.mmap | None = None) -> FileTensors
     """The tensors of an open file, which stays as long as one of them does; None where it was removed. Closes the file then,
     and when the last of them goes. mapped: a mapping of the file, if there is one: another would cost its faults again.
     """
-    held = False
-    try:
+    with ExitStack() as unless_held:
+        unless_held.callback(os.close, file)
         fcntl.flock(file, fcntl.LOCK_SH)
         if not is_at(file, path):
             return None
         mapped = mapped or mmap.mmap(file, 0, access=mmap.ACCESS_READ)
-        held = True
-    finally:
-        if not held:
-            os.close(file)
+        unless_held.pop_all()
     weakref.finalize(mapped, _let_go, file, path, os.getpid())
     tensors = FileTensors(load_tensors(memoryview(mapped)))
     tensors.path = path

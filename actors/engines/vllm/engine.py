@@ -47,7 +47,7 @@ from actors.engines.vllm.settings import (
 from infra.model.adapter import adapter_shapes, find_adapter, write_adapter_folder
 from infra.model.model import folder_tensors, load_model, meta_model, model_folder, model_tensors
 from infra.model.vision import load_vision
-from infra.policies.manifest import sha256_hex, tensor_entries
+from infra.policies.manifest import HashedTensors, sha256_hex
 from infra.policies.policy import Adapter, Policy, Probe, described
 from infra.policies.tensors import Tensor, chunks
 from infra.policies.version_files import FileTensors, Put, VersionFiles
@@ -449,7 +449,7 @@ def in_a_file(files: VersionFiles, tensors: Mapping[str, Tensor]) -> FileTensors
         for name, tensor in tensors.items():
             put(name, tensor, chunks(tensor))
 
-    entries = tensor_entries(tensors)
+    entries = HashedTensors(tensors).entries
     placed = files.place(sha256_hex(repr(entries).encode()), entries, fill, lambda found: None)
     if placed is None:
         num_bytes = sum(tensor.num_bytes for tensor in tensors.values())

@@ -25,7 +25,7 @@ from infra.policies.agreement import (
 )
 from infra.policies.chain import read_manifest
 from infra.policies.fetch import PolicyFetcher
-from infra.policies.manifest import PolicyManifest, Shard, decode_manifest, encode_manifest, sha256_hex, tensor_entries
+from infra.policies.manifest import HashedTensors, PolicyManifest, Shard, decode_manifest, sha256_hex
 from infra.policies.tensors import Tensor, save_tensors
 from infra.store.directory import INCOMING, STALE_AFTER_S, DirectoryStore
 from infra.store.memory import MemoryStore
@@ -166,7 +166,7 @@ def forged(
     weights = first_weights()
     put(store, 0, weights)
     event = put(store, 1, tensors or small_step(weights, 1))
-    data = encode_manifest(change(read_manifest(store, event.manifest)[0]))
+    data = msgspec.json.encode(change(read_manifest(store, event.manifest)[0]))
     store.put(event.manifest, data)
     return store, msgspec.structs.replace(event, manifest_sha256=sha256_hex(data))
 
@@ -192,8 +192,8 @@ def with_anchor(tensors: dict[str, Tensor]) -> tuple[MemoryStore, PolicyEvent]:
     source = msgspec.structs.replace(
         manifest.sources[0], shards=(Shard(key=key, num_bytes=len(data), digest=digest_of((data,))),)
     )
-    manifest = msgspec.structs.replace(manifest, version=1, sources=(source,), tensors=tensor_entries(tensors))
-    encoded = encode_manifest(manifest)
+    manifest = msgspec.structs.replace(manifest, version=1, sources=(source,), tensors=HashedTensors(tensors).entries)
+    encoded = msgspec.json.encode(manifest)
     store.put("policies/main/17/manifests/1.json", encoded)
     return store, msgspec.structs.replace(
         event, version=1, manifest="policies/main/17/manifests/1.json", manifest_sha256=sha256_hex(encoded)
@@ -270,7 +270,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(name: str) -> None:
 
 
 def test_arbitrary_manifests_only_ever_raise_value_error() -> None:
-    whole = encode_manifest(read_manifest(*published_one())[0])
+    whole = msgspec.json.encode(read_manifest(*published_one())[0])
     generator = np.random.default_rng(0)
     for _ in range(500):
         data = bytearray(whole)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
-from infra.policies.manifest import tensor_entries
+from infra.policies.manifest import HashedTensors
 from infra.policies.tensors import Tensor, chunks, from_numpy, from_torch, load_tensors, save_tensors
 from infra.policies.version_files import MARGIN_BYTES, FileTensors, Put, VersionFiles
 from infra.store.memory import MemoryStore
@@ -22,7 +22,7 @@ from tests.infra.weights.test_publish import bf16, put, put_run
 
 SHA256 = "ab" * 32
 WEIGHTS = {"w": from_numpy(np.arange(256, dtype=np.float32)), "none": Tensor("F32", (0,), b""), "b": bf16(7)}
-ENTRIES = tensor_entries(WEIGHTS)
+ENTRIES = HashedTensors(WEIGHTS).entries
 ROOMY = 10**9
 
 
