@@ -89,19 +89,12 @@ class TrainedStep(msgspec.Struct, frozen=True):
 class LogIndex:
     """One open index file. Not safe for concurrent use.
 
-    run, policy: whose journal and whose versions it has.
-    keep_ms: answers that are older than the newest by more are removed. prune_at: records that retention took from a partition
-    before their rows are removed.
+    run, policy: whose journal and whose versions it has. keep_ms: answers that are older than the newest by more are removed.
+    prune_at: records that retention takes from a partition before their rows are removed.
     """
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        run: str,
-        policy: str,
-        keep_ms: float = math.inf,
-        prune_at: int = PRUNED_AT,
+        self, path: Path, *, run: str, policy: str, keep_ms: float = math.inf, prune_at: int = PRUNED_AT
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
@@ -160,12 +153,7 @@ class LogIndex:
             with self.database:
                 self.database.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
-    async def refresh(
-        self,
-        log: Log,
-        on_read: OnRead = lambda topic, left: None,
-        wait_s: float = math.inf,
-    ) -> bool:
+    async def refresh(self, log: Log, on_read: OnRead = lambda topic, left: None, wait_s: float = math.inf) -> bool:
         """Read what has come since the last time, and stay the file's writer until it is closed. Where another process is the
         writer, wait until that has read as far. Returns whether the index has all that the log has now.
 
@@ -209,15 +197,14 @@ class LogIndex:
         """The log is the one that was read; what it lost at its beginning is passed over, and its rows go."""
         reads = read_offsets(self.database)
         if any(
-            ends.get(part, 0) < reads.get((topic.name, part), 0) for topic, (_, ends) in bounds.items() for part in ends
+            end < reads.get((topic.name, part), 0) for topic, (_, ends) in bounds.items() for part, end in ends.items()
         ):
             self._begin_anew()
+        rows = self.database.execute("SELECT topic, part, pruned FROM reads").fetchall()
+        pruned = {(topic, part): at for topic, part, at in rows}
         for topic, (begins, _) in bounds.items():
-            known = dict(
-                self.database.execute("SELECT part, pruned FROM reads WHERE topic = ?", (topic.name,)).fetchall()
-            )
             for part, begin in begins.items():
-                if begin - known.get(part, 0) >= self._prune_at:
+                if begin - pruned.get((topic.name, part), 0) >= self._prune_at:
                     self._prune(topic, part, begin)
 
     async def _read(

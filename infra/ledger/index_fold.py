@@ -102,10 +102,7 @@ def number(text: str) -> int:
 
 
 class Folder:
-    """Folds records of one run and one policy. The caller holds a transaction of `database`.
-
-    journal: which records of the run's journal count.
-    """
+    """Folds records of one run and one policy. The caller holds a transaction of `database`."""
 
     def __init__(self, database: sqlite3.Connection, *, run: str, policy: str) -> None:
         self._database = database
