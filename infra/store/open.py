@@ -55,10 +55,9 @@ class MeasuredStore(WrappedStore):
         began = time.monotonic()
         try:
             answer = request()
-        except NotInStore:
-            raise
-        except StoreError:
-            self._metrics.counter("store_failed", verb=verb).inc()
+        except StoreError as error:
+            if not isinstance(error, NotInStore):
+                self._metrics.counter("store_failed", verb=verb).inc()
             raise
         self._metrics.counter("store_bytes", verb=verb).inc(num_bytes(answer))
         self._metrics.counter("store_seconds", verb=verb).inc(time.monotonic() - began)

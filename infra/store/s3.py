@@ -152,14 +152,13 @@ def open_s3(bucket: str, prefix: str, environment: Mapping[str, str] = os.enviro
         keys = keys_of(environment, is_amazon=not endpoint)
     except ConfigError as error:
         raise ConfigError(f"store s3://{bucket}: {error}") from None
+    region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
     return S3Store(
         bucket,
         prefix=prefix,
         endpoint=endpoint or "https://s3.amazonaws.com",
         credentials=keys,
-        region=environment.get("AWS_REGION")
-        or environment.get("AWS_DEFAULT_REGION")
-        or ("us-east-1" if endpoint else None),
+        region=region or ("us-east-1" if endpoint else None),
         ca_file=environment.get("AWS_CA_BUNDLE") or environment.get("SSL_CERT_FILE") or None,
     )
 
@@ -199,12 +198,9 @@ class S3Store(Store):
             ca_certs=ca_file or certifi.where(),
         )
         try:
+            is_secure = parts.scheme == "https"
             self._client: Any = minio.Minio(
-                parts.netloc,
-                credentials=self._keys,
-                secure=parts.scheme == "https",
-                region=region,
-                http_client=pool,
+                parts.netloc, credentials=self._keys, secure=is_secure, region=region, http_client=pool
             )
         except ValueError as error:
             raise ConfigError(f"S3 endpoint {self._endpoint}: {self._clean(error)}") from None
