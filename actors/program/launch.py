@@ -73,9 +73,9 @@ async def call(function: Callable[..., Any], access: ProgramInput, agents: Agent
         return function(**given)
 
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        (result,) = await agents.run(lambda: as_tasks(run, [None], {}, math.inf, agents.trouble))
+        (result,) = await agents.run(lambda: as_tasks(run, [None], math.inf, agents.trouble))
     else:
-        (result,) = await in_thread(run, [None], {}, math.inf, agents.trouble)
+        (result,) = await in_thread(run, [None], math.inf, agents.trouble)
     if isinstance(result, Failure):
         raise EpisodeFailed("agent", result.detail)
     return result

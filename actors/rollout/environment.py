@@ -83,9 +83,9 @@ class GuardedEnvironment:
 
     async def _call(self, function: Callable[[None], Any], what: str) -> object:
         if inspect.iscoroutinefunction(getattr(self._environment, what)):
-            (result,) = await as_tasks(function, [None], {}, self._timeout_s, self._trouble)
+            (result,) = await as_tasks(function, [None], self._timeout_s, self._trouble)
         else:
-            (result,) = await in_thread(function, [None], {}, self._timeout_s, self._trouble)
+            (result,) = await in_thread(function, [None], self._timeout_s, self._trouble)
         if isinstance(result, Failure):
             raise EnvironmentFailed(f"environment {self._name}: {what} {result.kind}: {result.detail}")
         return result

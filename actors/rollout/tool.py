@@ -159,9 +159,9 @@ async def answer(call: ParsedCall, tools: Sequence[ToolSpec], *, timeout_s: floa
 
     bare = getattr(tool.function, "func", tool.function)
     if inspect.iscoroutinefunction(bare) or inspect.iscoroutinefunction(type(bare).__call__):
-        (result,) = await as_tasks(run, [call.arguments], {}, timeout_s, tool.trouble)
+        (result,) = await as_tasks(run, [call.arguments], timeout_s, tool.trouble)
     else:
-        (result,) = await in_thread(run, [call.arguments], {}, timeout_s, tool.trouble)
+        (result,) = await in_thread(run, [call.arguments], timeout_s, tool.trouble)
     if isinstance(result, Failure):
         return ToolResult(f"error: {tool.name} {result.kind}: {result.detail}", failed=True)
     if isinstance(result, ToolResult):

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,7 +27,6 @@ MAX_LOGGED = 64
 # What these say is about code; what others say may quote a user's text, which belongs into no log.
 _OF_CODE = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, TypeError)
 MAX_DETAIL_CHARS = 500
-Extras = Mapping[str, Any]
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -77,55 +76,43 @@ def describe_error(error: BaseException) -> str:
         return type(error).__name__
 
 
-def inline(
-    function: Callable[..., object], arguments: Sequence[object], extras: Extras, trouble: Trouble
-) -> list[object]:
+def inline(function: Callable[[Any], object], arguments: Sequence[object], trouble: Trouble) -> list[object]:
     """Call in this thread. Whatever is raised counts as a failure, SystemExit and KeyboardInterrupt too: a plugin cannot
     end a worker. (Ctrl-C raises nothing here: the loop that runs a role takes it.)
     """
     results: list[object] = []
     for argument in arguments:
         try:
-            results.append(function(argument, **extras))
+            results.append(function(argument))
         except BaseException as error:
             results.append(_failure(error, trouble))
     return results
 
 
 async def in_thread(
-    function: Callable[..., object],
-    arguments: Sequence[object],
-    extras: Extras,
-    timeout_s: float,
-    trouble: Trouble,
+    function: Callable[[Any], object], arguments: Sequence[object], timeout_s: float, trouble: Trouble
 ) -> list[object]:
     """Call in threads, one argument after the other; `trouble` holds the threads that were given up."""
-    return [await _one_thread(function, argument, extras, timeout_s, trouble) for argument in arguments]
+    return [await _one_thread(function, argument, timeout_s, trouble) for argument in arguments]
 
 
 async def as_tasks(
-    function: Callable[..., Awaitable[object]],
-    arguments: Sequence[object],
-    extras: Extras,
-    timeout_s: float,
-    trouble: Trouble,
+    function: Callable[[Any], Awaitable[object]], arguments: Sequence[object], timeout_s: float, trouble: Trouble
 ) -> list[object]:
     """Await all calls at once, each under its own timeout."""
     async with asyncio.TaskGroup() as tasks:
-        running = [
-            tasks.create_task(_one_await(function, argument, extras, timeout_s, trouble)) for argument in arguments
-        ]
+        running = [tasks.create_task(_one_await(function, argument, timeout_s, trouble)) for argument in arguments]
     return [task.result() for task in running]
 
 
 async def _one_await(
-    function: Callable[..., Awaitable[object]], argument: object, extras: Extras, timeout_s: float, trouble: Trouble
+    function: Callable[[Any], Awaitable[object]], argument: object, timeout_s: float, trouble: Trouble
 ) -> object:
     task = asyncio.current_task()
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
-            return await function(argument, **extras)
+            return await function(argument)
     except BaseException as error:
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
@@ -142,7 +129,7 @@ def _failure(error: BaseException, trouble: Trouble) -> Failure:
 
 
 async def _one_thread(
-    function: Callable[..., object], argument: object, extras: Extras, timeout_s: float, trouble: Trouble
+    function: Callable[[Any], object], argument: object, timeout_s: float, trouble: Trouble
 ) -> object:
     if why := trouble.refuses():
         return Failure("timed out", why)
@@ -154,7 +141,7 @@ async def _one_thread(
             answer.set_result(result)
 
     def work() -> None:
-        (result,) = inline(function, [argument], extras, trouble)
+        (result,) = inline(function, [argument], trouble)
         with suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(settle, result)
 

@@ -16,6 +16,7 @@ others silently. A score that has no verdict returns None, or a Verdict that say
 """
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -23,7 +24,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import msgspec
 
 from infra.chain import calls
-from infra.chain.calls import MAX_DETAIL_CHARS, Extras, Failure, Trouble
+from infra.chain.calls import MAX_DETAIL_CHARS, Failure, Trouble
 from infra.chain.faults import MAX_REASON_CHARS, accepted, accepted_new, drop_fault, header_faults
 from infra.chain.processor import Drop, Memory, Unit, Verdict, declared_mark
 from infra.chain.verdict import Question, Recorded, input_hash, options_hash, read_verdict
@@ -48,12 +49,13 @@ class ChainTurn:
             return
         now = asyncio.get_running_loop().time
         expires = self.limit.when() if self.limit is not None else None
-        left_s = expires - now() if expires is not None else 0.0
-        if self.limit is not None:
-            self.limit.reschedule(None)
+        if self.limit is None or expires is None:
+            await asyncio.wait((self._before,))
+            return
+        left_s = expires - now()
+        self.limit.reschedule(None)
         await asyncio.wait((self._before,))
-        if self.limit is not None and expires is not None:
-            self.limit.reschedule(now() + left_s)
+        self.limit.reschedule(now() + left_s)
 
     def end(self) -> None:
         """This record meets nothing any more that remembers; a second call changes nothing."""
@@ -181,19 +183,18 @@ async def run_chain(steps: Sequence[Step], experiences: Sequence[Experience], co
         if not flow.members:
             break
         await _take_turn(context, step, index == last_memory + 1)
-        extras = step_extras(step, context)
         if step.kind in ("group", "batch"):
             group = tuple(member for member in flow.members if step.kind == "batch" or member.group == flow.group)
             if group:
-                (result,) = await call_step(step, [group], extras)
+                (result,) = await call_step(step, [group], context)
                 _settle_group(flow, step, index, group, result)
             continue
         asked = flow.members
         if step.kind == "score":
             asked = [member for member in asked if not member.is_given]
-            results = await _scored(flow, step, asked, extras, context)
+            results = await _scored(flow, step, asked, context)
         else:
-            results = await call_step(step, asked, extras)
+            results = await call_step(step, asked, context)
         _settle_each(flow, step, index, asked, results)
     return flow.outcome(steps)
 
@@ -240,27 +241,23 @@ async def _take_turn(context: Context, step: Step, is_behind_memory: bool) -> No
         context.turn.end()
 
 
-def step_extras(step: Step, context: Context) -> Extras:
+async def call_step(step: Step, arguments: Sequence[object], context: Context) -> list[object]:
+    """One result or Failure per argument, within the step's timeout. Never raises for what the step does."""
     known: dict[str, Any] = {"record_offset": context.record_offset}
     if step.memory:
         known["memory"] = context.memories.setdefault(step.name, Memory(step.memory))
-    return {name: known[name] for name in step.fills}
-
-
-async def call_step(step: Step, arguments: Sequence[object], extras: Extras) -> list[object]:
-    """One result or Failure per argument, within the step's timeout. Never raises for what the step does."""
+    extras = {name: known[name] for name in step.fills}
+    function = functools.partial(step.function, **extras) if extras else step.function
     if not arguments:
         return []
     if step.asynchronous:
-        return await calls.as_tasks(step.function, arguments, extras, step.timeout_s, step.trouble)
+        return await calls.as_tasks(function, arguments, step.timeout_s, step.trouble)
     if step.inline:
-        return calls.inline(step.function, arguments, extras, step.trouble)
-    return await calls.in_thread(step.function, arguments, extras, step.timeout_s, step.trouble)
+        return calls.inline(function, arguments, step.trouble)
+    return await calls.in_thread(function, arguments, step.timeout_s, step.trouble)
 
 
-async def _scored(
-    flow: _Flow, step: Step, asked: Sequence[Experience], extras: Extras, context: Context
-) -> list[object]:
+async def _scored(flow: _Flow, step: Step, asked: Sequence[Experience], context: Context) -> list[object]:
     """Verdicts in the order of `asked`: those on record for the very same input, and for the others the step's own."""
     flow.inputs = {}
     known: dict[str, Verdict | Failure] = {}
@@ -274,7 +271,7 @@ async def _scored(
             verdict = context.recorded(question) if context.recorded is not None else None
             if verdict is not None:
                 known[member.id] = verdict
-    answers = iter(await call_step(step, [member for member in asked if member.id not in known], extras))
+    answers = iter(await call_step(step, [member for member in asked if member.id not in known], context))
     return [known[member.id] if member.id in known else next(answers) for member in asked]
 
 
@@ -408,7 +405,7 @@ async def run_task_chain(steps: Sequence[Step], task: Task, context: Context) ->
         if not members:
             break
         await _take_turn(context, step, index == last_memory + 1)
-        results = await call_step(step, members, step_extras(step, context))
+        results = await call_step(step, members, context)
         passed: list[Task] = []
         for member, result in zip(members, results, strict=True):
             following = _settled(step, member, result, {known.id for known in (*members, *passed)})

@@ -86,15 +86,14 @@ def processor_step(config: ProcessorConfig, where: str) -> Step:
 
 def loaded(use: str, options: dict[str, Any], where: str, *, kind: str) -> Callable[..., Any]:
     """The function with its options, marked as `kind`. Raises ConfigError."""
-    function: Any = load(use, options, where)
+    function: Callable[..., Any] = load(use, options, where)
     try:
         mark = declared_mark(function)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
     if mark.kind != kind:
         raise ConfigError(f"{where}: {use} is marked @{mark.kind}, expected @{kind}")
-    found: Callable[..., Any] = function
-    return found
+    return function
 
 
 def _place(names: Sequence[str], anchor: str, where: str) -> int:

@@ -19,9 +19,8 @@ PIECE, REACH = 16_384, 16_384  # a match begins within a piece, and ends within 
 MAX_LOOK = PIECE + REACH
 _LOCAL_CHARS = 64  # of an address, before the @
 _LOCAL = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._%+-"
-_GAP = (
-    "[ \u00a0\u2007\u2009\u2011\u202f-]"  # between the groups of a number: spaces that break no line, and hyphens, too
-)
+# Between the groups of a number: spaces that break no line, and hyphens, too.
+_GAP = "[ \u00a0\u2007\u2009\u2011\u202f-]"
 _LINE = r"(?:\s|\\[nr]){0,8}"  # a new line, also as JSON spells it
 Span = tuple[int, int]
 Looks = Callable[["re.Match[str]"], list[Span]]
@@ -134,10 +133,6 @@ def _whole(match: "re.Match[str]") -> list[Span]:
     return [match.span()] if match.group() else []
 
 
-def _first_group(match: "re.Match[str]") -> list[Span]:
-    return [match.span(1)]
-
-
 def _address(match: "re.Match[str]") -> list[Span]:
     before = match.string[max(0, match.start() - _LOCAL_CHARS) : match.start()]
     size = len(before) - len(before.rstrip(_LOCAL))
@@ -173,13 +168,9 @@ def _iban(match: "re.Match[str]") -> list[Span]:
     if not length or len(places) < length:
         return []
     stop = places[-1] + 1
-    compact = "".join(text[at] for at in places)
-    if (
-        text[stop : stop + 1].isalnum()
-        or int("".join(str(int(letter, 36)) for letter in compact[4:] + compact[:4])) % 97 != 1
-    ):
-        return []
-    return [(match.start(), match.start() + stop)]
+    letters = [text[at] for at in places]
+    check = int("".join(str(int(letter, 36)) for letter in letters[4:] + letters[:4])) % 97
+    return [(match.start(), match.start() + stop)] if check == 1 and not text[stop : stop + 1].isalnum() else []
 
 
 def _luhn(text: str) -> bool:
@@ -219,7 +210,7 @@ _KEYS: tuple[tuple[str, Looks], ...] = (
     (
         r"(?i:secret[_ -]?(?:access[_ -]?)?key|aws[_ -]?secret)[\"']?[ \t]{0,4}[=:]{1,2}>?[ \t]{0,4}[\"']?"
         r"([A-Za-z0-9/+]{40})(?![A-Za-z0-9/+=])",
-        _first_group,
+        lambda match: [match.span(1)],
     ),
     (r"(?<![A-Za-z0-9/+=_.-])[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+=_.-])", _mixed),
     # A private key with what follows: lines of base64 (of a key that was cut off, too), headers among them.

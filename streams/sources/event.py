@@ -127,9 +127,9 @@ async def read_events(source: EventSource, events: Sequence[Event], keys: Keys |
         readings.append(None)
         tables.append(table)
     if asyncio.iscoroutinefunction(getattr(source.function, "func", source.function)):
-        answers = await calls.as_tasks(source.function, tables, {}, source.timeout_s, source.trouble)
+        answers = await calls.as_tasks(source.function, tables, source.timeout_s, source.trouble)
     else:
-        answers = await calls.in_thread(source.function, tables, {}, source.timeout_s, source.trouble)
+        answers = await calls.in_thread(source.function, tables, source.timeout_s, source.trouble)
     answered = zip(tables, answers, strict=True)
     return [_reading(source, *next(answered)) if reading is None else reading for reading in readings]
 

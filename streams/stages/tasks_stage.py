@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from infra.chain.chain import ChainTurn, Context, Step, call_step, new_memories, run_task_chain, step_extras, task_fault
+from infra.chain.chain import ChainTurn, Context, Step, call_step, new_memories, run_task_chain, task_fault
 from infra.chain.processor import Memory
 from infra.log.log import Log, LogMessage
 from schemas import Task
@@ -83,4 +83,4 @@ class TaskStage:
         context = Context(memories=memories)
         for step in self._steps:
             if step.memory:
-                await call_step(step, [msgspec.structs.replace(task, issued=None)], step_extras(step, context))
+                await call_step(step, [msgspec.structs.replace(task, issued=None)], context)
