@@ -61,14 +61,6 @@ def _still(counter: str, title: str, severity: Literal["page", "ticket"] = "tick
     )  # fmt: skip
 
 
-def _of_master(name: str, title: str, says: str) -> Alarm:
-    """One that the master alone sees, and reports in `alarm_raised`."""
-    rule = f'headrace_alarm_raised{{alarm="{name}"}} > 0'
-    return Alarm(
-        name, title, says, rule, f"{title}: headrace status says how many", wait="5m", severity="ticket"
-    )  # fmt: skip
-
-
 def _silent() -> str:
     """PromQL: targets of the last day that do not answer, and silent targets of jobs named after headrace."""
     seen = f"max by (app, role, job, instance) (last_over_time({RUNS}[1d]))"
@@ -149,7 +141,11 @@ ALARMS = (
         "canary-missing", "No canary answers", r"no canary has been heard of", "headrace_canary_missing_seconds > 0",
         "{{ $labels.instance }} waits for a canary", wait="1m", severity="ticket",
     ),
-    _of_master("customers-stay", "Complaints rose with a promotion", r"customers stay with it"),
+    Alarm(
+        "customers-stay", "Complaints rose with a promotion", r"[Cc]ustomers stay with it",
+        'headrace_alarm_raised{alarm="customers-stay"} > 0',
+        "Complaints rose with a promotion: headrace status says how many", wait="5m", severity="ticket",
+    ),
 )  # fmt: skip
 
 STILL = tuple(alarm.counter for alarm in ALARMS if alarm.counter)

@@ -23,9 +23,8 @@ from infra.observe.measures import HELP, PREFIX, Exposed, exposed
 from infra.observe.release import release
 from schemas.errors import ConfigError
 
-LISTEN_VARIABLE = (
-    "HEADRACE_METRICS_LISTEN"  # in the environment of one role: host:port, before metrics.listen of the file
-)
+# In the environment of one role: host:port, before metrics.listen of the file.
+LISTEN_VARIABLE = "HEADRACE_METRICS_LISTEN"
 REQUEST_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 16
 DEFAULT_BUCKETS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0)
@@ -144,24 +143,15 @@ class _Renamed(Collector):
     def collect(self) -> Iterator[Metric]:
         found: dict[str, Metric] = {}
         for family in self._registry.collect():
-            shown = _exposed(family.name)
+            is_own = family.name.startswith(PREFIX)  # those of the process keep their names
+            shown = exposed(family.name.removeprefix(PREFIX)) if is_own else Exposed(family.name, {})
             help = HELP.get(shown.name, family.documentation)
             into = found.setdefault(shown.name, Metric(shown.name, help, family.type))
             for sample in family.samples:
                 name = shown.name + sample.name.removeprefix(family.name)
-                into.add_sample(
-                    name,
-                    {**self._labels, **sample.labels, **shown.labels},
-                    sample.value * shown.scale,
-                    sample.timestamp,
-                    sample.exemplar,
-                )
+                labels = {**self._labels, **sample.labels, **shown.labels}
+                into.add_sample(name, labels, sample.value * shown.scale, sample.timestamp, sample.exemplar)
         yield from found.values()
-
-
-def _exposed(family: str) -> Exposed:
-    """The name to show: metrics of headrace are renamed, those of the process are not."""
-    return exposed(family.removeprefix(PREFIX)) if family.startswith(PREFIX) else Exposed(family, {})
 
 
 class _MetricsServer(ThreadingHTTPServer):
