@@ -84,7 +84,7 @@ class VersionFiles:
                 found = self._found(path, check) or self._made(path, entries, fill, check)
             except OSError as error:
                 log.warning("version_file place=%s cannot be used: %s", folder, error)
-                self._count("version_files_no_room")
+                self._count_no_room()
                 continue
             if found is not None:
                 return found
@@ -101,7 +101,8 @@ class VersionFiles:
             check(tensors)
         except (PolicyRefused, ValueError) as error:
             log.warning("version_file_damaged path=%s: %s: it is made anew", path, str(error))  # `error` holds tensors
-            self._count("version_files_damaged")
+            if self.metrics is not None:
+                self.metrics.counter("version_files_damaged").inc()
             path.unlink(missing_ok=True)
             return None
         return tensors
@@ -137,12 +138,12 @@ class VersionFiles:
         if self._free(folder) >= num_bytes + MARGIN_BYTES:
             return True
         log.warning("version_file place=%s free=%d needed=%d: no room", folder, self._free(folder), num_bytes)
-        self._count("version_files_no_room")
+        self._count_no_room()
         return False
 
-    def _count(self, name: str) -> None:
+    def _count_no_room(self) -> None:
         if self.metrics is not None:
-            self.metrics.counter(name).inc()
+            self.metrics.counter("version_files_no_room").inc()
 
     def _remove_left(self) -> None:
         for folder in self._folders:
