@@ -30,16 +30,7 @@ from aiokafka.errors import (
 )
 
 from infra.log.access import PLAINTEXT, Access, client_options, refusal
-from infra.log.bus import (
-    CommitRefused,
-    Headers,
-    Partition,
-    Reader,
-    Record,
-    RecordPosition,
-    check_size,
-    partition_for,
-)
+from infra.log.bus import CommitRefused, Headers, Partition, Reader, Record, RecordPosition, check_size, partition_for
 from infra.log.memory import changed_count
 from infra.log.retry import DENIED, begin, doubling, may_pass, retry, stop, unavailable
 from schemas.errors import BrokerUnavailable, ConfigError, OffsetOutOfRange, RecordTooLarge
@@ -98,9 +89,15 @@ class KafkaBus:
     ) -> None:
         self.bootstrap_servers = bootstrap_servers
         self.deadline_s = deadline_s
-        self._client_id = client_id
         self._linger_ms = linger_ms
         self._access = access
+        self._options = {
+            "bootstrap_servers": bootstrap_servers,
+            "client_id": client_id,
+            "request_timeout_ms": REQUEST_TIMEOUT_MS,
+            "retry_backoff_ms": RETRY_BACKOFF_MS,
+            **client_options(access),
+        }
         self._producer: AIOKafkaProducer | None = None
         self._admin: AIOKafkaAdminClient | None = None
         self._offsets: AIOKafkaConsumer | None = None
@@ -149,7 +146,7 @@ class KafkaBus:
             count = len(await self.partitions(topic))
             if wrong := [p.index for p in starts if p.topic == topic and not 0 <= p.index < count]:
                 raise ValueError(f"topic {topic}: got partitions {wrong}, expected 0 to {count - 1}")
-        consumer = await self._started(lambda: self._consumer(group, fetch_bytes or MAX_RECORD_BYTES))
+        consumer = await self._consumer(group, fetch_bytes or MAX_RECORD_BYTES)
         # Nothing awaits between the two, so no fetch begins anywhere else.
         consumer.assign([_kafka(partition) for partition in starts])
         for partition, offset in starts.items():
@@ -159,7 +156,7 @@ class KafkaBus:
     async def subscribed(self, topics: Sequence[str], *, group: str) -> Reader:
         for topic in topics:
             await self.commit_beginnings(group, topic)
-        consumer = await self._started(lambda: self._consumer(group))
+        consumer = await self._consumer(group)
         # Only now: a consumer that starts with topics waits for its first assignment, and a group waits for the members
         # that were killed, one session timeout after the other. The broker is not away meanwhile.
         consumer.subscribe(topics)
@@ -205,7 +202,7 @@ class KafkaBus:
                 _kafka(partition): offset for partition, offset in beginnings.items() if partition not in committed
             }
             if missing:
-                consumer = await self._started(lambda: self._consumer(group))
+                consumer = await self._consumer(group)
                 try:
                     consumer.assign(list(missing))
                     await consumer.commit(missing)
@@ -262,16 +259,9 @@ class KafkaBus:
             raise OffsetOutOfRange(f"{partition}: cannot delete below {before}, which is past its end") from error
 
     async def _connect(self) -> None:
-        common = {
-            "bootstrap_servers": self.bootstrap_servers,
-            "client_id": self._client_id,
-            "request_timeout_ms": REQUEST_TIMEOUT_MS,
-            "retry_backoff_ms": RETRY_BACKOFF_MS,
-            **client_options(self._access),
-        }
         if self._admin is None:
             try:
-                self._admin = await begin(AIOKafkaAdminClient(**common))
+                self._admin = await begin(AIOKafkaAdminClient(**self._options))
             except (KafkaError, OSError) as error:
                 if refused := await refusal(self.bootstrap_servers, self._access):
                     raise refused from error
@@ -279,7 +269,7 @@ class KafkaBus:
         if self._producer is None:
             self._producer = await begin(
                 AIOKafkaProducer(
-                    **common,
+                    **self._options,
                     acks="all",
                     enable_idempotence=False,
                     linger_ms=self._linger_ms,
@@ -288,10 +278,22 @@ class KafkaBus:
                 )
             )
 
-    def _consumer(self, group: str | None, fetch_bytes: int = MAX_RECORD_BYTES) -> AIOKafkaConsumer:
-        return make_consumer(self.bootstrap_servers, self._client_id, self._access, group, fetch_bytes)
+    async def _consumer(self, group: str | None, fetch_bytes: int = MAX_RECORD_BYTES) -> AIOKafkaConsumer:
+        """A consumer without a position, which commits only what it is asked to. fetch_bytes: of a partition at once."""
 
-    async def _started(self, make: Callable[[], AIOKafkaConsumer]) -> AIOKafkaConsumer:
+        def make() -> AIOKafkaConsumer:
+            return AIOKafkaConsumer(
+                **self._options,
+                group_id=group,
+                auto_offset_reset="none",
+                enable_auto_commit=False,
+                metadata_max_age_ms=METADATA_AGE_MS,
+                max_partition_fetch_bytes=fetch_bytes,
+                session_timeout_ms=SESSION_TIMEOUT_MS,
+                heartbeat_interval_ms=HEARTBEAT_MS,
+                max_poll_interval_ms=MAX_POLL_INTERVAL_MS,
+            )
+
         return await self._retried("start a reader", lambda: begin(make()))
 
     def _admin_client(self) -> AIOKafkaAdminClient:
@@ -319,7 +321,7 @@ class KafkaBus:
     ) -> dict[Partition, int]:
         async with self._opening:  # else the first calls at once would each open a consumer, and all but one leak
             if self._offsets is None:
-                self._offsets = await self._started(lambda: self._consumer(None))
+                self._offsets = await self._consumer(None)
         consumer, partitions = self._offsets, [TopicPartition(topic, index) for index in await self.partitions(topic)]
 
         async def attempt() -> dict[TopicPartition, int]:
@@ -376,27 +378,6 @@ HEARTBEAT_MS = 2_000
 MAX_POLL_INTERVAL_MS = 600_000
 
 
-def make_consumer(
-    bootstrap_servers: str, client_id: str, access: Access, group: str | None, fetch_bytes: int
-) -> AIOKafkaConsumer:
-    """A consumer without a position, which commits only what it is asked to. fetch_bytes: at most of a partition at once."""
-    return AIOKafkaConsumer(
-        bootstrap_servers=bootstrap_servers,
-        client_id=client_id,
-        group_id=group,
-        auto_offset_reset="none",
-        enable_auto_commit=False,
-        request_timeout_ms=REQUEST_TIMEOUT_MS,
-        retry_backoff_ms=RETRY_BACKOFF_MS,
-        metadata_max_age_ms=METADATA_AGE_MS,
-        max_partition_fetch_bytes=fetch_bytes,
-        session_timeout_ms=SESSION_TIMEOUT_MS,
-        heartbeat_interval_ms=HEARTBEAT_MS,
-        max_poll_interval_ms=MAX_POLL_INTERVAL_MS,
-        **client_options(access),
-    )
-
-
 class KafkaReader:
     """A Reader of KafkaBus. A broker's restart is a pause; an absence longer than the bus's deadline is an error."""
 
@@ -440,7 +421,7 @@ class KafkaReader:
 
     def seek(self, partition: Partition, offset: int) -> None:
         try:
-            self._consumer.seek(TopicPartition(partition.topic, partition.index), offset)
+            self._consumer.seek(_kafka(partition), offset)
         except IllegalStateError as error:
             raise ValueError(f"not assigned to this reader: {partition}") from error
 
@@ -451,18 +432,14 @@ class KafkaReader:
         if assignment is None:
             return {}
         states = {partition: assignment.state_value(partition) for partition in assignment.tps}
-        return {
-            Partition(partition.topic, partition.partition): state.position
-            for partition, state in states.items()
-            if state.has_valid_position
-        }
+        return {_ours(partition): state.position for partition, state in states.items() if state.has_valid_position}
 
     async def commit(self, offsets: Mapping[Partition, int]) -> None:
         if self._group is None:
             raise ValueError("this reader has no group to commit for")
         if not offsets:
             return
-        wanted = {TopicPartition(partition.topic, partition.index): offset for partition, offset in offsets.items()}
+        wanted = {_kafka(partition): offset for partition, offset in offsets.items()}
         try:
             async with asyncio.timeout(self._bus.deadline_s):
                 await self._consumer.commit(wanted)
@@ -482,7 +459,7 @@ class KafkaReader:
 
     async def _out_of_range(self, offsets: Mapping[TopicPartition, int]) -> OffsetOutOfRange:
         ((partition, offset),) = offsets.items()
-        kept = Partition(partition.topic, partition.partition)
+        kept = _ours(partition)
         begin = (await self._bus.beginning_offsets(partition.topic))[kept]
         end = (await self._bus.end_offsets(partition.topic))[kept]
         return OffsetOutOfRange(
@@ -491,7 +468,7 @@ class KafkaReader:
 
     async def _first_commit(self, partition: TopicPartition) -> None:
         assert self._group is not None
-        ours = Partition(partition.topic, partition.partition)
+        ours = _ours(partition)
         # aiokafka also reports "none" where the coordinator only was not ready: ask again before believing it.
         offset = (await self._bus.committed(self._group, partition.topic)).get(ours)
         first = offset is None
