@@ -97,7 +97,7 @@ async def test_each_workflow_leads_to_steps(tmp_path: Path, name: str) -> None:
 
 
 async def steps(log: Log) -> list[int]:
-    journal = [message.value async for message in log.read_all(topics.BATCHES)]
+    journal = [message.value async for message in log.scan(topics.BATCHES)]
     return [batch.step for batch in journal if isinstance(batch, Batch)]
 
 
@@ -154,7 +154,7 @@ async def test_a_distilled_run_replays_to_the_bit_without_its_teacher(tmp_path: 
         log, store, learner = await trained(found)
     buffered = [
         experience
-        async for message in log.read_all(topics.BUFFER)
+        async for message in log.scan(topics.BUFFER)
         if isinstance(message.value, Block)
         for experience in message.value.experiences
     ]

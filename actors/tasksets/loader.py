@@ -114,7 +114,7 @@ def example_group(row: Demonstration | Preference) -> str:
 
 
 async def _known(log: Log, topic: Topic) -> set[str]:
-    return {message.key.decode() async for message in log.read_all(topic)}
+    return {message.key.decode() async for message in log.scan(topic)}
 
 
 async def _load(

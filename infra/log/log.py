@@ -210,12 +210,6 @@ class Log:
     def group(self, name: str) -> str:
         return f"{self.app}.{name}"
 
-    async def read_all(self, topic: Topic) -> AsyncGenerator[LogMessage, None]:
-        """All kept records, in partition order; ends at what was the end when called."""
-        async with aclosing(self.scan(topic)) as messages:
-            async for message in messages:
-                yield message
-
     async def tail(
         self, topic: Topic, starts: Mapping[int, int] | Literal["beginning", "end"]
     ) -> AsyncGenerator[LogMessage, None]:
@@ -362,11 +356,6 @@ def _rewind(reader: Reader, records: Sequence[Record]) -> None:
             reader.seek(partition, offset)
 
 
-_log = logging.getLogger(__name__)
-
-_POLL_S = 1.0
-
-
 async def follow(
     log: Log,
     topic: Topic,
@@ -385,7 +374,7 @@ async def follow(
     reader = await log.assigned(topic, starts)
     try:
         while True:
-            for message in await log.read(reader, timeout_s=_POLL_S if caught_up.is_set() else 0.05):
+            for message in await log.read(reader, timeout_s=1.0 if caught_up.is_set() else 0.05):
                 if readable(message, topic, metrics):
                     apply(message)
             positions = reader.positions()
@@ -402,7 +391,7 @@ def readable(message: LogMessage, topic: Topic, metrics: Metrics) -> bool:
         return True
     metrics.counter("bad_frames", topic=topic.name).inc()
     where = f"{topic.name}/{message.partition}@{message.offset}"
-    _log.warning("bad_frame at=%s error=%s", where, message.error)
+    logger.warning("bad_frame at=%s error=%s", where, message.error)
     return False
 
 

@@ -262,7 +262,7 @@ def _compared(
 
 async def _read(run: ReprocessRun, *topics: Topic) -> AsyncGenerator[LogMessage, None]:
     for topic in topics:
-        async with aclosing(run.log.read_all(topic)) as messages:
+        async with aclosing(run.log.scan(topic)) as messages:
             async for message in messages:
                 run.on_progress(1)
                 yield message

@@ -73,7 +73,7 @@ class TaskStage:
             if self._memories is None:
                 memories = new_memories(self._steps)
                 if self._log is not None and memories:
-                    async for message in self._log.read_all(TASKSET):
+                    async for message in self._log.scan(TASKSET):
                         if isinstance(message.value, Task):
                             await self._recall(message.value, memories)
                 self._memories = memories

@@ -114,7 +114,7 @@ def test_master_explorers_and_a_trainer_turn_within_the_staleness_bound(tmp_path
         roles = (master(log), first, second, asyncio.create_task(streams(log)))
         async with running(*roles, *listening(tasks, heard)):
             oldest = await train(log, store, steps=12)
-        places = Counter([message.partition async for message in log.read_all(TASKS)])
+        places = Counter([message.partition async for message in log.scan(TASKS)])
         assert len(places) == 2 and max(places.values()) - min(places.values()) <= 1, "explorers get as many groups"
         return oldest, issues_heard(tasks), heard.experiences
 

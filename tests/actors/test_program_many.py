@@ -86,7 +86,7 @@ async def explored(folder: Path) -> tuple[list[Experience], set[tuple[str, int, 
         await asyncio.sleep(0.05)
     found = [
         experience
-        async for message in log.read_all(EXPERIENCES)
+        async for message in log.scan(EXPERIENCES)
         if isinstance(message.value, Block)
         for experience in message.value.experiences
     ]

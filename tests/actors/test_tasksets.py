@@ -114,7 +114,7 @@ def row(name: str, split: str = "train") -> Demonstration:
 
 
 async def contents(heard: TopicArrivals) -> None:
-    async for message in heard.log.read_all(heard.topic):
+    async for message in heard.log.scan(heard.topic):
         heard.records.append(message.value)
 
 

@@ -99,6 +99,6 @@ async def read(folder: Path, bootstrap: str) -> History:
     async with connected(settings) as log:
         history.lost = await lost(log, acknowledged)
         for topic in (topics.TASKS, topics.EXPERIENCES, topics.BATCHES, topics.REPORTS):
-            async for message in log.read_all(topic):
+            async for message in log.scan(topic):
                 history.take(message.value, message.timestamp_ms / 1000)
     return history

@@ -312,7 +312,7 @@ async def feedback_rows(pending: int, joins: int) -> list[Row]:
     await log.publish_all(
         VERIFIED, [Feedback(ref=ref, id=name, value=1.0, source="csat", rater=who) for name, who, ref in said]
     )
-    taken = [message.record async for message in log.read_all(VERIFIED)]
+    taken = [message.record async for message in log.scan(VERIFIED)]
     gc.collect()
     gc.freeze()  # the log in memory is no garbage of a worker's
     sources = {"csat": FeedbackRules(window_ms=DAY_MS, late="amend", discount=0.9)}

@@ -298,7 +298,7 @@ async def train(plan: Plan, loop: OneThreadTime, folder: Path) -> tuple[float, f
 async def check_journal(log: Log, num_answers: int) -> None:
     """Raise RuntimeError unless every step had so many answers, and each answer came once."""
     seen: set[str] = set()
-    async with aclosing(log.read_all(topics.BATCHES)) as messages:
+    async with aclosing(log.scan(topics.BATCHES)) as messages:
         async for message in messages:
             if not isinstance(batch := message.value, Batch):
                 continue

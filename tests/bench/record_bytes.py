@@ -188,7 +188,7 @@ async def _through(log: Log, config: StreamsConfig, *, verify: bool = True) -> N
     """What verify and collect make of what lies there."""
     if verify:
         verifier = Verifier(build_verify(config))
-        async for message in log.read_all(EXPERIENCES):
+        async for message in log.scan(EXPERIENCES):
             handled = await verifier.handle(message)
             await publish_all(log, [*handled.first, *handled.then])
     sources = {"csat": FeedbackRules(window_ms=DAY_MS, late="amend", discount=0.0)}
@@ -197,7 +197,7 @@ async def _through(log: Log, config: StreamsConfig, *, verify: bool = True) -> N
         settings = CollectSettings(Path(folder), rules, build_collect(config))
         collector = Collector(log, Metrics("process"), 0, settings)
         await collector.recover(0, lambda: False)
-        await collector.take([message.record async for message in log.read_all(VERIFIED)])
+        await collector.take([message.record async for message in log.scan(VERIFIED)])
         collector.close()
 
 

@@ -107,7 +107,7 @@ async def lost(log: Log, acknowledged: set[str]) -> set[str]:
     """Acknowledged ids that the log no longer holds; the audit says what became of the others."""
     stored: set[str] = set()
     for topic in SOURCES:
-        async for message in log.read_all(topic):
+        async for message in log.scan(topic):
             if isinstance(message.value, Block):
                 stored |= {experience.id for experience in message.value.experiences}
     return acknowledged - stored
@@ -314,7 +314,7 @@ async def judged(log: Log, settings: Settings, acknowledged: set[str]) -> dict[s
     """What the log says at the end."""
     run = settings.run or settings.app
     account, missing = await audit(log, run), await lost(log, acknowledged)
-    journal = [message.value async for message in log.read_all(topics.BATCHES)]
+    journal = [message.value async for message in log.scan(topics.BATCHES)]
     entries, _ = effective([entry for entry in journal if isinstance(entry, JournalRecord)], run)
     steps = [entry for entry in entries if isinstance(entry, Batch) and entry.phase == "train"]
     stale = [
@@ -323,7 +323,7 @@ async def judged(log: Log, settings: Settings, acknowledged: set[str]) -> dict[s
         for item in step.items
         if item.lane == "usual" and step.version - item.min_version > settings.pacing.max_staleness
     ]
-    events = [message.value async for message in log.read_all(topics.POLICIES)]
+    events = [message.value async for message in log.scan(topics.POLICIES)]
     published = {event.version for event in events if isinstance(event, PolicyEvent) and event.event == "published"}
     for title, ids in (("lost", missing), ("pending", account.pending_ids), ("twice", account.trained_twice)):
         if ids:

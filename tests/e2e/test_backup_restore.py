@@ -42,7 +42,7 @@ async def everything(log: Log) -> dict[str, list[Record]]:
     """All records, with offsets and times."""
     found: dict[str, list[Record]] = {}
     for topic in topics.ALL:
-        found[topic.name] = [message.record async for message in log.read_all(topic)]
+        found[topic.name] = [message.record async for message in log.scan(topic)]
     return {name: sorted(records, key=lambda one: (one.partition, one.offset)) for name, records in found.items()}
 
 
@@ -96,7 +96,7 @@ async def go_on(bootstrap: str, folder: Path) -> list[int]:
         assert log.store is not None
         for sequence in range(2 * STEPS, 2 * (STEPS + STEPS_MORE)):
             await log.publish(topics.BUFFER, block(sequence))
-        before = steps_of([message async for message in log.read_all(topics.BATCHES)])
+        before = steps_of([message async for message in log.scan(topics.BATCHES)])
         counted = [item for item in before if item.phase == "train"]
         config = msgspec.structs.replace(CONFIG, max_steps=len({each.step for each in counted}) + STEPS_MORE)
         await train(log, log.store, ScriptedLearner(), config)

@@ -135,7 +135,7 @@ class TwoGateways(msgspec.Struct, frozen=True):
 
     async def decision(self, version: int, owner: str = "canary") -> PolicyEvent | None:
         """The end of the trial of a version, or of its watch; None while it goes on."""
-        events = [message.value async for message in self.log.read_all(POLICIES)]
+        events = [message.value async for message in self.log.scan(POLICIES)]
         own = [event for event in events if isinstance(event, PolicyEvent) and event.version == version]
         return next((event for event in own if event.owner == owner), None)
 

@@ -238,7 +238,7 @@ async def opened(log: Log) -> bytes:
     """What somebody with this log's keys can read in the broker."""
     keys, found = log.keys, b""
     for topic in ALL:
-        async for message in log.read_all(topic):
+        async for message in log.scan(topic):
             record = message.value
             for item in record.experiences if isinstance(record, Block) else ():
                 try:
@@ -300,7 +300,7 @@ async def opened_without_keys(log: Log) -> bytes:
     """What somebody can read in the broker who has no keys, packed sections unpacked."""
     found = b""
     for topic in ALL:
-        async for message in log.read_all(topic):
+        async for message in log.scan(topic):
             for item in message.value.experiences if isinstance(message.value, Block) else ():
                 found += unless_shut(lambda o=item: " ".join(part.content for part in o.messages).encode())
                 found += unless_shut(lambda o=item: ByteTokenizer().decode(o.tokens.tolist()).encode())

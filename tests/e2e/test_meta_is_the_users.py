@@ -103,11 +103,11 @@ async def test_a_task_whose_meta_holds_a_word_of_headrace_trains_like_any_other(
         await log.publish_all(TASKS, tasks)
         await until(lambda: len(heard.experiences) == len(tasks) * MASTER.num_episodes, seconds=60)
         await settled(log)
-    async for entry in log.read_all(PROGRESS):
+    async for entry in log.scan(PROGRESS):
         if isinstance(entry.value, Closure):
             admission.closed(entry.value)
     buffer = Buffer({"usual": 1})
-    async for message in log.read_all(BUFFER):
+    async for message in log.scan(BUFFER):
         assert isinstance(message.value, Block)
         assert buffer.add(message.offset, encode(message.value), message.value) == ""
     candidates = {candidate.group: candidate for candidate in buffer.candidates("usual")}

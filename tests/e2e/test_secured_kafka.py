@@ -169,7 +169,7 @@ def test_records_go_in_and_out_by_every_mechanism(
         log = Log(bus, app_name)
         await log.create_topics(partitions=2, keep_ms=3_600_000)
         await log.publish(EXPERIENCES, block(answer("t.0", 0)))
-        found = [message.value async for message in log.read_all(EXPERIENCES)]
+        found = [message.value async for message in log.scan(EXPERIENCES)]
         await bus.close()
         return len(found)
 

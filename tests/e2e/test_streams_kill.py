@@ -185,7 +185,7 @@ async def feed(log: Log, records: list[Block | bytes], pause_s: float) -> None:
 async def closures(log: Log) -> dict[tuple[str, int, int], Closure]:
     return {
         (message.value.group, message.value.attempt, message.value.revision): message.value
-        async for message in log.read_all(PROGRESS)
+        async for message in log.scan(PROGRESS)
         if isinstance(message.value, Closure)
     }
 
@@ -205,7 +205,7 @@ async def all_closed(log: Log, workers: Crew) -> dict[tuple[str, int, int], Clos
 async def contents(log: Log) -> Contents:
     """Buffer by group and (id, revision), as a reader sees it that knows each of them once."""
     found: Contents = {}
-    async for message in log.read_all(BUFFER):
+    async for message in log.scan(BUFFER):
         assert isinstance(message.value, Block)
         for experience in message.value.experiences:
             seen = (
@@ -224,7 +224,7 @@ async def contents(log: Log) -> Contents:
 async def letters(log: Log) -> set[tuple[str, int, int, str]]:
     return {
         (message.value.topic, message.value.partition, message.value.offset, message.value.reason)
-        async for message in log.read_all(DEAD_LETTERS)
+        async for message in log.scan(DEAD_LETTERS)
         if isinstance(message.value, DeadLetter)
     }
 
@@ -313,7 +313,7 @@ async def test_records_deleted_unread_stop_the_worker_until_somebody_skips_them(
         (lost,) = await skip_once_gone(log)
         assert (lost.topic, lost.partition, lost.start, lost.stop) == (EXPERIENCES, 0, 0, 3)
         assert await skip_lost(log, "verify") == [], "once is enough"
-        (letter,) = [message.value async for message in log.read_all(DEAD_LETTERS)]
+        (letter,) = [message.value async for message in log.scan(DEAD_LETTERS)]
         assert isinstance(letter, DeadLetter) and "offsets 0 to 2 were deleted" in letter.error
         with started(command, tmp_path / "worker.log"):
             await first_verified(log)

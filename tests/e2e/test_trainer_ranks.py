@@ -131,7 +131,7 @@ async def checkpointed(folder: Path, log: Log, store: DirectoryStore, machines: 
     """Wait for a checkpoint of some steps, and a step after it."""
     deadline_s = time.monotonic() + LIMIT_S
     while True:
-        steps = sum([isinstance(message.value, Batch) async for message in log.read_all(topics.BATCHES)])
+        steps = sum([isinstance(message.value, Batch) async for message in log.scan(topics.BATCHES)])
         if 0 <= max((place.step for place in places(store, log.app)), default=-1) < steps - 1:
             return
         running = all(machine.process.poll() is None for machine in machines)
@@ -140,7 +140,7 @@ async def checkpointed(folder: Path, log: Log, store: DirectoryStore, machines: 
 
 
 async def check_trained_once(log: Log, blocks: Sequence[Block]) -> None:
-    records = [message.value async for message in log.read_all(topics.BATCHES)]
+    records = [message.value async for message in log.scan(topics.BATCHES)]
     known = [each for each in records if isinstance(each, Batch | Fence | Skip | Rollback | Saved)]
     steps = [entry for entry in effective(known, log.app)[0] if isinstance(entry, Batch)]
     assert [each.step for each in steps] == list(range(STEPS))
@@ -152,7 +152,7 @@ async def check_published(log: Log, store: DirectoryStore, folder: Path) -> None
     """A version at the start and one each two steps; an engine's logprobs of the last are near the trainer's."""
     published = {
         message.value.version: message.value
-        async for message in log.read_all(topics.POLICIES)
+        async for message in log.scan(topics.POLICIES)
         if isinstance(message.value, PolicyEvent) and message.value.event == "published"
     }
     assert sorted(published) == [0, 1, 2, 3, 4, 5]

@@ -75,7 +75,7 @@ async def test_what_was_sealed_is_not_readable_in_the_topic_nor_without_its_key(
     key = log.keys.of(ANN)
     plain = Block((msgspec.structs.replace(answer(), key_id=key.key_id),))
     await log.publish(topics.EXPERIENCES, plain)
-    (message,) = [one async for one in log.read_all(topics.EXPERIENCES)]
+    (message,) = [one async for one in log.scan(topics.EXPERIENCES)]
     tokens = answer().tokens.tobytes()
     for data in (message.record.value, *(value for _, value in message.record.headers)):
         assert SAID.encode() not in data and tokens not in data

@@ -39,7 +39,7 @@ async def memory_log(partitions: int = 1) -> AsyncIterator[Log]:
 
 async def stored(log: Log, topic: Topic) -> list[LogMessage]:
     """Everything in a topic."""
-    return [message async for message in log.read_all(topic)]
+    return [message async for message in log.scan(topic)]
 
 
 async def values(log: Log, topic: Topic) -> list[Block | Control | None]:

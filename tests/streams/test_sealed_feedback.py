@@ -106,7 +106,7 @@ async def heard(log: Log, function: Any = rating) -> Metrics:
 
 async def everything(log: Log) -> bytes:
     """All bytes of all topics."""
-    return b"".join([message.record.value for topic in ALL async for message in log.read_all(topic)])
+    return b"".join([message.record.value for topic in ALL async for message in log.scan(topic)])
 
 
 async def log_with(*, answered: bool) -> tuple[Log, Keys, MemoryStore]:
@@ -126,7 +126,7 @@ async def collected(log: Log, folder: Path) -> tuple[list[Block], dict[str, floa
     steps = (make_step("correct", Correct(speller=Letters())), make_step("reward", reward))
     collector = Collector(log, metrics, 0, CollectSettings(folder, RULES, steps))
     await collector.recover(0, lambda: False)
-    records: list[Record] = [message.record async for message in log.read_all(VERIFIED)]
+    records: list[Record] = [message.record async for message in log.scan(VERIFIED)]
     folded, _ = await collector.fold(records)
     await collector.save()
     collector.close()
@@ -137,7 +137,7 @@ def test_an_edit_is_learned_from_and_lies_nowhere_in_the_clear(tmp_path: Path) -
     async def check() -> None:
         log, keys, _ = await log_with(answered=True)
         await heard(log)
-        (said,) = [m.value async for m in log.read_all(VERIFIED) if isinstance(m.value, Feedback)]
+        (said,) = [m.value async for m in log.scan(VERIFIED) if isinstance(m.value, Feedback)]
         assert said.text is not None and legible(said, keys).text == WRITTEN
         sent, _ = await collected(log, tmp_path)
         expert = [member for made in sent for member in made.experiences if member.lane == "expert"]
@@ -162,7 +162,7 @@ async def test_feedback_that_was_forgotten_before_it_was_read_is_counted_and_goe
     log, keys, _ = await log_with(answered=False)
     keys.destroy(SESSION)
     metrics = await heard(log)
-    assert [m async for m in log.read_all(VERIFIED)] == []
+    assert [m async for m in log.scan(VERIFIED)] == []
     assert metrics.counters()["feedback_events{outcome=forgotten,source=user}"] == 1
 
 
@@ -252,8 +252,8 @@ async def forgotten(log: Log, folder: Path) -> None:
 
 
 async def written(log: Log) -> tuple[Feedback, DeadLetter]:
-    (message,) = [m.value async for m in log.read_all(VERIFIED) if isinstance(m.value, Feedback)]
-    (letter,) = [m.value async for m in log.read_all(DEAD_LETTERS) if isinstance(m.value, DeadLetter)]
+    (message,) = [m.value async for m in log.scan(VERIFIED) if isinstance(m.value, Feedback)]
+    (letter,) = [m.value async for m in log.scan(DEAD_LETTERS) if isinstance(m.value, DeadLetter)]
     return message, letter
 
 

@@ -63,8 +63,8 @@ async def opened() -> Log:
 
 
 async def stored(log: Log) -> tuple[list[Feedback], list[DeadLetter]]:
-    said = [message.value async for message in log.read_all(VERIFIED) if isinstance(message.value, Feedback)]
-    dead = [message.value async for message in log.read_all(DEAD_LETTERS) if isinstance(message.value, DeadLetter)]
+    said = [message.value async for message in log.scan(VERIFIED) if isinstance(message.value, Feedback)]
+    dead = [message.value async for message in log.scan(DEAD_LETTERS) if isinstance(message.value, DeadLetter)]
     return said, dead
 
 
@@ -289,8 +289,8 @@ async def read(
     while await received_once(by_path, reader, log, Metrics("process"), seen, poll_s=0.01):
         pass
     await reader.close()
-    found = [m.value async for m in log.read_all(VERIFIED) if isinstance(m.value, Feedback)]
-    dead = [m.value async for m in log.read_all(DEAD_LETTERS) if isinstance(m.value, DeadLetter)]
+    found = [m.value async for m in log.scan(VERIFIED) if isinstance(m.value, Feedback)]
+    dead = [m.value async for m in log.scan(DEAD_LETTERS) if isinstance(m.value, DeadLetter)]
     return found, dead
 
 

@@ -66,11 +66,11 @@ async def train(
 
 
 async def journal(log: Log) -> list[object]:
-    return [message.value async for message in log.read_all(topics.BATCHES)]
+    return [message.value async for message in log.scan(topics.BATCHES)]
 
 
 async def published(log: Log) -> list[PolicyEvent]:
-    events = [message.value async for message in log.read_all(topics.POLICIES)]
+    events = [message.value async for message in log.scan(topics.POLICIES)]
     return [event for event in events if isinstance(event, PolicyEvent) and event.event == "published"]
 
 

@@ -339,7 +339,7 @@ async def test_what_of_the_buffer_cannot_be_read_or_trained_is_dropped_with_a_re
     refused = {name: value for name, value in metrics.counters().items() if name.startswith("buffer_refused")}
     assert refused == {"buffer_refused{reason=bad frame}": 1.0, "buffer_refused{reason=lane not trained}": 1.0}
     assert told == {"c.0": "bad frame", "b.0": "lane not trained"}
-    assert [message.value.reason async for message in log.read_all(topics.DEAD_LETTERS)] == ["bad frame"]
+    assert [message.value.reason async for message in log.scan(topics.DEAD_LETTERS)] == ["bad frame"]
 
 
 async def test_only_a_newer_lease_of_the_same_policy_ends_a_trainer() -> None:

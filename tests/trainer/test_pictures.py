@@ -194,10 +194,10 @@ async def test_a_run_on_pictures_drops_what_cannot_be_shown_and_is_replayed_to_t
     learner = TorchLearner(str(tiny_model_folder), CONFIG, device="cpu")
     image_inputs = open_sight(str(tiny_model_folder), store)
     await run_trainer(role_of("train", FLOOR, log, store), CONFIG, learner, seed=3, image_inputs=image_inputs)
-    journal = [message.value async for message in log.read_all(topics.BATCHES)]
+    journal = [message.value async for message in log.scan(topics.BATCHES)]
     trained = {item.id.partition(".")[0] for each in journal if isinstance(each, Batch) for item in each.items}
     assert trained == {f"count-{sequence}" for sequence in range(GROUPS) if sequence != GONE}
-    told = [message.value async for message in log.read_all(topics.PROGRESS)]
+    told = [message.value async for message in log.scan(topics.PROGRESS)]
     dropped = {group: why for each in told if isinstance(each, Drawn) for group, why in each.dropped.items()}
     assert dropped == {f"count-{GONE}.0": BAD_IMAGE}
 

@@ -38,7 +38,7 @@ class Rig:
     async def events(self) -> list[tuple[int, PolicyEvent]]:
         return [
             (message.offset, message.value)
-            async for message in self.log.read_all(topics.POLICIES)
+            async for message in self.log.scan(topics.POLICIES)
             if isinstance(message.value, PolicyEvent)
         ]
 
@@ -174,7 +174,7 @@ async def lived(log: Log) -> None:
 
 
 async def events_of(log: Log) -> list[tuple[int, PolicyEvent]]:
-    messages = [message async for message in log.read_all(topics.POLICIES)]
+    messages = [message async for message in log.scan(topics.POLICIES)]
     return [(message.offset, message.value) for message in messages if isinstance(message.value, PolicyEvent)]
 
 

@@ -177,7 +177,7 @@ def test_a_lost_log_is_refused_by_every_role_and_recovered_on_a_real_broker(
     async def before() -> None:
         log = Log(MemoryBus(), app_name, store=store)
         await log.create_topics(partitions=2, keep_ms=-1)
-        for message in [each async for each in (await filled_log(store)).read_all(topics.BUFFER)]:
+        for message in [each async for each in (await filled_log(store)).scan(topics.BUFFER)]:
             assert message.value is not None
             await log.publish(topics.BUFFER, message.value)
         await train(log, store, ScriptedLearner(), floor=floor)
@@ -187,7 +187,7 @@ def test_a_lost_log_is_refused_by_every_role_and_recovered_on_a_real_broker(
         await bus.start()
         try:
             log = Log(bus, app_name, store=store)
-            for message in [each async for each in (await filled_log(store)).read_all(topics.BUFFER)]:
+            for message in [each async for each in (await filled_log(store)).scan(topics.BUFFER)]:
                 assert message.value is not None
                 await log.publish(topics.BUFFER, message.value)
             await train(log, store, ScriptedLearner(), MORE, floor=floor)

@@ -194,7 +194,7 @@ def replace(log: Log, topic: topics.Topic, offset: int, value: bytes) -> None:
 
 
 async def batch_at(log: Log, step: int) -> tuple[int, Batch]:
-    async for message in log.read_all(topics.BATCHES):
+    async for message in log.scan(topics.BATCHES):
         if isinstance(message.value, Batch) and message.value.step == step:
             return message.offset, message.value
     raise AssertionError(f"no step {step}")
@@ -204,7 +204,7 @@ async def test_an_altered_buffered_block_is_named_by_step_and_offset() -> None:
     log, store, _ = await finished_run()
     _, batch = await batch_at(log, 9)
     offset = next(item.offset for item in batch.items if item.lane == "usual")
-    (message,) = [each async for each in log.read_all(topics.BUFFER) if each.offset == offset]
+    (message,) = [each async for each in log.scan(topics.BUFFER) if each.offset == offset]
     assert isinstance(message.value, Block)
     better = Block(tuple(experience.with_bulk(logprobs=[-0.5, -0.26]) for experience in message.value.experiences))
     replace(log, topics.BUFFER, offset, encode(better))

@@ -72,7 +72,7 @@ async def test_what_is_longer_than_the_context_is_told_and_all_else_is_trained(t
     long = msgspec.structs.replace(long, id="long.0.0-0-0", group="long.0", group_size=1)
     await log.publish(topics.BUFFER, Block((long,)))
     await train(log, store, ScriptedLearner(), max_tokens=4)
-    told = [each.value async for each in log.read_all(topics.PROGRESS) if isinstance(each.value, Drawn)]
+    told = [each.value async for each in log.scan(topics.PROGRESS) if isinstance(each.value, Drawn)]
     assert {name: why for each in told for name, why in each.dropped.items()} == {"long.0": "longer than the context"}
     trained = {item.id for entry in await journal(log) if isinstance(entry, Batch) for item in entry.items}
     assert len([name for name in trained if name.startswith("usual-")]) == 4 * STEPS and "long.0.0-0-0" not in trained
@@ -152,12 +152,12 @@ async def test_a_checkpoint_is_told_and_written_before_its_version_is_published(
     await train(log, store, ScriptedLearner())
     saved = {
         each.value.version: each.timestamp_ms
-        async for each in log.read_all(topics.BATCHES)
+        async for each in log.scan(topics.BATCHES)
         if isinstance(each.value, Saved)
     }
     published = {
         each.value.version: each.timestamp_ms
-        async for each in log.read_all(topics.POLICIES)
+        async for each in log.scan(topics.POLICIES)
         if isinstance(each.value, PolicyEvent) and each.value.event == "published"
     }
     assert len(saved) > 3 and all(time < published[version] for version, time in saved.items())
@@ -202,7 +202,7 @@ class KillingFolder(PutsThatKill, DirectoryStore):
 
 async def drawn(log: Log) -> set[str]:
     """Groups the master was told of."""
-    messages = [message.value async for message in log.read_all(topics.PROGRESS)]
+    messages = [message.value async for message in log.scan(topics.PROGRESS)]
     return {group for message in messages if isinstance(message, Drawn) for group in message.groups}
 
 

@@ -277,7 +277,7 @@ def test_a_group_within_the_bound_is_trained_and_one_beyond_it_is_dropped_and_to
     assert run.supply.intake.buffer.num_groups("live") == 0
 
     async def told() -> list[Drawn]:
-        return [each.value async for each in run.log.read_all(topics.PROGRESS) if isinstance(each.value, Drawn)]
+        return [each.value async for each in run.log.scan(topics.PROGRESS) if isinstance(each.value, Drawn)]
 
     (record,) = asyncio.run(told())
     assert record.dropped == {"l0.0": DIVERGED, "l1.0": DIVERGED}
@@ -351,7 +351,7 @@ def test_a_trainer_that_starts_into_a_pause_begins_no_step_tells_what_waits_and_
         async with asyncio.timeout(60):
             await training
         assert len([batch for batch in await batches(log) if batch.phase == "train"]) == STEPS
-        reports = [each.value async for each in log.read_all(topics.REPORTS) if isinstance(each.value, Progress)]
+        reports = [each.value async for each in log.scan(topics.REPORTS) if isinstance(each.value, Progress)]
         assert reports[-1].gauges["groups_waiting"] == 4, "demonstrations, which may be trained again"
 
     run_virtual(main())

@@ -34,7 +34,7 @@ async def finish_report(
     name, task = settings.run or settings.app, options.chosen
     account = await audit(log, name)
     held, newest = await read_answers(log, task.suite)
-    journal = [message.value async for message in log.read_all(topics.BATCHES)]
+    journal = [message.value async for message in log.scan(topics.BATCHES)]
     entries, _ = effective([record for record in journal if isinstance(record, JournalRecord)], name)
     phases = [entry.phase for entry in entries if isinstance(entry, Batch)]
     values: dict[str, Any] = {
@@ -81,7 +81,7 @@ async def read_answers(log: Log, suite: str) -> tuple[dict[int, dict[int, Answer
     """The answers to a suite, version → number of the task → answer; and the newest answers that may be trained."""
     found: dict[int, dict[int, Answer]] = {}
     newest = deque[Experience](maxlen=NUM_COMPARED)
-    async for message in log.read_all(topics.EXPERIENCES):
+    async for message in log.scan(topics.EXPERIENCES):
         for experience in message.value.experiences if isinstance(message.value, Block) else ():
             asked = parse_eval_group(experience.group) if experience.suite == suite else None
             if asked is not None and experience.messages:

@@ -77,7 +77,7 @@ async def recover_log(log: Log, store: Store, floor: Floor, console: Console, *,
 async def newest(log: Log, store: Store, floor: Floor) -> Checkpoint:
     """State to continue from. Raises ConfigError where the log has steps of its own, or the store no checkpoint."""
     run = floor.run or floor.app
-    async for message in log.read_all(topics.BATCHES):
+    async for message in log.scan(topics.BATCHES):
         if isinstance(message.value, Batch) and message.value.run == run:
             raise ConfigError(
                 f'run "{run}": this log has steps of its own (step {message.value.step} at journal offset '

@@ -154,14 +154,14 @@ class RunningGateway:
         return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=60, trust_env=False, verify=False)
 
     async def experiences(self) -> list[Experience]:
-        blocks = [message.value async for message in self.log.read_all(EXPERIENCES)]
+        blocks = [message.value async for message in self.log.scan(EXPERIENCES)]
         return [one for block in blocks if isinstance(block, Block) for one in block.experiences]
 
     async def received(self, count: int = 0) -> list[Received]:
         """What lies in the log, once there is so much: the outbox brings it after the answer 202."""
         async with asyncio.timeout(60):
             while True:
-                found = [m.value async for m in self.log.read_all(FEEDBACK) if isinstance(m.value, Received)]
+                found = [m.value async for m in self.log.scan(FEEDBACK) if isinstance(m.value, Received)]
                 if len(found) >= count:
                     return found
                 await asyncio.sleep(0.01)

@@ -134,7 +134,7 @@ def test_whatever_the_broker_does_nothing_is_lost_and_disk_keeps_the_order(
                 bus.away = move == "away"
         await until(lambda: outbox.direct and not outbox.num_waiting, seconds=30)
         await closed(outbox, loops)
-        seen = [m.value.id async for m in log.read_all(FEEDBACK) if isinstance(m.value, Received)]
+        seen = [m.value.id async for m in log.scan(FEEDBACK) if isinstance(m.value, Received)]
         first = list(dict.fromkeys(seen))
         assert first == [str(one) for one in range(number)]
 
@@ -184,7 +184,7 @@ async def test_what_a_broker_took_of_a_batch_is_not_sent_again_for_what_it_refus
     await until(lambda: outbox.direct and not outbox.num_waiting, seconds=30)
     draining.cancel()
     await asyncio.gather(draining, return_exceptions=True)
-    seen = [int(m.value.id) async for m in log.read_all(FEEDBACK) if isinstance(m.value, Received)]
+    seen = [int(m.value.id) async for m in log.scan(FEEDBACK) if isinstance(m.value, Received)]
     assert seen == [*range(3, 32), *range(3), *range(32, 40)]
 
 

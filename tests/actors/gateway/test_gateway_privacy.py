@@ -232,10 +232,10 @@ async def test_what_a_named_user_says_is_readable_nowhere_without_their_key(tmp_
         bus.away = False
         ann, bob = await served.recorded(2)
         assert ann.key_id != bob.key_id and ann.response == bob.response == "SALTED ANSWER"
-        for message in [one async for one in served.log.read_all(EXPERIENCES)]:
+        for message in [one async for one in served.log.scan(EXPERIENCES)]:
             assert b"SALTED" not in message.record.value and b"PEPPERED" not in message.record.value
         Keys(served.store).destroy(ann.subject)
         later = Log(bus, "test", store=served.store)
-        blocks = [one.value async for one in later.read_all(EXPERIENCES)]
+        blocks = [one.value async for one in later.scan(EXPERIENCES)]
         lost = {one.subject: one.lost for block in blocks for one in getattr(block, "experiences", ())}
         assert lost == {ann.subject: "forgotten", bob.subject: ""}

@@ -93,6 +93,6 @@ async def test_what_failed_with_an_engine_that_died_is_told_before_the_gateway_e
             async with served.http(await served.new_key()) as http:
                 answer = await http.post("/v1/chat/completions", json={"model": "main", "messages": ASK})
             assert answer.status_code == 503
-    reports = [m.value async for m in served.log.read_all(REPORTS) if isinstance(m.value, Progress)]
+    reports = [m.value async for m in served.log.scan(REPORTS) if isinstance(m.value, Progress)]
     clients = (Client(client=TENANT, sessions=1, failed=1),)
     assert of_a_tenant(reports[-1].answered) == (Answered(version=0, answers=1, failed=1, clients=clients),)

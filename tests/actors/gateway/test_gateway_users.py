@@ -79,7 +79,7 @@ async def test_a_turn_that_names_nobody_is_forgotten_with_the_user_of_its_sessio
         await ask(second, key, "NOBODY'S", session="third")
         found = await second.recorded(5)
         assert [bool(one.key_id) for one in found].count(False) == 1
-        raw = b"".join([m.record.value async for m in second.log.read_all(EXPERIENCES)])
+        raw = b"".join([m.record.value async for m in second.log.scan(EXPERIENCES)])
         assert b"WILHELMINA" not in raw
         keys = Keys(store)
         key_ids = destroy(keys, "acme", ANN)
@@ -87,7 +87,7 @@ async def test_a_turn_that_names_nobody_is_forgotten_with_the_user_of_its_sessio
         report = await complete(second.log, index, keys, "9f", key_ids)
         index.close()
         assert (len(key_ids), report.groups, report.texts) == (1, 3, 1)
-        blocks = [m.value async for m in Log(bus, "test", store=store).read_all(EXPERIENCES)]
+        blocks = [m.value async for m in Log(bus, "test", store=store).scan(EXPERIENCES)]
         members = [one for block in blocks if isinstance(block, Block) for one in block.experiences]
         assert sorted(one.lost for one in members) == ["", "", "forgotten", "forgotten", "forgotten"]
         assert {one.messages[0].content for one in members if not one.lost} == {"I am BOB", "NOBODY'S"}

@@ -200,5 +200,5 @@ async def test_a_frame_that_is_sent_lies_under_the_day_of_the_sending() -> None:
     await log.publish(EXPERIENCES, Block((one,)))
     (key,) = kept(store)
     assert (day_of_key(key) or 0) > TODAY
-    found = [message async for message in log.read_all(EXPERIENCES)]
+    found = [message async for message in log.scan(EXPERIENCES)]
     assert is_claim(found[0].record.value) and found[0].error is None

@@ -80,7 +80,7 @@ async def new_log(store: Store | None = None) -> Log:
 
 
 async def all_of(log: Log, topic: Topic) -> list[LogMessage]:
-    return [message async for message in log.read_all(topic)]
+    return [message async for message in log.scan(topic)]
 
 
 KEYS: list[tuple[Topic, Control | Block, bytes]] = [
@@ -246,7 +246,7 @@ async def test_read_all_ends_at_the_end_of_the_call() -> None:
     log = await new_log()
     await log.publish_all(VERIFIED, [Tick(partition=n % 4, due_ms=n) for n in range(1200)])
     seen = []
-    async for message in log.read_all(VERIFIED):
+    async for message in log.scan(VERIFIED):
         seen.append(message)
         if len(seen) == 1:
             await log.publish(VERIFIED, Tick(partition=0, due_ms=9999))

@@ -228,7 +228,7 @@ class Console:
         """The newest order in the log."""
 
         async def read() -> Directive:
-            return [message.value async for message in self.log.read_all(topics.POLICIES)][-1]  # type: ignore[return-value]
+            return [message.value async for message in self.log.scan(topics.POLICIES)][-1]  # type: ignore[return-value]
 
         return asyncio.run_coroutine_threadsafe(read(), self._loop).result(timeout=20)
 

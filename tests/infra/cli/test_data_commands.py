@@ -47,7 +47,7 @@ def test_a_source_that_waits_for_its_topic_reads_it_once_the_command_has_made_it
         assert "none, all were there" in await asyncio.to_thread(printed, config, "check", "--create")
         await bus.send(name, event, key=b"")
         await until_stored(log, topics.VERIFIED, 1)
-        (said,) = [message.value async for message in log.read_all(topics.VERIFIED)]
+        (said,) = [message.value async for message in log.scan(topics.VERIFIED)]
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await bus.close()

@@ -99,7 +99,7 @@ async def log_with_ann(at: tuple[int, ...] = (6, 7)) -> tuple[Log, MemoryStore]:
     plain = await filled_log(store)
     log = Log(MemoryBus(), "t", store=store)
     await log.create_topics(partitions=2, keep_ms=-1)
-    async for message in plain.read_all(topics.BUFFER):
+    async for message in plain.scan(topics.BUFFER):
         assert isinstance(message.value, Block)
         sequence = message.value.experiences[0].sequence
         await log.publish(topics.BUFFER, of_ann(log, sequence) if sequence in at else message.value)

@@ -287,11 +287,11 @@ async def test_master_explorer_streams_and_trainer_drain_to_zero_and_go_on_when_
         account = await drain(log, "test", "ann", 60.0, seen.append)
         assert account.is_clean and account.on_the_way == 0, account.pending_ids[:5]
         assert account.trained > 10 and any(words.startswith("drained: 0 groups") for words in seen)
-        issued = len([one async for one in log.read_all(TASKS)])
+        issued = len([one async for one in log.scan(TASKS)])
         again = await drain(log, "test", "ann", 60.0, seen.append)
         assert again.published == account.published, "a drained app does not go on by itself"
-        assert len([one async for one in log.read_all(TASKS)]) == issued
-        steps = len([one async for one in log.read_all(PROGRESS) if isinstance(one.value, Drawn)])
+        assert len([one async for one in log.scan(TASKS)]) == issued
+        steps = len([one async for one in log.scan(PROGRESS) if isinstance(one.value, Drawn)])
         await log.publish(topics.POLICIES, Directive(order="continue", owner="ann"))
         await trained_steps(log, steps + 2)
 

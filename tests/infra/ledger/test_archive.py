@@ -319,7 +319,7 @@ async def test_a_backup_holds_every_record_and_object_and_no_key() -> None:
     assert [one.key for one in listed(place, backup)] == ["blobs/a"]
     assert not any(b"secret" in place.get(key) for key in place.keys(""))
     (buffer,) = backup.topics["buffer"]
-    records = [message.record async for message in log.read_all(topics.BUFFER)]
+    records = [message.record async for message in log.scan(topics.BUFFER)]
     assert (buffer.begin, buffer.end) == (3, records[-1].offset + 1)
     assert list(recorded(place, buffer)) == [
         StoredRecord(one.offset, one.timestamp_ms, one.key, one.value, one.headers) for one in records

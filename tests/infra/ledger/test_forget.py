@@ -92,7 +92,7 @@ async def test_what_waits_in_the_buffer_is_dropped_with_a_reason_and_never_train
     await train(Log(log.bus, "t", store=store), store, ScriptedLearner(), fewer)
     journaled = await journal(log)
     assert not steps_of(journaled, "usual-6.0") and not steps_of(journaled, "usual-7.0")
-    told = [message.value async for message in log.read_all(topics.PROGRESS)]
+    told = [message.value async for message in log.scan(topics.PROGRESS)]
     dropped = {group: why for one in told if isinstance(one, Drawn) for group, why in one.dropped.items()}
     assert dropped.items() >= {("usual-6.0", "forgotten"), ("usual-7.0", "forgotten")}
 
@@ -113,7 +113,7 @@ async def test_the_event_of_forgetting_is_in_the_log_and_names_nobody() -> None:
     log = Log(MemoryBus(), "t", store=secret_store())
     await log.create_topics(partitions=1, keep_ms=-1)
     about = await tell(log, TENANT, USER, secret=b"s", owner="ops")
-    (message,) = [one async for one in log.read_all(topics.POLICIES)]
+    (message,) = [one async for one in log.scan(topics.POLICIES)]
     assert message.value == Directive(order="forget", owner="ops", about=about)
     assert USER.encode() not in message.record.value and ANN.encode() not in message.record.value
     assert about != await tell(log, TENANT, USER, secret=b"other", owner="ops")
@@ -186,7 +186,7 @@ async def test_a_trainer_that_waits_for_more_lets_go_of_what_is_forgotten_and_wr
     await journaled_until(log, lambda found: len([one for one in found if isinstance(one, Saved)]) > len(before))
     training.cancel()
     await asyncio.gather(training, return_exceptions=True)
-    told = [message.value async for message in log.read_all(topics.PROGRESS)]
+    told = [message.value async for message in log.scan(topics.PROGRESS)]
     dropped = {group: why for one in told if isinstance(one, Drawn) for group, why in one.dropped.items()}
     assert dropped == {f"usual-{2 * STEPS}.0": "forgotten"}
     newest = [one for one in await journal(log) if isinstance(one, Saved)][-1]

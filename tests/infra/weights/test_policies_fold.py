@@ -224,7 +224,7 @@ async def new_rig() -> Rig:
 
 async def whole(log: Log) -> Summary:
     fold = PoliciesFold()
-    async for message in log.read_all(POLICIES):
+    async for message in log.scan(POLICIES):
         fold.take(message)
     return fold.summary()
 
