@@ -154,7 +154,7 @@ async def test_a_claim_without_a_store_is_poison_not_silence(store_dir: Path) ->
     await log.publish(EXPERIENCES, block(num_tokens=300_000))
     (message,) = await all_of(Log(log.bus, "app"), EXPERIENCES)
     assert message.value is None
-    assert "has none" in str(message.error)
+    assert "has no store" in str(message.error)
 
 
 async def test_poison_is_a_message_and_its_neighbours_are_read() -> None:
