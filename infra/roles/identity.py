@@ -24,6 +24,9 @@ from schemas.errors import ConfigError, NotInStore
 from schemas.topics import POLICIES
 
 READS = 3
+HELPS = (
+    "put back what is missing or name what belongs together in [kafka] and [store]; `headrace recover` goes on without"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,50 +48,47 @@ class Begun(msgspec.Struct, frozen=True):
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """Result of the check. here: the log, None where it is empty. named: what the store says. missing: an object of the store.
+    """Result of the check. here: the log, None where it is empty. fault: fault and remedy in a line; "" for none.
 
     verdict: "new" where both are empty, "unclaimed" where the store names no log and nothing speaks against this one.
     """
 
     verdict: Verdict
     here: Begun | None = None
-    named: Begun | None = None
-    missing: str = ""
+    fault: str = ""
 
 
 async def fit_of(log: Log, store: Store, floor: Floor) -> Fit:
     """Compare them. Raises BrokerUnavailable, StoreError."""
     here = await log_beginning(log)
     named = await asyncio.to_thread(_named, store, floor.app)
-    if named is not None:
-        return Fit("log lost" if here is None else "fits" if here == named else "other log", here, named)
     if here is None:
         first = await asyncio.to_thread(lambda: next(iter(store.keys(f"checkpoints/{floor.run or floor.app}/")), ""))
-        return Fit("log lost" if first else "new")
+        if named is None and not first:
+            return Fit("new")
+        other = f"the log {named}" if named is not None else "another log"
+        return Fit(
+            "log lost", None, f'{store!r} belongs to {other}, and the log of app "{floor.app}" is empty: {HELPS}'
+        )
+    if named is not None and here != named:
+        fault = f'{store!r} belongs to the log {named}, and the log of app "{floor.app}" is {here}: {HELPS}'
+        return Fit("other log", here, fault)
+    if named is not None:
+        return Fit("fits", here)
     events = (await folded(log)).of(floor.policy.name).events
     newest = events[max(events)].manifest if events else ""
-    missing = newest if newest and not await asyncio.to_thread(_has, store, newest) else ""
-    return Fit("store lost" if missing else "unclaimed", here, missing=missing)
+    if newest and not await asyncio.to_thread(_has, store, newest):
+        return Fit(
+            "store lost", here, f'the log of app "{floor.app}" names {newest}, which is not in {store!r}: {HELPS}'
+        )
+    return Fit("unclaimed", here)
 
 
 async def require_fit(log: Log, store: Store, floor: Floor) -> None:
     """Raise ConfigError where log and store do not belong together."""
     fit = await fit_of(log, store, floor)
-    if reason := fault(fit, floor.app, repr(store)):
-        raise ConfigError(reason)
-
-
-def fault(fit: Fit, app: str, store: str) -> str:
-    """Fault and remedy in a line; "" for none."""
-    helps = "put back what is missing or name what belongs together in [kafka] and [store]; `headrace recover` goes on without"
-    named = f"the log {fit.named}" if fit.named is not None else "another log"
-    if fit.verdict == "log lost":
-        return f'{store} belongs to {named}, and the log of app "{app}" is empty: {helps}'
-    if fit.verdict == "other log":
-        return f'{store} belongs to {named}, and the log of app "{app}" is {fit.here}: {helps}'
-    if fit.verdict == "store lost":
-        return f'the log of app "{app}" names {fit.missing}, which is not in {store}: {helps}'
-    return ""
+    if fit.fault:
+        raise ConfigError(fit.fault)
 
 
 async def claim(log: Log, store: Store, floor: Floor, *, anew: bool = False) -> None:

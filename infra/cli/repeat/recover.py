@@ -14,7 +14,7 @@ from infra.cli.connect import app_store, create_topics, reading
 from infra.cli.look.audit import operator
 from infra.cli.options import SettingsFile, command
 from infra.log.log import Log
-from infra.roles.identity import Fit, fault, fit_of
+from infra.roles.identity import Fit, fit_of
 from infra.settings.config import Floor
 from infra.store.store import Store
 from schemas import Batch, topics
@@ -53,7 +53,7 @@ async def recover_log(log: Log, store: Store, floor: Floor, console: Console, *,
     recovered.
     """
     fit = await fit_of(log, store, floor)
-    reason = fault(fit, floor.app, repr(store)).partition(": ")[0]
+    reason = fit.fault.partition(": ")[0]
     if not reason:
         console.print("The log and the store belong together: there is nothing to recover.")
         return 0
