@@ -30,7 +30,7 @@ Fault = Literal["", "wall time", "output limit", "memory"]
 
 
 class SandboxChild:
-    """Use as a context manager; not safe for concurrent use. fault: why it was stopped, "" while it was not."""
+    """One run, until `close`; not safe for concurrent use. fault: why it was stopped, "" while it was not."""
 
     def __init__(
         self, command: list[str], descriptors: tuple[int, ...], status: tuple[int, int], limits: SandboxLimits
@@ -63,12 +63,6 @@ class SandboxChild:
         self._outer = os.pidfd_open(self._process.pid)
         self._open_inner()
 
-    def __enter__(self) -> "SandboxChild":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def send(self, data: bytes) -> None:
         """Queue bytes for its standard input; they are written while something is waited for."""
         self._pending += data
@@ -100,7 +94,9 @@ class SandboxChild:
         if self._inner >= 0:
             with suppress(ProcessLookupError):  # it has ended
                 signal.pidfd_send_signal(self._inner, signal.SIGKILL)
-            _wait(self._inner)
+            # It need not be our child: its descriptor is readable once it has ended.
+            if not select.select([self._inner], [], [], KILL_S)[0]:
+                raise SandboxUnavailable(f"a sandbox did not end within {KILL_S:g} s of SIGKILL")
         else:
             self._process.kill()
         self._process.wait(KILL_S)
@@ -110,8 +106,8 @@ class SandboxChild:
         for stream in (self._in, self._process.stdout, self._process.stderr):
             if stream is not None:
                 stream.close()
-        self._words += _read_all(self._status)
-        os.close(self._status)
+        with open(self._status, "rb") as status:
+            self._words += status.read()
         os.close(self._outer)
         self._outer = self._inner = -1
 
@@ -188,19 +184,6 @@ class SandboxChild:
             return code
         words = self.stderr.decode(errors="replace").strip()[:300]
         raise SandboxUnavailable(f"bubblewrap could not confine the program: {words or 'it ended and printed nothing'}")
-
-
-def _wait(descriptor: int) -> None:
-    """Until a process that need not be our child has ended: its descriptor is then readable."""
-    if not select.select([descriptor], [], [], KILL_S)[0]:
-        raise SandboxUnavailable(f"a sandbox did not end within {KILL_S:g} s of SIGKILL")
-
-
-def _read_all(descriptor: int) -> bytes:
-    words = b""
-    while chunk := os.read(descriptor, CHUNK_BYTES):
-        words += chunk
-    return words
 
 
 def used_bytes(pid: int, tmp_bytes: int) -> int:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import msgspec
 
@@ -91,7 +91,7 @@ class Sandbox:
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
-            with child:
+            with closing(child):
                 yield child
 
     def _probe(self) -> None:
