@@ -59,9 +59,8 @@ class BrokerPorts(msgspec.Struct, frozen=True):
 def is_free(port: int) -> bool:
     """True if a server could listen on `port` now."""
     with socket.socket() as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as Java does: a closing connection does not matter
+        # As Java does: a closing connection does not matter.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
         except OSError:
@@ -111,7 +110,7 @@ _PLAIN = "org.apache.kafka.common.security.plain.PlainLoginModule"
 logger = logging.getLogger(__name__)
 
 
-def server_properties(data: Path, address: BrokerPorts, more: Mapping[str, str] = MappingProxyType({})) -> str:
+def server_properties(data: Path, address: BrokerPorts, more: Mapping[str, str]) -> str:
     """Kafka's settings for one node that is broker and controller. more: they come before ours."""
     settings = {
         "process.roles": "broker,controller",

@@ -48,7 +48,6 @@ class Child(msgspec.Struct, frozen=True, kw_only=True):
     argv: tuple[str, ...]
     log: Path
     env: dict[str, str] = {}
-    cwd: Path | None = None
     final_codes: tuple[int, ...] = (0,)
     mistakes: tuple[int, ...] = ()
     max_backoff_s: float = MAX_BACKOFF_S
@@ -175,7 +174,7 @@ class Supervisor:
                 self._tell(child, "restarting")
 
     async def _run_once(self, child: Child, state: ChildState) -> None:
-        watched = start_watched(child.argv, log=child.log, env=child.env, cwd=child.cwd)
+        watched = start_watched(child.argv, log=child.log, env=child.env)
         self._running[child.name] = watched
         state.pid, state.exit_code = watched.pid, None
         try:

@@ -19,7 +19,7 @@ def read_secret(
         if found := environment.get(env, ""):
             return found
         raise ConfigError(
-            f"{setting}_env: the environment has no {env}; set it, or name a file in {_last(setting)}_file"
+            f"{setting}_env: the environment has no {env}; set it, or name a file in {setting.rpartition('.')[2]}_file"
         )
     if folder is None and not Path(file).is_absolute():
         raise ConfigError(f'{setting}_file: got "{file}", expected an absolute path')
@@ -40,7 +40,3 @@ def bearer(token_env: str, token_file: str) -> dict[str, str]:
     if not token_env and not token_file:
         return {}
     return {"Authorization": f"Bearer {read_secret('token', token_env, token_file)}"}
-
-
-def _last(setting: str) -> str:
-    return setting.rpartition(".")[2]
