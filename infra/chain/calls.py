@@ -51,10 +51,6 @@ class Trouble:
             return ""
         return f"not called: {len(self.hung)} earlier calls still hang; restart this role"
 
-    def hangs(self, thread: threading.Thread) -> None:
-        self.hung.append(thread)
-        logger.warning("step_hangs step=%s threads=%d", self.name, len(self.hung))
-
     def tell(self, error: BaseException) -> None:
         """Log an error with file, line and stack: the first of its type and place, MAX_LOGGED in all."""
         stack = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
@@ -151,5 +147,6 @@ async def _one_thread(
         async with asyncio.timeout(timeout_s):
             return await answer
     except TimeoutError:
-        trouble.hangs(thread)
+        trouble.hung.append(thread)
+        logger.warning("step_hangs step=%s threads=%d", trouble.name, len(trouble.hung))
         return Failure("timed out", f"no answer within {timeout_s:g} s")

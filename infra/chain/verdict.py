@@ -51,14 +51,12 @@ def input_hash(question: str, experience: Experience) -> str:
 
 def read_verdict(result: object) -> Verdict | str:
     """A score's result with plain, finite numbers, or its fault. Raises what the result itself raises."""
-    verdict = result if isinstance(result, Verdict) else None
-    value = result if verdict is None else verdict.value
+    verdict = result if isinstance(result, Verdict) else Verdict()
+    value = verdict.value if result is verdict else result
     number = None if value is None else _finite(value)
     if value is not None and number is None:
         shown = f"{str(value)[:60]!r} " if isinstance(value, str | float) else ""
         return f"got {shown}({type(value).__name__}), expected a finite number or None"
-    if verdict is None:
-        return Verdict(value=number)
     return msgspec.structs.replace(verdict, value=number)
 
 
