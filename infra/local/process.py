@@ -31,10 +31,8 @@ class Watched:
 
     def kill_group(self) -> None:
         """SIGKILL everything that is left of the group, also after its leader has ended."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
 
     def release(self) -> None:
         """Close the pipe; call once after the process has ended."""

@@ -92,17 +92,13 @@ class Supervisor:
         if len(set(names)) < len(names):
             raise ValueError(f"children need names of their own: got {names}")
         self._children = {child.name: child for child in children}
-        self._states = {child.name: ChildState(name=child.name) for child in children}
+        self.states = {child.name: ChildState(name=child.name) for child in children}
         self._running: dict[str, Watched] = {}
         self._on_event = on_event
         self._stopping = {name: asyncio.Event() for name in names}
         self._tasks = asyncio.TaskGroup()
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._waiters = ThreadPoolExecutor(max(1, len(children)), "wait-child")
-
-    @property
-    def states(self) -> dict[str, ChildState]:
-        return self._states
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -147,7 +143,7 @@ class Supervisor:
         return True
 
     async def _keep(self, child: Child) -> None:
-        state, stopping = self._states[child.name], self._stopping[child.name]
+        state, stopping = self.states[child.name], self._stopping[child.name]
         while not stopping.is_set():
             started_s = time.monotonic()
             await self._run_once(child, state)
@@ -202,12 +198,12 @@ class Supervisor:
     async def _sample(self) -> None:
         while True:
             resident = await asyncio.to_thread(session_rss_bytes)
-            for state in self._states.values():
+            for state in self.states.values():
                 state.peak_rss_bytes = max(state.peak_rss_bytes, resident[state.pid or 0])
             await asyncio.sleep(SAMPLE_S)
 
     def _tell(self, child: Child, kind: EventKind) -> None:
-        state = self._states[child.name]
+        state = self.states[child.name]
         level = logging.WARNING if kind in ("restarting", "failing", "gave_up") else logging.INFO
         logger.log(level, "child.%s name=%s pid=%s code=%s", kind, child.name, state.pid, state.exit_code)
         if self._on_event is not None:

@@ -38,12 +38,7 @@ async def run_until(stop: asyncio.Event, *loops: Coroutine[None, None, None]) ->
             for task in tasks:
                 task.cancel()
     except BaseExceptionGroup as errors:
-        raise first_error(errors) from errors
-
-
-def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error inside nested groups: the one a person should read."""
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+        error: BaseException = errors
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from errors
