@@ -99,10 +99,8 @@ class Rights:
         if right == "delete":
             try:
                 await self._admin.delete_records({at: RecordsToDelete(0)})
-            except TopicAuthorizationFailedError:
-                return True
-            except KafkaError:
-                return False
+            except KafkaError as error:
+                return isinstance(error, TopicAuthorizationFailedError)
             return False
         if right == "write":
             request = ProduceRequest(None, -1, TIMEOUT_MS, [(at.topic, [(at.partition, b"")])])
