@@ -142,7 +142,7 @@ ALARMS = (
         "{{ $labels.instance }} waits for a canary", wait="1m", severity="ticket",
     ),
     Alarm(
-        "customers-stay", "Complaints rose with a promotion", r"[Cc]ustomers stay with it",
+        "customers-stay", "Complaints rose with a promotion", r"Customers stay with it",
         'headrace_alarm_raised{alarm="customers-stay"} > 0',
         "Complaints rose with a promotion: headrace status says how many", wait="5m", severity="ticket",
     ),
