@@ -1,7 +1,7 @@
 """Bulk of an experience: its tokens, logprobs and messages, either made here or lying in the sections of a frame.
 
-Sections are named columns of items, each compressed once, decompressed on first use and then shared; those of unknown names
-are kept as they came.
+Sections are named columns of items, each compressed once, decompressed on first use and then shared; sections of unknown names
+stay unchanged.
 
 Guarantees: bulk from a frame is decoded on first use, once; what is wrong with it raises BadFrame then, naming the
 experience and the field. Arrays are read-only. Nothing is decompressed before its declared size is known to be within

@@ -37,7 +37,7 @@ class Ranges:
 
 
 class BatchItem(Struct, frozen=True, array_like=True):
-    """One experience as trained: where it lies in `buffer`, and the numbers the loss used.
+    """One experience as trained: its place in `buffer`, and the numbers that the loss used.
 
     id: of the experience. partition, offset: of its block. index: within its block. lane: that trains it. revision: of the
     experience. advantage: of the whole experience. use: 0 the first time it is trained in the lane, as whichever revision.
@@ -65,14 +65,13 @@ class Batch(Struct, frozen=True, tag_field="kind", tag="batch"):
     """The journal: what one optimizer step trains on, in order, written before the step.
 
     run: whose journal it is. token: fencing token; the first record per (token, step) counts. step: from 0. version: policy
-    version before the step. items: in the order of training.
-    phase: "warmup" or "train". drops: reason to experiences dropped at the draw or in the batch chain. dropped: those of
-    the draw that are wholly too old, and those that the batch chain took out of the step. dropped_because: why, one each.
-    masked_below: usual tokens that a version below it sampled are no targets of this step, -1 where there are none. masked:
-    how many of those there are in what was drawn, without what is wholly too old.
-    seed: of everything random in the step. config_hash: of the settings that shape the step. blocks: BLAKE2b-128 of each
-    block's record in `buffer`, in the order in which `items` and then `dropped` first name them, so that one that was
-    altered since can be named.
+    version before the step. items: in the order of training. phase: "warmup" or "train". drops: reason to experiences dropped
+    at the draw or in the batch chain. dropped: experiences of the draw that are wholly too old, and experiences that the batch
+    chain took out of the step. dropped_because: one reason each. masked_below: usual tokens that a version below it sampled are
+    no targets of this step, -1 where there are none. masked: how many of those there are in what was drawn, without what is
+    wholly too old. seed: of everything random in the step. config_hash: of the settings that shape the step. blocks:
+    BLAKE2b-128 of each block's record in `buffer`, in the order in which `items` and then `dropped` first name them, so that
+    one that was altered since can be named.
     """
 
     run: str
@@ -157,8 +156,8 @@ class Effective:
     """Tells of each record of a journal, in its order, whether it counts: the same for every reader.
 
     Steps below one already journaled under an older token are re-executions and never journaled again, so (token, step) is
-    unique per reader; a repeated one is a retried send. Of a journal whose beginning was trimmed the first record counts as
-    the fence before it: the trainer begins what it keeps with one that counted. token: highest fence so far.
+    unique per reader; a repeated one is a retried send. After a trim, the first kept record counts as the fence before it: the
+    trainer trims only up to a record that counted. token: highest fence so far.
     """
 
     def __init__(self, run: str, token: int = -1) -> None:

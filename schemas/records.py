@@ -77,8 +77,8 @@ class MasterState(Struct, frozen=True):
 
 
 class FeedbackWait(Struct, frozen=True):
-    """Answers that wait for feedback at a stream worker. answers: how many. first_ms: when the window of the one that has
-    waited longest passes, by the log's clock; 0 for none.
+    """Answers that wait for feedback at a stream worker. answers: their number. first_ms: end of the first window to close, by
+    the log's clock; 0 for none.
     """
 
     answers: Count = 0
@@ -104,15 +104,14 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
 
     What other roles decide from has a field of its own, which is None in logs written before it.
 
-    role: its name. instance: its name for one run of the process. version: that it holds, -1 for none.
-    counters: for people alone, by the names of the Prometheus metrics; they only grow within one `instance`. gauges: likewise,
-    of now. state: likewise, in a word. life: where the role is between start and end. is_canary: of a gateway. master: of the
-    master. waits: of a stream worker.
-    chains: of a stream worker, stage to its steps with their versions. partitions: stage to the partitions it holds.
-    holds: of an explorer, the groups and eval tasks it runs or waits with, to their attempts; in some reports only, and at
-    most MAX_HELD of them. answered: of a gateway, its newest versions. refused: of an engine, newest versions that it does not
-    serve since its start, to the reason. reason: why a role that says "failed" has ended.
-    alarms: what an operator should look at, a sentence each. release: of headrace, "" of older ones.
+    role: its name. instance: its name for one run of the process. version: that it holds, -1 for none. counters: for people
+    alone, by the names of the Prometheus metrics; they only grow within one `instance`. gauges: likewise, present values.
+    state: likewise, texts. life: where the role is between start and end. is_canary: of a gateway. master: of the master.
+    waits: of a stream worker. chains: of a stream worker, stage to its steps with their versions. partitions: stage to the
+    partitions it holds. holds: of an explorer, the groups and eval tasks it runs or waits with, to their attempts; in some
+    reports only, and at most MAX_HELD of them. answered: of a gateway, its newest versions. refused: of an engine, newest
+    versions that it does not serve since its start, to the reason. reason: why a role that says "failed" has ended. alarms:
+    what an operator should look at, a sentence each. release: of headrace, "" of older ones.
     """
 
     role: str
@@ -267,13 +266,13 @@ class Rating(Struct, frozen=True):
 class Closure(Struct, frozen=True, tag_field="kind", tag="closure"):
     """End of one attempt's group in collect; exactly one per (group, attempt, revision).
 
-    group, attempt, sequence, lane: of the group's experiences. revision: 0, +1 each time late feedback closes it anew.
+    group, attempt, sequence, lane: of the group's experiences. revision: 0, +1 each time late feedback closes it again.
     outcome: buffered, dropped or superseded (another attempt completed first). reason: why it was dropped, a short phrase.
-    experiences: how many went on. mean_reward: over the episodes that have one, before anything was dropped. drops: reason
-    to count of members. version: oldest policy that sampled any of it, -1 where nothing was sampled or it is unknown.
-    trial: the version that was on trial in the canary channel when the gateway drew which of the two would answer, -1 where
-    none was. ratings: what people said of the answers themselves, at most 64, the newest; () for none, None in logs written
-    before there were ratings. answered_ms: log-append time of the answer, -1 where it is not of production.
+    experiences: how many went on. mean_reward: over the episodes that have one, before anything was dropped. drops: reason to
+    count of members. version: oldest policy that sampled any of it, -1 where nothing was sampled or it is unknown. trial: the
+    version that was on trial in the canary channel when the gateway drew which of the two would answer, -1 where none was.
+    ratings: what people said of the answers themselves, at most 64, the newest; () for none, None in logs written before there
+    were ratings. answered_ms: log-append time of the answer, -1 where it is not of production.
     """
 
     group: Id
@@ -332,13 +331,13 @@ class PolicyEvent(Struct, frozen=True, tag_field="kind", tag="policy"):
 
 
 class Directive(Struct, frozen=True, tag_field="kind", tag="directive"):
-    """An order to a role, or of one, that outlives processes; it lies in `policies`, and its offset orders it.
+    """An order to or from a role, which outlives processes. The offset in `policies` orders it.
 
-    order: lease (a master of this app begins: all earlier ones end, and its attempts are numbered from its offset), drain
-    (no new groups; what is outstanding is finished), pause (no new groups and no new steps; serving, recording and feedback
-    go on), continue (takes a drain or a pause back), forget (a user's keys were destroyed) or open (a sealed answer was shown
-    to its owner). Of drain, pause and continue the newest holds. owner: the person or instance that ordered it. reason: why,
-    for people. about: whom it forgets, as a keyed hash, or the answer that it opens.
+    order: lease (a master of this app begins: all earlier ones end, and its attempts are numbered from its offset), drain (no
+    new groups; what is outstanding is finished), pause (no new groups and no new steps; serving, recording and feedback
+    continue), continue (takes a drain or a pause back), forget (a user's keys were destroyed) or open (a sealed answer was
+    shown to its owner). The newest of drain, pause and continue holds. owner: the person or instance that ordered it. reason:
+    why, for people. about: whom it forgets, as a keyed hash, or the answer that it opens.
     """
 
     order: DirectiveKind

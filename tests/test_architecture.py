@@ -76,7 +76,7 @@ MAX_FUNCTION_LINES = 60
 # Lines of Python, blank ones and docstrings included, and files. Lower a number when a folder shrinks; raise one only with the
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
-    "schemas": 2_562,
+    "schemas": 2_560,
     "infra": 14_323,
     "infra/cli": 6_567,
     "infra/cli/console": 1_738,

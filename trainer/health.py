@@ -51,8 +51,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 
     logprob: log π_θ. behaviour: log μ as recorded. advantage: that the loss used. staleness: policy version before the step
     minus behaviour version. version: of the behaviour policy. ratio: μ is the policy's own. clipped: what the loss silenced.
-    exact: the trainer's weights were those of the policy version itself, and the token was sampled with keys and values of its
-    own version, so that at staleness 0 it compares engine with trainer. lane: index into LANES. sequence: index into the
+    exact: the trainer had the weights of the policy version itself, and the engine sampled the token with keys and values of
+    that version, so at staleness 0 the ratio compares engine with trainer. lane: index into LANES. sequence: index into the
     packed items. kl, entropy: what the lane's penalty measured, NaN where it has none.
     """
 
@@ -81,7 +81,7 @@ def select(observed: Observed, chosen: np.ndarray) -> Observed:
 
 
 def diagnose(observed: Observed) -> dict[str, float]:
-    """Diagnostics of a step by `<lane>/<name>`; those of the ratios only for lanes that have any."""
+    """Diagnostics of a step by `<lane>/<name>`; diagnostics of ratios only for lanes with ratios."""
     values: dict[str, float] = {}
     for index in np.unique(observed.lane):
         of_lane = select(observed, observed.lane == index)

@@ -76,7 +76,7 @@ class Block(msgspec.Struct, frozen=True):
 
 def split_blocks(experiences: Sequence[Experience]) -> tuple[Block, ...]:
     """Blocks of one group each, in order of first appearance, as few as hold them: MAX_MEMBERS each, and MAX_SECTION_BYTES of
-    every section beside the known ones. An experience with a larger one goes alone, and is refused by the encoder.
+    every unknown section. An experience with a larger section gets a block alone, which the encoder refuses.
     """
     groups: dict[str, list[Experience]] = {}
     for experience in experiences:

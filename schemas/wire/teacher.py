@@ -1,4 +1,4 @@
-"""Teacher logprobs: a section of a block beside its own, one float per sampled token; older readers carry it along."""
+"""Teacher logprobs: an additional section of a block, one float per sampled token; readers that do not know it pass it on."""
 
 from collections.abc import Sequence
 

@@ -170,7 +170,7 @@ def check_blocks(batch: Batch, digests: Mapping[int, bytes]) -> None:
     for offset, expected in zip(offsets, batch.blocks, strict=False):
         if expected and digests[offset] != expected:
             raise BadFrame(
-                f"step {batch.step}: buffer offset {offset} holds another record than the one that was journaled "
+                f"step {batch.step}: buffer offset {offset} holds another record than the journal names "
                 f"(got {digests[offset].hex()}, expected {expected.hex()}): it was altered since"
             )
 

@@ -16,7 +16,7 @@ class Branch(NamedTuple):
 
     sequence: index into the packed items. tokens: [num], its inputs. at_N: indexes of its sampled tokens. together: it may not
     be parted from the one before. numbers: [num] of the picture places there, -1 for a token of text; () for text alone.
-    is_turn: it is a turn of a session, whose earlier turns take no room beside it.
+    is_turn: True for a turn of a session, whose earlier turns take no room in its row.
     """
 
     sequence: int

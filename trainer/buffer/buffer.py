@@ -244,7 +244,7 @@ class Buffer:
             self._candidates[candidate.lane].put(msgspec.structs.replace(held, uses=held.uses + 1))
 
     def forget_uses(self, below: int) -> int:
-        """Let go of the uses of groups that were last delivered below an offset and are not held; how many went."""
+        """Forget the uses of groups that were last delivered below an offset and are not held; return their number."""
         held = [candidate for rows in self._candidates.values() for candidate in rows if candidate.uses]
         return self.uses.forget_below(below, {use_key(each.group, each.retrained, each.lane) for each in held})
 

@@ -258,7 +258,7 @@ class LaneRows:
             column[row] = value
 
     def pop(self, offset: int) -> Candidate:
-        """Let go of a candidate. KeyError where none is held with that offset."""
+        """Remove a candidate. Raises KeyError if the pool holds none with that offset."""
         candidate = self[offset]
         self._own()
         row = self._row.pop(offset)

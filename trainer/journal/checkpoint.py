@@ -38,7 +38,7 @@ _PART = re.compile(r"(?:adam/\w+/)?(reference|critic)/")
 
 
 class CheckpointPlace(NamedTuple):
-    """One checkpoint of a run. Of two after the same step the later trainer's is newer.
+    """One checkpoint of a run. If two have the same step, the later trainer's is newer.
 
     step: after which it was taken. token: of the trainer's lease.
     """
@@ -313,7 +313,7 @@ class CheckpointTime(msgspec.Struct, frozen=True, order=True):
 def kept(marks: Iterable[CheckpointTime], *, newest: int, keep_ms: int, slots: int = SLOTS) -> set[CheckpointPlace]:
     """Those that stay: never more than newest + slots + 2, of which the newest `newest` always.
 
-    Spans begin at multiples of their length since the epoch, so that the first of a span stays the first as time goes on.
+    Spans begin at multiples of their length since the epoch, so that the first of a span always stays the first.
     """
     if newest < 2:
         raise ValueError(f"newest: got {newest}, expected at least 2 checkpoints")

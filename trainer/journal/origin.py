@@ -1,7 +1,7 @@
 """The origin of a run's bits besides its journal: code, libraries, device, threads, settings.
 
 Each checkpoint records it, so that a replay can say what differs here and what can still be promised. The code is every source
-file that may decide the weights of a journaled batch, to the letter: ours, and those beside the plugins that train.
+file that may decide the weights of a journaled batch, byte for byte: headrace's, and the files next to the plugins that train.
 """
 
 import functools
@@ -37,14 +37,14 @@ def config_hash(config: TrainerConfig, floor: Floor, chain: Sequence[Step] = ())
 
 
 def modules(config: TrainerConfig, learner: Learner) -> tuple[str, ...]:
-    """Modules of the learner and of the losses, those of plugins too."""
+    """Modules of the learner and of the losses, also of plugins."""
     losses = {here(loss_use(lane.loss).partition(":")[0]) for lane in config.lanes.values()}
     return tuple(sorted({type(learner).__module__, *losses}))
 
 
 @functools.cache
 def code_hash(names: tuple[str, ...] = (), root: Path = ROOT) -> str:
-    """Hash of our sources below `root`, of the files beside each plugin of these names, and of the names."""
+    """Hash of headrace's sources below `root`, of the files next to each of these plugins, and of all names."""
     files = [(path.relative_to(root), path) for name in SOURCES for path in [*(root / name).rglob("*.py"), root / name]]
     for name in names:
         file = getattr(sys.modules.get(name), "__file__", None)

@@ -1,7 +1,7 @@
-"""Going on from a checkpoint whose log is lost: a new journal, whose first record is that checkpoint.
+"""Continue from a checkpoint whose log is lost: a new journal, whose first record is that checkpoint.
 
-Guarantees: the tokens and version numbers of the new journal are above all that the store knows, so that nothing of before
-is taken for newer and no version gets a second content; killed at any point, the same call does it again.
+Guarantees: the tokens and version numbers of the new journal are above all that the store knows, so no reader mistakes an old
+record for a newer one, and no version gets a second content. After a kill at any point, the same call repeats the work.
 """
 
 import asyncio

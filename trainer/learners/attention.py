@@ -56,8 +56,8 @@ def row_path(reach_BT: np.ndarray, path: Path, family: Abilities) -> Path:
 
 
 class RowTrees:
-    """The trees of a microbatch's rows. reach_BT, position_BT int64: see `Microbatch`. windows: those of the layers that
-    have asked, 0 among them for a layer without one.
+    """The trees of a microbatch's rows. reach_BT, position_BT int64: see `Microbatch`. windows: windows of the layers that have
+    asked, 0 for a layer without one.
     """
 
     def __init__(self, reach_BT: torch.Tensor, position_BT: torch.Tensor, path: Path) -> None:

@@ -1,9 +1,9 @@
-"""The critic: what a state is worth, and by how much a token did better than that.
+"""The critic: values of states, and advantages of tokens over them.
 
-Guarantees: values are those of the critic as it is when a batch is consumed, never recorded ones; only sampled tokens are
-steps, so what was observed between turns neither discounts nor decays; a sequence is worth its reward or, where the
-batch was packed so, what its last state is worth, never both. On any number of ranks values, advantages and the value loss are
-those of one process: a token counts once, and advantages are scaled by the mean and deviation of all ranks' tokens.
+Guarantees: the critic computes values when the trainer consumes a batch, and reads no recorded values. Only sampled tokens are
+steps, so observations between turns neither discount nor decay. The return of a sequence is its reward or, if the batch was
+packed so, the value of its last state, never both. Any number of ranks computes the values, advantages and value loss of one
+process: a token counts once, and advantages are scaled by the mean and deviation of all ranks' tokens.
 """
 
 import math

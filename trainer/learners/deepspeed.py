@@ -195,7 +195,7 @@ class DeepSpeedLearner:
         return state
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from `save`; to other ranks goes one tensor at a time. Of a stored state each rank reads its own pieces."""
+        """Continue from `save`; rank 0 sends others one tensor at a time. Each rank reads its own pieces of a stored state."""
         check_adapter(state, self.adapter)
         layout = state.layout if isinstance(state, StoredState) else find_layout(state)
         check_same(layout, self._layout(layout))

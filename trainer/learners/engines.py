@@ -272,7 +272,7 @@ class Engines:
             raise ConfigError(
                 f"trainer.learner.options.stage: got 3 with {self._folder} ({packed.module.config.model_type}), which is "
                 "read sequence by sequence, expected 0, 1 or 2: ranks that read different numbers of them would wait for "
-                "each other's shards for ever"
+                "each other's shards without end"
             )
 
 

@@ -37,10 +37,10 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one step.
 
     finite: False where a loss or gradient was not, and nothing was changed. loss: of the whole step (the mean over its
-    minibatches where there are several). grad_norm: before clipping, the largest. values: those of
-    `trainer.health`, by name. reward: mean of what it trained on, which the loop fills in; None without rewards.
-    seconds: by part of the step, of learners that can measure without waiting for a card: "gradients" (forward and backward),
-    "update" (work that a card still runs counts in the part that waits for it).
+    minibatches where there are several). grad_norm: before clipping, the largest. values: diagnostics of `trainer.health`, by
+    name. reward: mean over the trained experiences, which the loop fills in; None without rewards. seconds: by part of the
+    step, of learners that can measure without waiting for a card: "gradients" (forward and backward), "update" (work that a
+    card still runs counts in the part that waits for it).
     """
 
     finite: bool
@@ -94,7 +94,7 @@ class Learner(Protocol):
         """Continue from `save`; ValueError names what does not fit, and nothing is changed then."""
 
     def close(self) -> None:
-        """Let go of what it holds, other ranks among it; nothing is called afterwards."""
+        """Release all resources and end the other ranks; the last call."""
 
 
 @runtime_checkable

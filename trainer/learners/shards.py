@@ -94,8 +94,8 @@ class Shards:
         }
 
     def pieces(self, *, copy: bool = True) -> list[Piece]:
-        """A copy of this rank's part of the state in host memory: together the parts of all ranks are the state. copy: False
-        gives what lies in host memory itself.
+        """A copy of this rank's part of the state in host memory: together the parts of all ranks are the state. copy: False to
+        share tensors that are in host memory already.
         """
         found = []
         for fragment in self._fragments(moments=self._num_steps > 0):

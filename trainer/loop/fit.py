@@ -40,7 +40,7 @@ async def restore_learner(run: Learning, state: Checkpoint) -> None:
     except ValueError as error:
         raise ConfigError(
             f"checkpoint of step {step} does not fit the configured model: {error}; expected the policy.model it was made "
-            "with, or another name in `run`, which begins anew from policy.model"
+            "with, or another name in `run`, which begins from policy.model"
         ) from error
     for part in sorted(wanted - held):
         where = "the policy of the checkpoint" if policy and part == "reference" else "policy.model"
@@ -55,6 +55,6 @@ def check_kept(state: Checkpoint, adapter: Adapter | None) -> None:
         raise ConfigError(
             f"trainer.lora: the checkpoint of step {state.position.step} is of {described(held)}, the settings ask for "
             f"{described(adapter)}: a run keeps what it trains; expected the settings and the policy.model it was made with, "
-            "or another name in `run`, which begins anew from policy.model (a folder of `headrace export-model` keeps what "
+            "or another name in `run`, which begins from policy.model (a folder of `headrace export-model` keeps what "
             "was learned)"
         )

@@ -37,8 +37,8 @@ KNOWN_VERSIONS = 256  # newest versions with their events in memory
 
 class WeightPublisher:
     """One trainer's way to the `policies` topic. events: what was published before, by version, from the first on that may be
-    published again; of what this one publishes the newest KNOWN_VERSIONS are remembered, and a number below them is taken.
-    past: the fold of the topic so far; its follower folds on what comes. adapter: of which all versions are, None for whole
+    published again; the trainer remembers the newest KNOWN_VERSIONS of its own versions, and counts every lower number as used.
+    past: the fold of the topic so far; its follower continues it. adapter: settings that all versions share, None for whole
     models.
     """
 

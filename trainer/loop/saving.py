@@ -196,8 +196,8 @@ async def wait_for_room(run: Run) -> None:
 
 
 async def trim_journal(log: Log, name: str, begin: int, token: int) -> bool:
-    """Remove the journal below `begin`, if the record there is of this run and has at least this token: it says which lease was
-    in force. False where it is not: a trainer that was overtaken wrote it, and what the next checkpoint goes on from will do.
+    """Remove the journal below `begin`, if the record there belongs to this run and has at least this token, which names the
+    lease in force. Return False if an overtaken trainer wrote the record; the next checkpoint tries again.
     """
     found = await log.at(topics.BATCHES, 0, [begin])
     value = (await log.decoded(found[begin])).value if found else None

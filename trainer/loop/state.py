@@ -78,8 +78,8 @@ class Saving:
     saved_step: of the newest own one, -2 before the first. trimmed: offset of `buffer` below which this process has removed
     everything. journal_begin: the same of `batches`. unread: while journaled steps are executed again, where a checkpoint of
     that time sends a restart back to; `position.journal_next` is past these steps already, since new records are appended
-    there. tasks: where checkpoints and versions are stored beside the next steps; without it steps wait. running: the one that
-    is being stored. executor: one thread for the store. stop: of the trainer.
+    there. tasks: group whose tasks store checkpoints and versions during the next steps; without it steps wait. running: the
+    store in progress. executor: one thread for the store. stop: of the trainer.
     """
 
     saved_step: int = -2
@@ -92,7 +92,7 @@ class Saving:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def beside(self, work: Coroutine[None, None, None]) -> None:
-        """Store a checkpoint or a version, or both, beside the next steps, one at a time; where there is no task group, now."""
+        """Store a checkpoint or a version, or both, during the next steps, one at a time; without a task group, at once."""
         await self.finished()
         if self.tasks is None:
             await work
@@ -107,7 +107,7 @@ class Saving:
     async def in_thread(
         self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result:
-        """Run a blocking call of the store beside the learner."""
+        """Run a blocking call of the store in a thread, while the learner works."""
         return await asyncio.get_running_loop().run_in_executor(self.executor, lambda: function(*args, **kwargs))
 
 

@@ -185,8 +185,8 @@ async def fault(run: Run, weights: HashedTensors) -> str:
 
 
 async def write_and_publish_due(run: Run, weights: HashedTensors | None = None) -> None:
-    """Checkpoint before publication where both fall due, so that a version is never ahead of what a restart can reach; both
-    are stored beside the next steps.
+    """Checkpoint before publication where both fall due, so that a version is never ahead of what a restart can reach; the
+    store gets both during the next steps.
 
     weights: see `publish_now`.
     """

@@ -43,7 +43,7 @@ class Supply:
 
 
 def decide(supply: Supply, position: Position, *, now_s: float) -> Draw:
-    """The draw from the buffer as it is now: the paced lane decides, the others follow in proportion."""
+    """Draw from the present buffer: the paced lane decides, the others follow in proportion."""
     lanes = supply.config.lanes
     taken: list[Candidate] = []
     dropped: list[tuple[Candidate, str]] = []

@@ -84,7 +84,7 @@ async def let_go(run: Run) -> None:
 
 
 async def drop_lost(run: Run, draw: Draw) -> bool:
-    """Drop what was forgotten since it arrived; True where it was in the draw, which then has to be made anew."""
+    """Drop experiences that were forgotten since they arrived. True if the draw held one; the caller then draws again."""
     lost = await asyncio.to_thread(run.supply.intake.buffer.lost, draw.taken)
     if lost:
         await drop(run, Draw(dropped=tuple(lost)))

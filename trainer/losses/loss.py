@@ -150,7 +150,7 @@ def needs(
 def open_objective(lane: LaneConfig, where: str = "trainer.lanes") -> Objective:
     """The objective a lane names: a built-in loss or `module:name`. Raises ConfigError.
 
-    What a loss needs of the learner is read from its mark (`needs`), and from those of its options that the mark names.
+    The mark (`needs`) of a loss, and the options that the mark names, say what it needs of the learner.
     """
     use = loss_use(lane.loss)
     if ":" not in use:

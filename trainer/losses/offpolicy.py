@@ -1,4 +1,4 @@
-"""Off-policy mathematics: pure functions of logprobs, the same for numpy arrays and torch tensors where both are said.
+"""Off-policy mathematics: pure functions of logprobs, the same for numpy arrays and torch tensors where the signature has both.
 
 Notation, per sampled token: μ behaviour, π_p proximal, π_θ current; w = π_θ/μ, ρ = π_p/μ, r = π_θ/π_p; A advantage.
 """

@@ -77,9 +77,9 @@ class ReplayStart(msgspec.Struct, frozen=True):
 class Compared(msgspec.Struct, frozen=True):
     """Comparison of a checkpoint of the run with the replay's state.
 
-    step, version: those of the checkpoint. got: hash of the replay's state. expected: hashes that the run recorded; several if
-    the run executed the step again with another result. made_with: as in Saved. fault: fault of the stored checkpoint, "" for
-    none. distance: largest absolute difference between stored and replayed weights, None if no checkpoint is stored.
+    step, version: of the checkpoint. got: hash of the replay's state. expected: hashes that the run recorded; several if the
+    run executed the step again with another result. made_with: as in Saved. fault: fault of the stored checkpoint, "" for none.
+    distance: largest absolute difference between stored and replayed weights, None if no checkpoint is stored.
     """
 
     step: int

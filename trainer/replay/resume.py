@@ -3,8 +3,8 @@
     policies ─> published versions        checkpoint ─> weights, uses, references
     batches ──> journaled batches since ─> executed again, published if the event is missing
 
-Guarantee: in one process on the same CPU model the weights equal those of a run without a kill; elsewhere the batches do. Data
-forgotten between a step and the next checkpoint is the exception: it is left out, reported and counted.
+Guarantee: in one process on the same CPU model the weights equal a run without a kill; elsewhere the batches do. Data
+forgotten between a step and the next checkpoint is the exception: the trainer leaves it out, and reports and counts it.
 """
 
 import asyncio
