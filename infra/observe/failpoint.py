@@ -78,16 +78,23 @@ POINTS: dict[str, Point] = {
 }  # fmt: skip
 
 
-def reach(name: str) -> None:
-    """Say that this place is reached; does nothing unless it is armed."""
-    if (armed := _armed()) is not None:
-        armed.reach(name)
+def reach(name: str, write_half: Callable[[], object] = lambda: None) -> None:
+    """Say that this place is reached; does nothing unless it is armed. write_half: for "tear" and "full"."""
+    if (armed := _armed()) is None:
+        return
+    assert name in POINTS, f"no failpoint {name!r}: add it to the table"
+    wanted, reached = armed
+    action, nth = wanted.get(name, ("", 0))
+    reached[name] += 1
+    if reached[name] == nth:
+        if action in ("tear", "full"):
+            write_half()
+        _do(name, action)
 
 
 def write(name: str, data: bytes | memoryview, sink: Callable[[bytes | memoryview], object]) -> None:
     """Give `data` to `sink`, in a place where half of it may be all that is written."""
-    if (armed := _armed()) is not None:
-        armed.reach(name, lambda: sink(data[: len(data) // 2]))
+    reach(name, lambda: sink(data[: len(data) // 2]))
     sink(data)
 
 
@@ -95,25 +102,6 @@ def check() -> None:
     """Read the variable, again if it was read before. Raises ConfigError for a name that is not in the table."""
     _armed.cache_clear()
     _armed()
-
-
-class Armed:
-    """Failures that the variable asks for; each happens once."""
-
-    def __init__(self, text: str) -> None:
-        entries = [parse(entry) for entry in filter(None, (part.strip() for part in text.split(",")))]
-        self._wanted = {name: (action, nth) for name, action, nth in entries}
-        self._reached: Counter[str] = Counter()
-
-    def reach(self, name: str, write_half: Callable[[], object] = lambda: None) -> None:
-        """Count one more time, and do what is due now."""
-        assert name in POINTS, f"no failpoint {name!r}: add it to the table"
-        action, nth = self._wanted.get(name, ("", 0))
-        self._reached[name] += 1
-        if self._reached[name] == nth:
-            if action in ("tear", "full"):
-                write_half()
-            _do(name, action)
 
 
 def parse(entry: str) -> tuple[str, str, int]:
@@ -131,9 +119,11 @@ def parse(entry: str) -> tuple[str, str, int]:
 
 
 @functools.lru_cache(maxsize=1)
-def _armed() -> Armed | None:
-    text = os.environ.get(VARIABLE, "")
-    return Armed(text) if text else None
+def _armed() -> tuple[dict[str, tuple[str, int]], Counter[str]] | None:
+    """The action and count of each armed failpoint, and how often each was reached."""
+    parts = filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(",")))
+    wanted = {name: (action, nth) for name, action, nth in map(parse, parts)}
+    return (wanted, Counter()) if wanted else None
 
 
 def _do(name: str, action: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.observe.failpoint import POINTS, VARIABLE, Armed, check, parse, write
+from infra.observe.failpoint import POINTS, VARIABLE, check, parse, reach, write
 from infra.observe.measures import HELP, MEASURES
 from infra.observe.metrics import MAX_CONNECTIONS, Metrics
 from infra.observe.release import release
@@ -202,13 +202,16 @@ def test_every_name_in_the_table_stands_in_the_code_and_every_name_in_the_code_i
     assert named == {name for name in POINTS if not name.endswith("_send")}
 
 
-def test_a_count_says_which_time_and_each_entry_happens_once() -> None:
+def test_a_count_says_which_time_and_each_entry_happens_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse("store.write=kill@3") == ("store.write", "kill", 3)
-    armed = Armed("store.before_rename=raise@2")
-    armed.reach("store.before_rename")
+    monkeypatch.setenv(VARIABLE, "store.before_rename=raise@2")
+    check()
+    reach("store.before_rename")
     with pytest.raises(StoreError, match=r"store\.before_rename"):
-        armed.reach("store.before_rename")
-    armed.reach("store.before_rename")
+        reach("store.before_rename")
+    reach("store.before_rename")
+    monkeypatch.delenv(VARIABLE)
+    check()
 
 
 def test_a_full_disk_keeps_half_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
