@@ -13,7 +13,6 @@ import pytest
 from trainer_samples import CRITIC, random_items, rewarded, tiny_model
 
 from infra.cli.demo.char_model import Size, build_char_model
-from infra.local.ranks import RankGroup, run_ranks
 from infra.policies.tensors import to_numpy
 from infra.store.directory import DirectoryStore
 from schemas.errors import ConfigError
@@ -23,6 +22,7 @@ from trainer.buffer.buffer import Uses
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal.checkpoint import Checkpoint, Position, load_newest, save
 from trainer.learners.engines import engine_settings
+from trainer.learners.ranks import RankGroup, run_ranks
 from trainer.learners.torch import TorchLearner
 from trainer.state import whole_hash
 

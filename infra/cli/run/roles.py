@@ -19,7 +19,6 @@ from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT, FINAL_WORDS, root_cau
 from infra.cli.options import SettingsFile, exit_with, flags
 from infra.cli.run.stay_down import VARIABLE, stay_down
 from infra.cli.settings import Settings
-from infra.local.ranks import RankGroup, launched_rank, run_ranks
 from infra.log.log import Log
 from infra.observe import failpoint
 from infra.observe.metrics import LISTEN_VARIABLE, Metrics
@@ -36,6 +35,7 @@ from schemas import Progress
 from schemas.errors import BrokerUnavailable, ConfigError, HeadraceError, StoreError
 from schemas.topics import REPORTS
 from streams.config import FEEDBACK_PATH
+from trainer.learners.ranks import RankGroup, launched_rank, run_ranks
 
 if TYPE_CHECKING:
     from actors.engines.engine import Engine

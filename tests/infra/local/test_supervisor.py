@@ -12,10 +12,10 @@ import pytest
 
 from infra.files import lock_folder, release_folder
 from infra.local.broker import HOST, PORTS, is_free, plan_address, read_address
-from infra.local.ranks import RankGroup, run_ranks
 from infra.local.supervisor import Child, ChildEvent, Supervisor
 from schemas.errors import ConfigError
 from tests.actors.rig import gone, until
+from trainer.learners.ranks import RankGroup, run_ranks
 
 
 def script(name: str, folder: Path, code: str, **fields: object) -> Child:

@@ -15,9 +15,8 @@ import asyncio
 import logging
 import signal
 import socket
-import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -54,20 +53,20 @@ async def run_ranks(group: RankGroup, stop: asyncio.Event) -> int:
     try:
         while True:
             codes = [watched.process.poll() for watched in ranks]
-            if codes[0] == 0:  # it has asked the others to end
-                await asyncio.to_thread(_wait_for_all, ranks, group.stop_s)
+            is_done = stop.is_set() or codes[0] == 0  # rank 0 has asked the others to end
+            if codes[0] == 0 and None not in codes:
                 return 0
-            if dead := [(rank, code) for rank, code in enumerate(codes) if code]:
+            if codes[0] != 0 and (dead := [(rank, code) for rank, code in enumerate(codes) if code]):
                 logger.warning("ranks ended codes=%s; the others are killed", dead)
-                return 0 if stop.is_set() else max(1, dead[0][1])
+                return 0 if is_done else max(1, dead[0][1])
             if stop.is_set() and not ending:
                 ending = True
                 ranks[0].process.send_signal(signal.SIGTERM)
-            if stop.is_set() or 0 in codes:  # 0: asked to end by rank 0, which is about to
+            if is_done or 0 in codes:  # a rank that rank 0 asked to end was sooner
                 deadline_s = min(deadline_s, time.monotonic() + group.stop_s)
             if time.monotonic() > deadline_s:
                 logger.warning("ranks did not end within %.0f s", group.stop_s)
-                return 0 if stop.is_set() else 1
+                return 0 if is_done else 1
             await asyncio.sleep(POLL_S)
     finally:
         for watched in ranks:
@@ -94,13 +93,3 @@ def _start(group: RankGroup) -> list[Watched]:
         raise
     logger.info("ranks started pids=%s", [watched.pid for watched in started])
     return started
-
-
-def _wait_for_all(ranks: Sequence[Watched], within_s: float) -> None:
-    """Until all have ended, or the time is up. Blocking."""
-    deadline_s = time.monotonic() + within_s
-    for watched in ranks:
-        try:
-            watched.process.wait(max(0.0, deadline_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            logger.warning("rank did not end within %.0f s of rank 0 pid=%d", within_s, watched.pid)
