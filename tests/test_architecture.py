@@ -77,15 +77,15 @@ MAX_FUNCTION_LINES = 60
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
     "schemas": 2_560,
-    "infra": 14_323,
+    "infra": 14_197,
     "infra/cli": 6_567,
     "infra/cli/console": 1_738,
     "infra/cli/demo": 1_182,
     "streams": 8_573,
     "actors": 15_229,
     "actors/master/gate": 723,
-    "trainer": 10_707,
-    "tests": 53_844,
+    "trainer": 10_792,
+    "tests": 53_847,
     "tests/bench": 3_984,
 }
 MAX_PRODUCT_FILES, MAX_TEST_FILES = 352, 280

@@ -199,10 +199,7 @@ _PHONES: tuple[tuple[str, Looks], ...] = (
 
 _KEYS: tuple[tuple[str, Looks], ...] = (
     (r"\b(?:(?:[spr]k|xox[abeprs])[-_]|glpat-|github_pat_|GOCSPX-|ya29\.)[-_A-Za-z0-9]{16,}+", _whole),
-    (
-        r"\b(?:gh[opusr]_[A-Za-z0-9]{16,}+|hf_[A-Za-z0-9]{30,}+|npm_[A-Za-z0-9]{36,}+|A[KS]IA[A-Z0-9]{16,}+)",
-        _whole,
-    ),
+    (r"\b(?:gh[opusr]_[A-Za-z0-9]{16,}+|hf_[A-Za-z0-9]{30,}+|npm_[A-Za-z0-9]{36,}+|A[KS]IA[A-Z0-9]{16,}+)", _whole),
     (r"\bAIza[0-9A-Za-z_-]{35}|\bhr-[a-z]{16}-[A-Za-z0-9_-]{43}", _whole),
     # A signed token of JSON (RFC 7519), with its signature or without.
     (r"(?<![A-Za-z0-9_.-])eyJ[A-Za-z0-9_-]{8,}+\.eyJ[A-Za-z0-9_-]{8,}+(?:\.[A-Za-z0-9_-]*+)?", _whole),

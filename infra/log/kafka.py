@@ -315,9 +315,7 @@ class KafkaBus:
             raise _TryAgain(f"topic {topic} has no leader yet")
 
     async def _edges(
-        self,
-        topic: str,
-        ask: Callable[[AIOKafkaConsumer, list[TopicPartition]], Awaitable[dict[TopicPartition, int]]],
+        self, topic: str, ask: Callable[[AIOKafkaConsumer, list[TopicPartition]], Awaitable[dict[TopicPartition, int]]]
     ) -> dict[Partition, int]:
         async with self._opening:  # else the first calls at once would each open a consumer, and all but one leak
             if self._offsets is None:

@@ -89,12 +89,7 @@ class Log:
         return topic_name(self.app, topic)
 
     async def publish(
-        self,
-        topic: Topic,
-        record: Control | Block,
-        *,
-        key: str | None = None,
-        partition: int | None = None,
+        self, topic: Topic, record: Control | Block, *, key: str | None = None, partition: int | None = None
     ) -> RecordPosition:
         """Store one record; returns once confirmed. The key is the record's own unless given.
 

@@ -71,14 +71,7 @@ class DeepSpeedLearner:
     trainer.dtype. Stage 1 with bfloat16 is refused.
     """
 
-    def __init__(
-        self,
-        model: str,
-        config: TrainerConfig,
-        *,
-        stage: int = 2,
-        offload: bool = False,
-    ) -> None:
+    def __init__(self, model: str, config: TrainerConfig, *, stage: int = 2, offload: bool = False) -> None:
         engine_settings(config, stage, offload)  # refused before anything is opened
         self._config = config
         self._stage = stage

@@ -90,10 +90,7 @@ class Head:
         return torch.stack((logprob_NV.gather(1, target_N[:, None]).squeeze(1), entropy_N))
 
     def _forward(
-        self,
-        hidden: torch.Tensor,
-        target_N: torch.Tensor | None = None,
-        temperature_N: torch.Tensor | None = None,
+        self, hidden: torch.Tensor, target_N: torch.Tensor | None = None, temperature_N: torch.Tensor | None = None
     ) -> Any:
         """The layer's logits in float32; or, of targets, their logprobs and the entropies."""
         weight_VD, bias_V = self._layer.weight, self._layer.bias
