@@ -86,7 +86,12 @@ class SandboxChild:
         self.close()
         if self.fault:
             return None
-        return self._exit_code()
+        if (code := self._said("exit-code")) is None:
+            words = self.stderr.decode(errors="replace").strip()[:300]
+            raise SandboxUnavailable(
+                f"bubblewrap could not confine the program: {words or 'it ended and printed nothing'}"
+            )
+        return code
 
     def close(self) -> None:
         if self._outer < 0:
@@ -179,12 +184,6 @@ class SandboxChild:
         """A number of bubblewrap's status."""
         return next((said[name] for said in map(json.loads, self._words.splitlines()) if name in said), None)
 
-    def _exit_code(self) -> int:
-        if (code := self._said("exit-code")) is not None:
-            return code
-        words = self.stderr.decode(errors="replace").strip()[:300]
-        raise SandboxUnavailable(f"bubblewrap could not confine the program: {words or 'it ended and printed nothing'}")
-
 
 def used_bytes(pid: int, tmp_bytes: int) -> int:
     """Bytes that a process and all below it hold for themselves, and that the names of its files take in the kernel.
@@ -199,9 +198,8 @@ def used_bytes(pid: int, tmp_bytes: int) -> int:
             found = os.statvfs(f"/proc/{pid}/root/{folder}")
         except OSError:  # it has ended
             continue
-        if (
-            found.f_blocks * found.f_frsize <= tmp_bytes + PAGE_BYTES
-        ):  # else it is still the host's: the mounts are not made yet
+        # A larger one is still the host's: the mounts are not made yet.
+        if found.f_blocks * found.f_frsize <= tmp_bytes + PAGE_BYTES:
             total += (found.f_files - found.f_ffree) * INODE_BYTES
     left = [pid]
     while left:

@@ -83,7 +83,11 @@ def confined(
     command = [bwrap, *_namespaces(as_root), *_mounts(limits, files, readable)]
     command += ["--clearenv", *(word for pair in ENVIRONMENT.items() for word in ("--setenv", *pair))]
     command += ["--chdir", "/tmp", "--seccomp", str(seccomp), "--json-status-fd", str(status), "--"]
-    command += ["/usr/bin/prlimit", *_limits(limits)]
+    maxima = {
+        "cpu": limits.cpu_s, "as": limits.memory_bytes, "nproc": limits.processes, "nofile": limits.open_files,
+        "fsize": limits.file_bytes, "core": 0, "memlock": 0,
+    }  # fmt: skip
+    command += ["/usr/bin/prlimit", *(f"--{name}={value}:{value}" for name, value in maxima.items())]
     command += ["/bin/sh", "-c", '"$@"; exit $?', "sh"]
     if as_root:
         command += ["/usr/bin/setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
@@ -109,9 +113,7 @@ def _mounts(limits: SandboxLimits, files: Mapping[str, int], readable: Sequence[
     mounts = ["--dev", "/dev", "--size", size, "--perms", "1777", "--tmpfs", "/dev/shm"]
     mounts += ["--size", size, "--perms", "1777", "--tmpfs", "/tmp"]  # first: what is readable may lie below it
     for path in dict.fromkeys(paths):
-        if not os.path.lexists(path):
-            continue
-        if any(path.startswith(f"{folder}/") for folder in bound):
+        if not os.path.lexists(path) or any(path.startswith(f"{folder}/") for folder in bound):
             continue
         mounts += _folders(PurePosixPath(path).parent, made)
         if os.path.islink(path):
@@ -144,11 +146,3 @@ def _python_runtime() -> list[str]:
     if sys.base_prefix == "/usr":
         return []
     return [python_executable(), f"{sys.base_prefix}/lib"]
-
-
-def _limits(limits: SandboxLimits) -> list[str]:
-    pairs = {
-        "cpu": limits.cpu_s, "as": limits.memory_bytes, "nproc": limits.processes, "nofile": limits.open_files,
-        "fsize": limits.file_bytes, "core": 0, "memlock": 0,
-    }  # fmt: skip
-    return [f"--{name}={value}:{value}" for name, value in pairs.items()]

@@ -22,6 +22,10 @@ from infra.sandbox.seccomp import seccomp_filter
 from schemas.errors import SandboxUnavailable
 
 INSTALL = "install bubblewrap (Debian, Ubuntu: apt-get install bubblewrap)"
+ADVICE = (
+    f"{INSTALL}, and allow it namespaces: run as root with CAP_SYS_ADMIN, or let users have them "
+    "(sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0)"
+)
 DEFAULT_LIMITS = SandboxLimits()
 PROBE = "import os; print(os.getuid(), os.path.exists('/proc/1'))"
 
@@ -99,11 +103,11 @@ class Sandbox:
         try:
             finished = self.run(self.python_command("-c", PROBE))
         except (OSError, SandboxUnavailable) as error:
-            raise SandboxUnavailable(f"code cannot be confined here: {error}; {_advice()}") from error
+            raise SandboxUnavailable(f"code cannot be confined here: {error}; {ADVICE}") from error
         user, _, sees = finished.stdout.decode().strip().partition(" ")
         if finished.code != 0 or sees != "False" or user in ("", "0"):
             words = finished.stderr.decode(errors="replace").strip()[:300] or finished.fault or f"it printed {user!r}"
-            raise SandboxUnavailable(f"code cannot be confined here: {words}; {_advice()}")
+            raise SandboxUnavailable(f"code cannot be confined here: {words}; {ADVICE}")
 
 
 def _required() -> str:
@@ -118,13 +122,6 @@ def _required() -> str:
     if found is None:
         raise SandboxUnavailable(f"no bwrap on PATH: {INSTALL}")
     return found
-
-
-def _advice() -> str:
-    return (
-        f"{INSTALL}, and allow it namespaces: run as root with CAP_SYS_ADMIN, or let users have them "
-        "(sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0)"
-    )
 
 
 def _held(content: bytes, descriptors: list[int]) -> int:
