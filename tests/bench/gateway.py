@@ -132,7 +132,8 @@ async def load(site: Site, clients: int, answers: int, *, stream: bool = False, 
         while waiting:
             writer.write(waiting.pop())
             begin_s = time.perf_counter()
-            events += (await body(reader)).count(b"data: ")
+            found = await body(reader)
+            events += found.count(b"data: ")  # `events += await …` reads the sum before other clients add to it
             took_s.append(time.perf_counter() - begin_s)
         writer.close()
 
