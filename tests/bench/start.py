@@ -4,6 +4,7 @@ Cold starts have empty caches of Python, torch and vLLM; warm starts repeat them
 """
 
 import asyncio
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -64,6 +65,7 @@ def rows(
     names = ("PYTHONPYCACHEPREFIX", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
     env = own | {"PYTHONDONTWRITEBYTECODE": ""} | {key: str(folder / at) for key, at in zip(names, caches, strict=True)}
     for kind in ("cold", "warm"):
+        shutil.rmtree(folder / "run", ignore_errors=True)  # the demo would continue it
         log = folder / f"{kind}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
