@@ -84,7 +84,7 @@ BUDGETS = {
     "streams": 8_573,
     "actors": 15_229,
     "actors/master/gate": 723,
-    "trainer": 10_792,
+    "trainer": 10_791,
     "tests": 53_847,
     "tests/bench": 3_987,
 }

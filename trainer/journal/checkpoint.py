@@ -313,7 +313,7 @@ class CheckpointTime(msgspec.Struct, frozen=True, order=True):
 def kept(marks: Iterable[CheckpointTime], *, newest: int, keep_ms: int, slots: int = SLOTS) -> set[CheckpointPlace]:
     """Those that stay: never more than newest + slots + 2, of which the newest `newest` always.
 
-    Spans begin at multiples of their length since the epoch, so that the first of a span always stays the first.
+    Spans begin at multiples of their length since the epoch, so that the first checkpoint of a span does not change later.
     """
     if newest < 2:
         raise ValueError(f"newest: got {newest}, expected at least 2 checkpoints")

@@ -1,7 +1,7 @@
 """The origin of a run's bits besides its journal: code, libraries, device, threads, settings.
 
 Each checkpoint records it, so that a replay can say what differs here and what can still be promised. The code is every source
-file that may decide the weights of a journaled batch, byte for byte: headrace's, and the files next to the plugins that train.
+file that may decide the weights of a journaled batch: headrace's, and the files next to the plugins that train.
 """
 
 import functools

@@ -63,8 +63,8 @@ class TorchLearner:
         self._optimizer = self._fresh_optimizer()
 
     def begin_phase(self, phase: Phase) -> None:
-        """Start a fresh optimizer; the reference, if a loss needs one, becomes the present policy, and after a
-        warm-up the critic begins with the policy's weights.
+        """Start a fresh optimizer; the reference, if a loss needs one, becomes the present policy. After a warm-up the body of
+        the critic takes the policy's weights; its head stays.
         """
         if phase not in PHASES:
             raise ValueError(f"phase: got {phase!r}, expected one of {', '.join(PHASES)}")

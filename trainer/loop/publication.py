@@ -37,9 +37,8 @@ KNOWN_VERSIONS = 256  # newest versions with their events in memory
 
 class WeightPublisher:
     """One trainer's way to the `policies` topic. events: what was published before, by version, from the first on that may be
-    published again; the trainer remembers the newest KNOWN_VERSIONS of its own versions, and counts every lower number as used.
-    past: the fold of the topic so far; its follower continues it. adapter: settings that all versions share, None for whole
-    models.
+    published again; after a publication, only the newest KNOWN_VERSIONS, and every lower number counts as used. past: the fold
+    of the topic so far; its follower continues it. adapter: settings that all versions share, None for whole models.
     """
 
     def __init__(

@@ -196,8 +196,8 @@ async def wait_for_room(run: Run) -> None:
 
 
 async def trim_journal(log: Log, name: str, begin: int, token: int) -> bool:
-    """Remove the journal below `begin`, if the record there belongs to this run and has at least this token, which names the
-    lease in force. Return False if an overtaken trainer wrote the record; the next checkpoint tries again.
+    """Remove the journal below `begin`, if the record there belongs to this run's journal and has at least this token, so that
+    a reader learns the lease in force from it. Return False for any other record, or none; the next checkpoint tries again.
     """
     found = await log.at(topics.BATCHES, 0, [begin])
     value = (await log.decoded(found[begin])).value if found else None

@@ -233,7 +233,7 @@ def summarize_checkpoints(console: Console, verdict: ReplayResult) -> None:
     console.print(said[0], style=said[1])
     if not verdict.bits_promised:
         why = f"differs from the run: {', '.join(verdict.differs)}" if verdict.differs else "not computed on the CPU"
-        console.print(f"bits are not promised here ({why}); every batch is the one that was journaled", style="yellow")
+        console.print(f"bits are not promised here ({why}); every batch is the journaled batch", style="yellow")
 
 
 def listed(steps: Sequence[int]) -> str:
