@@ -95,3 +95,10 @@ class FencedOut(HeadraceError):
 
 class SandboxUnavailable(HeadraceError):
     """Untrusted code cannot be confined on this machine, so it is not run."""
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """The errors of a group and of groups within it, in order, or the error itself."""
+    if isinstance(error, BaseExceptionGroup):
+        return [cause for inner in error.exceptions for cause in causes(inner)]
+    return [error]

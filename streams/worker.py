@@ -24,7 +24,7 @@ from infra.observe.release import full_release
 from infra.roles.process import EXIT_STUCK, ClaimedFolder, ends_within
 from infra.roles.role import Role
 from schemas import FeedbackWait, Progress
-from schemas.errors import BrokerUnavailable
+from schemas.errors import BrokerUnavailable, causes
 from schemas.topics import EXPERIENCES, EXPERTS, REPORTS, TASKSET_RAW, VERIFIED
 from streams.collect.collector import CollectSettings
 from streams.collect.inbox import CollectDriver
@@ -35,7 +35,7 @@ from streams.hosted import BrokerLogin, HostedStage, StageName
 from streams.sources.source import build_sources, run_sources
 from streams.stages.chain_builder import build_collect, build_tasks, build_verify
 from streams.stages.driver import WindowDriver
-from streams.stages.stage import EXIT_BROKER, causes, end_process
+from streams.stages.stage import EXIT_BROKER, end_process
 from streams.stages.tasks_stage import TaskStage
 from streams.stages.verify import Verifier
 

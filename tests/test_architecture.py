@@ -76,13 +76,13 @@ MAX_FUNCTION_LINES = 60
 # Lines of Python, blank ones and docstrings included, and files. Lower a number when a folder shrinks; raise one only with the
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
-    "schemas": 2_560,
-    "infra": 14_186,
-    "infra/cli": 6_567,
+    "schemas": 2_567,
+    "infra": 14_189,
+    "infra/cli": 6_560,
     "infra/cli/console": 1_738,
     "infra/cli/demo": 1_182,
-    "streams": 8_573,
-    "actors": 15_229,
+    "streams": 8_565,
+    "actors": 15_223,
     "actors/master/gate": 723,
     "trainer": 10_791,
     "tests": 53_847,

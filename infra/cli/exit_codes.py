@@ -26,13 +26,6 @@ _ERROR = re.compile(
 )
 
 
-def leaves(error: BaseException) -> list[BaseException]:
-    """The errors of a group, or the error itself."""
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in leaves(inner)]
-    return [error]
-
-
 def exit_code(errors: list[BaseException]) -> int:
     """The code of a command that ended with these errors."""
     from schemas.errors import BrokerDenies, ConfigError, FencedOut, SandboxUnavailable, UnknownMajor
@@ -58,9 +51,9 @@ def last_error(log: Path) -> str:
 
 def root_cause(error: BaseException) -> str:
     """One line about an error of a role. Where an engine's process has failed, the role's log names the cause, if a file."""
-    from schemas.errors import HeadraceError
+    from schemas.errors import HeadraceError, causes
 
-    first = leaves(error)[0]
+    first = causes(error)[0]
     is_above = _SEE_ABOVE.search(str(first)) and stat.S_ISREG(os.fstat(2).st_mode)
     found = last_error(Path(os.readlink("/proc/self/fd/2"))) if is_above else ""
     return found or (str(first) if isinstance(first, HeadraceError) else f"{type(first).__name__}: {first}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import msgspec
 import typer
 
-from infra.cli.exit_codes import DONE, FAILED, INTERRUPTED, exit_code, leaves
+from infra.cli.exit_codes import DONE, FAILED, INTERRUPTED, exit_code
 
 if TYPE_CHECKING:
     from infra.cli.settings import Settings
@@ -122,9 +122,9 @@ def exit_with(
 def _tell(error: Exception) -> int:
     """Print what we raise on purpose as one line each and return the exit code; any other error deserves its traceback."""
     from infra.cli.terminal import printable
-    from schemas.errors import HeadraceError
+    from schemas.errors import HeadraceError, causes
 
-    errors = leaves(error)
+    errors = causes(error)
     if not all(isinstance(leaf, HeadraceError) for leaf in errors):
         print(printable("".join(traceback.format_exception(error))), file=sys.stderr, end="")
         return FAILED

@@ -11,6 +11,7 @@ from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.settings.config import Floor
 from infra.store.store import Store
+from schemas.errors import causes
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -38,7 +39,4 @@ async def run_until(stop: asyncio.Event, *loops: Coroutine[None, None, None]) ->
             for task in tasks:
                 task.cancel()
     except BaseExceptionGroup as errors:
-        error: BaseException = errors
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from errors
+        raise causes(errors)[0] from errors

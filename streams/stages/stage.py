@@ -21,7 +21,7 @@ from infra.log.log import Log, LogMessage, asks_store, letter_of
 from infra.log.retry import DENIED, doubling, retry, within
 from infra.observe.metrics import Metrics
 from schemas import Block, Control, FeedbackWait, UnknownMajor
-from schemas.errors import BrokerUnavailable, HeadraceError
+from schemas.errors import BrokerUnavailable, HeadraceError, causes
 from schemas.topics import DEAD_LETTERS, Topic
 
 logger = logging.getLogger(__name__)
@@ -173,12 +173,6 @@ def _named(error: BaseException) -> str:
     named = list(dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause in causes(error)))
     further = [f"and {len(named) - MAX_NAMED} other errors"] if len(named) > MAX_NAMED else []
     return "; ".join([*named[:MAX_NAMED], *further])
-
-
-def causes(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [cause for inner in error.exceptions for cause in causes(inner)]
-    return [error]
 
 
 def count(metrics: Metrics, stage: str, handled: Handled) -> None:

@@ -18,8 +18,8 @@ from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
 from schemas import Feedback, topics
-from schemas.errors import BrokerUnavailable, FencedOut, StoreError
-from streams.stages.stage import causes, process_exit
+from schemas.errors import BrokerUnavailable, FencedOut, StoreError, causes
+from streams.stages.stage import process_exit
 from tests.simulator import roles
 from tests.simulator.customers import Customers, CustomerTraffic, Wire
 from tests.simulator.faults import Faults, Mixture

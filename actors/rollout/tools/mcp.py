@@ -26,7 +26,7 @@ from actors.rollout.workflow import EpisodeFailed
 from infra.settings.outside import IDENTITY, AnswerRefused, bounded_pieces
 from infra.settings.plugin import describe
 from infra.settings.secret import bearer
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, causes
 
 MAX_TOOLS = 256
 MAX_PAGES = 32
@@ -167,7 +167,7 @@ class McpServer:
                 await connection.leave.wait()
         except Exception as error:
             if not connection.ready.done():
-                connection.ready.set_exception(_first(error))
+                connection.ready.set_exception(causes(error)[0])
         finally:
             connection.leave.set()
             connection.ready.cancel()
@@ -258,9 +258,3 @@ async def _listed(client: mcp.Client) -> list[mcp_types.Tool]:
         if cursor is None and len(tools) <= MAX_TOOLS:
             return tools
     raise ValueError(f"it lists over {MAX_TOOLS} tools, or over {MAX_PAGES} pages of them")
-
-
-def _first(error: Exception) -> Exception:
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error
