@@ -49,7 +49,7 @@ def kafka_access(floor: Floor) -> Access:
     if kafka.security_protocol == "PLAINTEXT":
         return PLAINTEXT
     password = ""
-    if kafka.security_protocol.startswith("SASL"):
+    if kafka.is_sasl:
         password = read_secret("kafka.sasl_password", kafka.sasl_password_env, kafka.sasl_password_file, floor.folder)
     return Access(
         protocol=kafka.security_protocol,

@@ -104,6 +104,11 @@ class Kafka(Section, frozen=True):
     ssl_key_file: str = ""
     """Private key of the client certificate. Default "": the key is in `ssl_cert_file`."""
 
+    @property
+    def is_sasl(self) -> bool:
+        """True if clients authenticate with SASL."""
+        return self.security_protocol.startswith("SASL")
+
     def __post_init__(self) -> None:
         if self.replication > 1 and not self.bootstrap_servers:
             raise ValueError(
@@ -113,7 +118,7 @@ class Kafka(Section, frozen=True):
             raise ValueError(
                 "got security_protocol without bootstrap_servers: the embedded broker sets its own password"
             )
-        if self.security_protocol.startswith("SASL") != bool(self.sasl_username):
+        if self.is_sasl != bool(self.sasl_username):
             raise ValueError(
                 f'got sasl_username = "{self.sasl_username}" with security_protocol = "{self.security_protocol}", '
                 "expected a name with SASL_PLAINTEXT and SASL_SSL, and none otherwise"
