@@ -1,19 +1,19 @@
 """From hidden states to log π of the sampled tokens: the head of a language model, computed only where it is read.
 
 Guarantees: sums over the width of the model and over the vocabulary are float32; of the logits no more are held at once than
-allowed, and of a head in half precision no float32 copy: its gradient alone is float32 until a microbatch is done. In the
-backward of such a head the slopes of the logits are rounded to its precision before they are multiplied. Float32 heads compute
-by the model's own linear layer, bit for bit what they always did.
+allowed, and of a head in half precision neither a float32 copy nor a float32 gradient. In the backward of such a head the
+slopes of the logits are rounded to its precision before they are multiplied. Float32 heads compute by the model's own linear
+layer, bit for bit what they always did.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-SLICE_TOKENS = 8192  # of the vocabulary, turned to float32 at once on the CPU
-ARRAYS = 3  # as large as the logits, held while the gradient of a chunk is computed
+CPU_SLICE = 1024  # tokens of the vocabulary: logits, slopes and weights of a slice stay in a core's cache
+ARRAYS = 3  # as large as a slice's logits, held while its gradient is computed
 
 
 class Head:
@@ -95,17 +95,20 @@ class Head:
         """The layer's logits in float32; or, of targets, their logprobs and the entropies."""
         weight_VD, bias_V = self._layer.weight, self._layer.bias
         if target_N is not None:
-            chunk = max(1, self._max_logits // (ARRAYS * self.num_tokens))
-            return LinearLogprobs.apply(hidden, weight_VD, bias_V, target_N, temperature_N, self._softcap, chunk)  # type: ignore[no-untyped-call]
+            size = self._max_logits // (ARRAYS * max(1, len(hidden)))
+            size = max(1, min(size, self.num_tokens if hidden.is_cuda else CPU_SLICE))
+            return LinearLogprobs.apply(hidden, weight_VD, bias_V, target_N, temperature_N, self._softcap, size)  # type: ignore[no-untyped-call]
         if weight_VD.dtype != torch.float32:
             return product(hidden.flatten(0, -2), weight_VD, bias_V).reshape(*hidden.shape[:-1], -1)
         return torch.nn.functional.linear(hidden.float(), weight_VD, bias_V)
 
 
 class LinearLogprobs(torch.autograd.Function):
-    """log π of targets and entropies of softmax(cap(hidden · weightᵀ + bias) / temperature), both [N] float32, in chunks of
-    tokens whose logits the backward computes again.
+    """log π of targets and entropies of softmax(cap(hidden · weightᵀ + bias) / temperature), both [N] float32, in slices of the
+    vocabulary whose logits the backward computes again.
 
+    An online softmax computes the sums (Milakov and Gimelshein, arXiv 1805.02867, algorithm 3). For logits z, their largest m,
+    S = Σ exp(z - m) and T = Σ exp(z - m) (z - m): log p_y = z_y - m - log S and H = log S - T / S.
     With p = softmax(z): ∂log p_y/∂z = onehot(y) - p and ∂H/∂z = -p (log p + H).
     """
 
@@ -118,106 +121,98 @@ class LinearLogprobs(torch.autograd.Function):
         target_N: torch.Tensor,
         temperature_N: torch.Tensor,
         softcap: float,
-        chunk: int,
+        size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies. chunk: tokens."""
-        found = []
-        for at in range(0, len(hidden_ND), chunk):
-            mine = slice(at, at + chunk)
-            logit_CV = _scaled(hidden_ND[mine], weight_VD, bias_V, temperature_N[mine], softcap)
-            total_C = torch.logsumexp(logit_CV, -1)
-            logprob_C = logit_CV.gather(1, target_N[mine, None]).squeeze(1) - total_C
-            logit_CV.sub_(total_C[:, None])  # log p: an entropy made of the logits would lose what they have in common
-            entropy_C = -torch.exp(logit_CV).mul_(logit_CV).sum(-1)
-            found.append(torch.stack((logprob_C, entropy_C, total_C)))
-        logprob_N, entropy_N, total_N = torch.cat(found, 1) if found else hidden_ND.new_zeros((3, 0)).float()
+        """Log-probabilities and entropies. size: of a slice of the vocabulary."""
+        chosen_N, sum_N, moment_N = torch.zeros((3, len(hidden_ND)), dtype=torch.float32, device=hidden_ND.device)
+        largest_N = torch.full_like(sum_N, torch.finfo(torch.float32).min)
+        for part in _slices(len(weight_VD), size):
+            logit_NS = _scaled(hidden_ND, weight_VD, bias_V, part, temperature_N, softcap)
+            at_N1, is_here_N1 = _find(target_N, part)
+            chosen_N += torch.where(is_here_N1, logit_NS.gather(1, at_N1), 0.0).squeeze(1)
+            shift_N = largest_N - (largest_N := torch.maximum(largest_N, logit_NS.amax(-1)))
+            logit_NS.sub_(largest_N[:, None])
+            share_NS = logit_NS.exp()
+            moment_N = shift_N.exp() * (moment_N + sum_N * shift_N)
+            sum_N = shift_N.exp() * sum_N + share_NS.sum(-1)
+            moment_N += share_NS.mul_(logit_NS).sum(-1)
+        log_sum_N = sum_N.log()
+        entropy_N, total_N = log_sum_N - moment_N / sum_N, largest_N + log_sum_N
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N, total_N)
-        ctx.softcap, ctx.chunk = softcap, chunk
-        return logprob_N, entropy_N
+        ctx.softcap, ctx.size = softcap, size
+        return chosen_N - total_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of hidden states, weight and bias; the latter two are summed in float32."""
+        """Gradients of hidden states, weight and bias; each is summed in float32 and rounded once."""
         hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N, total_N = ctx.saved_tensors
-        logprob_N, spread_N = gradients
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
-        hidden_grad = torch.empty_like(hidden_ND) if to_hidden else None
-        weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32) if to_weight else None
-        bias_grad = torch.zeros_like(bias_V, dtype=torch.float32) if to_bias else None
-        for at in range(0, len(hidden_ND), ctx.chunk):
-            mine = slice(at, at + ctx.chunk)
-            logit_CV = _scaled(hidden_ND[mine], weight_VD, bias_V, temperature_N[mine], ctx.softcap)
-            slope_CV = _slopes(
-                logit_CV, target_N[mine], total_N[mine, None], entropy_N[mine, None], logprob_N[mine], spread_N[mine]
-            )
-            slope_CV /= temperature_N[mine, None]
+        hidden_grad = torch.zeros_like(hidden_ND, dtype=torch.float32) if to_hidden else None
+        weight_grad = torch.empty_like(weight_VD) if to_weight else None
+        bias_grad = torch.empty_like(bias_V) if to_bias else None
+        for part in _slices(len(weight_VD), ctx.size):
+            logit_NS = _scaled(hidden_ND, weight_VD, bias_V, part, temperature_N, ctx.softcap)
+            slope_NS = _slopes(logit_NS, total_N, entropy_N, *_find(target_N, part), *gradients)
+            slope_NS /= temperature_N[:, None]
             if ctx.softcap:
-                slope_CV *= 1 - (logit_CV * temperature_N[mine, None] / ctx.softcap).square()
+                slope_NS *= 1 - (logit_NS * temperature_N[:, None] / ctx.softcap).square()
             if hidden_grad is not None:
-                hidden_grad[mine] = _back(slope_CV, weight_VD)
+                hidden_grad += _matmul(slope_NS, weight_VD[part])
             if weight_grad is not None:
-                _add_outer(weight_grad, slope_CV, hidden_ND[mine])
+                weight_grad[part] = _matmul(slope_NS.T, hidden_ND)
             if bias_grad is not None:
-                bias_grad += slope_CV.sum(0)
+                bias_grad[part] = slope_NS.sum(0)
         return (
-            hidden_grad,
-            None if weight_grad is None else weight_grad.to(weight_VD.dtype),
-            None if bias_grad is None else bias_grad.to(bias_V.dtype),
+            None if hidden_grad is None else hidden_grad.to(hidden_ND.dtype), weight_grad, bias_grad,
             None, None, None, None,
         )  # fmt: skip
 
 
 def product(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
     """hidden · weightᵀ + bias with sums in float32, [N, V] float32."""
-    parts = _slices(weight_VD)
-    if len(parts) == 1:
-        found = _matmul(hidden_ND, weight_VD.T)
-    else:
-        found = torch.empty((len(hidden_ND), len(weight_VD)), dtype=torch.float32, device=hidden_ND.device)
-        for part in parts:
-            found[:, part] = _matmul(hidden_ND, weight_VD[part].T)
+    found = torch.empty((len(hidden_ND), len(weight_VD)), dtype=torch.float32, device=hidden_ND.device)
+    for part in _slices(len(weight_VD), len(weight_VD) if weight_VD.is_cuda else CPU_SLICE):
+        found[:, part] = _matmul(hidden_ND, weight_VD[part].T)
     return found if bias_V is None else found.add_(bias_V)
 
 
 def _scaled(
-    hidden_CD: torch.Tensor,
+    hidden_ND: torch.Tensor,
     weight_VD: torch.Tensor,
     bias_V: torch.Tensor | None,
-    temperature_C: torch.Tensor,
+    part: slice,
+    temperature_N: torch.Tensor,
     softcap: float,
 ) -> torch.Tensor:
-    """The logits that the softmax is taken of, [C, V]."""
-    logit_CV = product(hidden_CD, weight_VD, bias_V)
+    """A slice of the logits that the softmax is taken of, [N, S]."""
+    logit_NS = _matmul(hidden_ND, weight_VD[part].T)
+    if bias_V is not None:
+        logit_NS.add_(bias_V[part])
     if softcap:
-        logit_CV.div_(softcap).tanh_().mul_(softcap)
-    return logit_CV.div_(temperature_C[:, None])
+        logit_NS.div_(softcap).tanh_().mul_(softcap)
+    return logit_NS.div_(temperature_N[:, None])
 
 
 def _slopes(
-    logit_CV: torch.Tensor,
-    target_C: torch.Tensor,
-    total_C1: torch.Tensor,
-    entropy_C1: torch.Tensor,
-    logprob_C: torch.Tensor,
-    spread_C: torch.Tensor,
+    logit_NS: torch.Tensor,
+    total_N: torch.Tensor,
+    entropy_N: torch.Tensor,
+    at_N1: torch.Tensor,
+    is_here_N1: torch.Tensor,
+    logprob_N: torch.Tensor,
+    spread_N: torch.Tensor,
 ) -> torch.Tensor:
-    """The gradient by the logits, of those by the logprobs and the entropies."""
-    slope_CV = logit_CV - total_C1
-    share_CV = slope_CV.exp()
-    slope_CV.add_(entropy_C1).mul_(spread_C[:, None]).add_(logprob_C[:, None]).mul_(share_CV).neg_()
-    return slope_CV.scatter_add_(1, target_C[:, None], logprob_C[:, None])
+    """The gradient by a slice of the logits, of those by the logprobs and the entropies."""
+    slope_NS = logit_NS - total_N[:, None]
+    share_NS = slope_NS.exp()
+    slope_NS.add_(entropy_N[:, None]).mul_(spread_N[:, None]).add_(logprob_N[:, None]).mul_(share_NS).neg_()
+    return slope_NS.scatter_add_(1, at_N1, torch.where(is_here_N1, logprob_N[:, None], 0.0))
 
 
-def _back(slope_CV: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    found = torch.zeros((len(slope_CV), weight_VD.shape[1]), dtype=torch.float32, device=slope_CV.device)
-    for part in _slices(weight_VD):
-        found += _matmul(slope_CV[:, part], weight_VD[part])
-    return found
-
-
-def _add_outer(weight_grad: torch.Tensor, slope_CV: torch.Tensor, hidden_CD: torch.Tensor) -> None:
-    for part in _slices(weight_grad):
-        weight_grad[part] += _matmul(slope_CV[:, part].T, hidden_CD)
+def _find(target_N: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a slice has the targets, and whether it has them, [N, 1]; a place of the slice for those that it lacks."""
+    at_N1 = target_N[:, None] - part.start
+    return at_N1.clamp(0, part.stop - part.start - 1), (at_N1 >= 0) & (at_N1 < part.stop - part.start)
 
 
 def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -234,7 +229,6 @@ def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         matmul.fp32_precision = before
 
 
-def _slices(weight_VD: torch.Tensor) -> list[slice]:
-    """Slices of the vocabulary: all of it where nothing is turned to float32."""
-    size = len(weight_VD) if weight_VD.is_cuda else SLICE_TOKENS
-    return [slice(at, at + size) for at in range(0, len(weight_VD), size)]
+def _slices(num_tokens: int, size: int) -> Iterator[slice]:
+    """Slices of a vocabulary."""
+    return (slice(at, min(at + size, num_tokens)) for at in range(0, num_tokens, size))
