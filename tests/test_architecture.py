@@ -77,8 +77,8 @@ MAX_FUNCTION_LINES = 60
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
     "schemas": 2_567,
-    "infra": 14_189,
-    "infra/cli": 6_560,
+    "infra": 14_198,
+    "infra/cli": 6_561,
     "infra/cli/console": 1_738,
     "infra/cli/demo": 1_182,
     "streams": 8_565,

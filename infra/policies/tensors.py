@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
@@ -158,23 +159,32 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
 
 def from_torch(tensor: "torch.Tensor") -> Tensor:
     """A copy of a torch tensor on any device; later in-place changes do not reach it."""
-    import torch
-
-    host = tensor.detach().cpu().contiguous()
-    copy = host.view(-1).view(torch.uint8).numpy()
-    if copy.size and host.data_ptr() == tensor.data_ptr():
-        copy = copy.copy()
-    copy.flags.writeable = False
-    return Tensor(_dtype_name(tensor), tuple(tensor.shape), copy.data if copy.size else b"")
+    return from_torch_all({"": tensor})[""]
 
 
 def from_torch_all(values: Mapping[str, "torch.Tensor"]) -> dict[str, Tensor]:
-    """A copy of each, by name, made in threads; tied ones are copied once, for each of their names."""
+    """A copy of each, by name, made in threads; tied ones are copied once, for each of their names.
+
+    The copies share one block of memory: small blocks would leave gaps in the heap when a version goes.
+    """
+    import torch
 
     def place(tensor: "torch.Tensor") -> Hashable:
         return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
-    copies = in_threads(from_torch, values.values(), size=lambda tensor: int(tensor.nbytes), same=place)
+    num_bytes = {place(tensor): -(-int(tensor.nbytes) // 16) * 16 for tensor in values.values()}
+    starts = dict(zip(num_bytes, accumulate(num_bytes.values(), initial=0), strict=False))
+    block = torch.empty(sum(num_bytes.values()), dtype=torch.uint8)
+
+    def copied(tensor: "torch.Tensor") -> Tensor:
+        start = starts[place(tensor)]
+        room = block[start : start + int(tensor.nbytes)]
+        room.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        copy = room.numpy()
+        copy.flags.writeable = False
+        return Tensor(_dtype_name(tensor), tuple(tensor.shape), copy.data if copy.size else b"")
+
+    copies = in_threads(copied, values.values(), size=lambda tensor: int(tensor.nbytes), same=place)
     return dict(zip(values, copies, strict=True))
 
 

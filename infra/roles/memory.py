@@ -11,7 +11,6 @@ import os
 
 LARGE_BYTES = 4 * 1024 * 1024
 THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
-MAX_HEAPS = 2
 HEAPS = -8  # M_ARENA_MAX of malloc.h
 NEW_OBJECTS = 50_000
 
@@ -23,11 +22,11 @@ def give_back_large_blocks() -> bool:
     return _told("MALLOC_MMAP_THRESHOLD_", THRESHOLD, LARGE_BYTES)
 
 
-def share_heaps() -> bool:
-    """Have threads that begin to allocate share MAX_HEAPS heaps from now on; whether the allocator can. What
+def share_heaps(number: int) -> bool:
+    """Have threads that begin to allocate share at most `number` heaps from now on; whether the allocator can. What
     MALLOC_ARENA_MAX says in the environment stays.
     """
-    return _told("MALLOC_ARENA_MAX", HEAPS, MAX_HEAPS)
+    return _told("MALLOC_ARENA_MAX", HEAPS, number)
 
 
 def search_seldom() -> None:

@@ -270,7 +270,7 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
 
 async def _process(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
     give_back_large_blocks()
-    share_heaps()  # it decodes, saves and snapshots in threads
+    share_heaps(2)  # it decodes, saves and snapshots in threads
     search_seldom()  # groups that wait are many, and make no cycle
     from infra.log.access import kafka_access
     from streams.hosted import BrokerLogin
@@ -283,6 +283,7 @@ async def _process(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
 
 
 async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
+    share_heaps(1)  # in another heap, gaps that publications leave between a step's blocks would grow with each version
     folder = model_folder(settings)  # before the imports: they take seconds, and this may be a mistake
     check_teacher(settings)
     from infra.model.model import context_tokens
