@@ -313,7 +313,7 @@ def draw_plot(run: RunRecord, values: Values, path: Path) -> None:
         begin_s = min([0.0, *(row["elapsed_s"] for row in rows)])  # below 0 for a run that was continued
         rewards = [row["reward_mean"] for row in rows]
         right.plot([row["elapsed_s"] - begin_s for row in rows], rewards, label="reward of trained groups")
-        right.set(ylabel="reward", ylim=(min([0.0, *rewards]), max([1.0, *rewards])), title="what was trained on")
+        right.set(ylabel="reward", ylim=(min([0.0, *rewards]), max([1.0, *rewards])), title="trained groups")
     left.set(xlabel="policy version", ylabel="greedy accuracy", ylim=(0, 1), title=values["measure"])
     right.set(xlabel="seconds since the start")
     for axis in (left, right):
