@@ -308,7 +308,7 @@ def draw_plot(run: RunRecord, values: Values, path: Path) -> None:
             right.step(*zip(*moves, strict=True), where="post", label=f"stable version, {values['suite']}, greedy")
         if seen := windows(read_seen(path.with_name(USERS_FILE)), run.started_s):
             right.plot(*zip(*seen, strict=True), marker=".", linewidth=0.6, label=f"users' answers, liked of {WINDOW}")
-        right.set(ylabel="accuracy", ylim=(0, 1), title="what customers got")
+        right.set(ylabel="accuracy", ylim=(0, 1), title="stable version and users")
     else:
         begin_s = min([0.0, *(row["elapsed_s"] for row in rows)])  # below 0 for a run that was continued
         rewards = [row["reward_mean"] for row in rows]
