@@ -1,9 +1,9 @@
-"""TRL's GRPOTrainer on the demo's task, from a model folder on, until so many of the tasks that it is asked are right.
+"""TRL's GRPOTrainer on the demo's instructions, from a model folder on, until so many of the development prompts are met.
 
-python _trl.py ASKED, in the environment of the peers; torch and the functions that say what is right
-and what the rate is are headrace's own, so that both sides have the same kernels, task, reward and schedule.
+`python _trl.py ASKED`, in the environment of the peers; torch, the score and the rate come from headrace, so that both sides
+have the same kernels, reward and schedule.
 
-It says lines of JSON: `begin` when it begins to train, then after each `every` steps what share is right and what it took.
+It prints lines of JSON: `begin` when training begins, then after each `every` steps the share that is met and its cost.
 """
 
 import json
@@ -14,9 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+ROWS = 16  # answers that TRL reads at once; a step sums the gradients of all its answers
+LOOK_ROWS = 32
+
 
 def run(asked: dict[str, Any]) -> None:
-    """Train until `at` of the given tasks are correct."""
+    """Train until `at` of the development prompts are met."""
     sys.path += asked["path"]  # after the peers' own packages
     import msgspec
     import torch
@@ -27,41 +30,61 @@ def run(asked: dict[str, Any]) -> None:
     from schemas import Task
     from trainer.config import TrainerConfig
 
-    tokenizer = AutoTokenizer.from_pretrained(asked["model"])
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    tokenizer = AutoTokenizer.from_pretrained(asked["model"], padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32)
     config = msgspec.convert(asked["trainer"], TrainerConfig)
     tasks = [msgspec.json.decode(line, type=Task) for line in Path(asked["tasks"]).read_bytes().splitlines()]
-    rows = [{"prompt": msgspec.to_builtins(one.messages), "answer": one.answer, "split": one.split} for one in tasks]
-    practice, looked = ([one for one in rows if one["split"] == asked[name]] for name in ("split", "suite"))
+    rows = [
+        {"prompt": msgspec.to_builtins(task.messages), "answer": task.answer, "split": task.split} for task in tasks
+    ]
+    practice, looked = ([row for row in rows if row["split"] == asked[name]] for name in ("split", "suite"))
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=[reward],
+        reward_funcs=[reward_by(tokenizer.eos_token_id)],
         args=settings_of(asked, config),
         train_dataset=Dataset.from_list(practice),
         processing_class=tokenizer,
-        callbacks=[looking(asked, lambda: accuracy(model, tokenizer, looked))],
+        callbacks=[looking(asked, lambda: accuracy(asked, model, tokenizer, looked))],
         optimizers=optimizers(model, config),
     )
     trainer.train()
 
 
-def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """1.0 for the right answer, else 0.0, as the demo's score."""
-    from streams.scores.exact import is_exact
+def shares(texts: list[str], answers: list[str], ended: list[bool]) -> list[float]:
+    """Share of its instructions that each text follows, 0 for a text cut off at its limit, as the demo's score."""
+    from streams.scores.instructions import follows
 
-    return [float(is_exact(one[0]["content"], wanted)) for one, wanted in zip(completions, answer, strict=True)]
+    rules = [json.loads(answer) for answer in answers]
+    return [
+        sum(follows(text, *rule) for rule in mine) / len(mine) if whole else 0.0
+        for text, mine, whole in zip(texts, rules, ended, strict=True)
+    ]
+
+
+def reward_by(end: int) -> Callable[..., list[float]]:
+    """end: id of the token that ends an answer."""
+
+    def instructions(
+        completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any
+    ) -> list[float]:
+        return shares([each[0]["content"] for each in completions], answer, [end in ids for ids in completion_ids])
+
+    return instructions
 
 
 def settings_of(asked: dict[str, Any], config: Any) -> Any:
     """TRL's settings that are the demo's."""
     from trl import GRPOConfig
 
+    answers = asked["groups"] * asked["num_episodes"]
     return GRPOConfig(
-        output_dir=asked["folder"], use_cpu=True, bf16=False, seed=asked["seed"], max_steps=10**6,
-        per_device_train_batch_size=asked["groups"] * asked["num_episodes"], num_generations=asked["num_episodes"],
-        max_completion_length=asked["max_tokens"], temperature=asked["temperature"], beta=0.0,
-        learning_rate=config.learning_rate, max_grad_norm=config.gradient_clip, report_to=[], save_strategy="no",
-        logging_steps=1, disable_tqdm=True, gradient_checkpointing=False,
+        output_dir=asked["folder"], use_cpu=True, bf16=config.dtype == "bfloat16", seed=asked["seed"], max_steps=10**6,
+        per_device_train_batch_size=ROWS, gradient_accumulation_steps=answers // ROWS,
+        num_generations=asked["num_episodes"], max_completion_length=asked["max_tokens"],
+        temperature=asked["temperature"], beta=0.0, learning_rate=config.learning_rate,
+        max_grad_norm=config.gradient_clip, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True,
+        gradient_checkpointing=False,
     )  # fmt: skip
 
 
@@ -77,7 +100,7 @@ def optimizers(model: Any, config: Any) -> tuple[Any, Any]:
 
 
 def looking(asked: dict[str, Any], share: Callable[[], float]) -> Any:
-    """What says how far it is, and ends it. share: of the tasks that are right now."""
+    """Callback that reports how far training is, and ends it. share: met by now."""
     from transformers import TrainerCallback
 
     class Looking(TrainerCallback):  # type: ignore[misc]
@@ -90,35 +113,40 @@ def looking(asked: dict[str, Any], share: Callable[[], float]) -> Any:
             """After each step."""
             if state.global_step % asked["every"]:
                 return
-            right = share()
+            met = share()
             taken = {"wall_s": time.perf_counter() - self.wall_s, "cpu_s": time.process_time() - self.cpu_s}
-            say({"step": state.global_step, "accuracy": right, "reward": rewards(state), **taken})
-            control.should_training_stop = right >= asked["at"]
+            say({"step": state.global_step, "accuracy": met, "reward": rewards(state), **taken})
+            control.should_training_stop = met >= asked["at"]
 
     return Looking()
 
 
 def rewards(state: Any) -> float:
     """Of the step that was logged last."""
-    found = [one["reward"] for one in state.log_history if "reward" in one]
+    found = [entry["reward"] for entry in state.log_history if "reward" in entry]
     return float(found[-1]) if found else 0.0
 
 
-def accuracy(model: Any, tokenizer: Any, tasks: list[dict[str, Any]]) -> float:
-    """Share of the tasks whose every token of the answer, and the end, is the likeliest after those before it."""
+def accuracy(asked: dict[str, Any], model: Any, tokenizer: Any, tasks: list[dict[str, Any]]) -> float:
+    """Share of the prompts whose greedy answer follows every instruction."""
     import torch
 
-    prompts = [
-        tokenizer.apply_chat_template(one["prompt"], add_generation_prompt=True, return_dict=False) for one in tasks
-    ]
-    answers = [[*tokenizer(one["answer"])["input_ids"], tokenizer.eos_token_id] for one in tasks]
-    rows = torch.tensor([prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
-    length = len(answers[0])
+    met = 0
     model.eval()
-    with torch.no_grad():
-        likeliest = model(rows).logits[:, -length - 1 : -1].argmax(-1)
+    for at in range(0, len(tasks), LOOK_ROWS):
+        part = tasks[at : at + LOOK_ROWS]
+        prompts = tokenizer.apply_chat_template(
+            [task["prompt"] for task in part],
+            add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True,
+        )  # fmt: skip
+        with torch.no_grad():
+            ids = model.generate(**prompts, max_new_tokens=asked["max_tokens"], do_sample=False, temperature=None)
+        answers = ids[:, prompts["input_ids"].shape[1] :]
+        texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+        ended = [tokenizer.eos_token_id in row for row in answers.tolist()]
+        met += sum(share == 1.0 for share in shares(texts, [task["answer"] for task in part], ended))
     model.train()
-    return float((likeliest == rows[:, -length:]).all(1).float().mean())
+    return met / len(tasks)
 
 
 def say(what: dict[str, Any]) -> None:
