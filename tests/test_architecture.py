@@ -86,7 +86,7 @@ BUDGETS = {
     "actors/master/gate": 723,
     "trainer": 10_786,
     "tests": 53_847,
-    "tests/bench": 3_987,
+    "tests/bench": 3_975,
 }
 MAX_PRODUCT_FILES, MAX_TEST_FILES = 352, 280
 TOP = {

@@ -8,7 +8,6 @@ development prompts with every instruction followed reaches 0.9; both sides eval
 import asyncio
 import contextlib
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,18 +22,16 @@ import msgspec
 from infra.cli.connect import app_store
 from infra.cli.demo.demo import write_settings
 from infra.cli.demo.settings import DemoOptions
+from infra.cli.govern.export_model import export
 from infra.cli.settings import Settings, load_settings
 from infra.local.process import start_watched
 from infra.log.log import Log
-from infra.policies.fetch import PolicyFetcher
-from infra.policies.tensors import pieces_of
 from schemas import EvalResult, PolicyEvent, topics
 from schemas.topics import Topic
 from tests.bench.measuring import PEERS_PYTHON, cpu_s, lacks, last_words
 from tests.bench.report import ROOT, Row, compared
 from tests.bench.start import awaited_log, beside, ended_gently
 
-TENSORS = "model.safetensors"
 BEGIN_S = 600.0
 
 
@@ -83,7 +80,7 @@ async def headrace(folder: Path, seed: int, minutes: float, at: float) -> Arriva
             record, now = message.value, (time.perf_counter(), cpu_s(child.pid))
             if isinstance(record, PolicyEvent) and record.event == "published" and record.version == 1:
                 begin = now
-                await asyncio.to_thread(export, settings, record, folder / "begin")
+                await asyncio.to_thread(export, app_store(settings), record, settings, folder / "begin")
                 begins.set()
             if isinstance(record, EvalResult) and record.suite == settings.master.stop.suite and record.version > 1:
                 await begins.wait()
@@ -106,14 +103,6 @@ async def headrace(folder: Path, seed: int, minutes: float, at: float) -> Arriva
     finally:
         await asyncio.to_thread(ended_gently, child, 120.0)
     return Arrival(accuracy, *spent)
-
-
-def export(settings: Settings, event: PolicyEvent, folder: Path) -> None:
-    """Write a version as a model folder."""
-    tensors = PolicyFetcher(app_store(settings), settings.policy.name).fetch(event).tensors
-    shutil.copytree(settings.policy.model, folder, ignore=shutil.ignore_patterns(TENSORS))
-    with (folder / TENSORS).open("wb") as file:
-        file.writelines(pieces_of(dict(tensors), {"format": "pt"}))
 
 
 def asked_of(settings: Settings, folder: Path, at: float) -> dict[str, Any]:
