@@ -88,9 +88,10 @@ def console_child(settings: Settings, chosen: SettingsFile, link: str) -> Child:
 
 def child_environment(settings: Settings) -> dict[str, str]:
     """Environment of every role: one thread each where cores are few."""
-    # A thread of OpenMP that waits gives its core away after some 50 µs, since the roles have more threads than the machine has
-    # cores; at once would cost the learner a tenth of a step.
-    environment = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "GOMP_SPINCOUNT": "3000"}
+    # A thread of OpenMP that waits gives its core away, since the roles have more threads than the machine has cores; torch's
+    # (libgomp) after some 50 µs, since at once would cost the learner a tenth of a step.
+    environment = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
     if (os.cpu_count() or 1) <= 4:
         environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     return environment
