@@ -170,9 +170,12 @@ class LinearLogprobs(torch.autograd.Function):
 
 def product(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
     """hidden · weightᵀ + bias with sums in float32, [N, V] float32."""
-    found = torch.empty((len(hidden_ND), len(weight_VD)), dtype=torch.float32, device=hidden_ND.device)
-    for part in _slices(len(weight_VD), len(weight_VD) if weight_VD.is_cuda else CPU_SLICE):
-        found[:, part] = _matmul(hidden_ND, weight_VD[part].T)
+    if weight_VD.is_cuda:
+        found = _matmul(hidden_ND, weight_VD.T)
+    else:
+        found = torch.empty((len(hidden_ND), len(weight_VD)), dtype=torch.float32)
+        for part in _slices(len(weight_VD), CPU_SLICE):
+            found[:, part] = _matmul(hidden_ND, weight_VD[part].T)
     return found if bias_V is None else found.add_(bias_V)
 
 
