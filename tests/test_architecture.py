@@ -77,7 +77,7 @@ MAX_FUNCTION_LINES = 60
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
     "schemas": 2_567,
-    "infra": 14_198,
+    "infra": 14_200,
     "infra/cli": 6_563,
     "infra/cli/console": 1_738,
     "infra/cli/demo": 1_182,

@@ -172,20 +172,21 @@ def from_torch_all(values: Mapping[str, "torch.Tensor"]) -> dict[str, Tensor]:
     def place(tensor: "torch.Tensor") -> Hashable:
         return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
-    num_bytes = {place(tensor): -(-int(tensor.nbytes) // 16) * 16 for tensor in values.values()}
-    starts = dict(zip(num_bytes, accumulate(num_bytes.values(), initial=0), strict=False))
-    block = torch.empty(sum(num_bytes.values()), dtype=torch.uint8)
+    distinct = {place(tensor): tensor for tensor in values.values()}
+    *starts, num_bytes = accumulate((-(-int(tensor.nbytes) // 16) * 16 for tensor in distinct.values()), initial=0)
+    block = torch.empty(num_bytes, dtype=torch.uint8)
 
-    def copied(tensor: "torch.Tensor") -> Tensor:
-        start = starts[place(tensor)]
+    def copied(start: int, tensor: "torch.Tensor") -> Tensor:
         room = block[start : start + int(tensor.nbytes)]
         room.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         copy = room.numpy()
         copy.flags.writeable = False
         return Tensor(_dtype_name(tensor), tuple(tensor.shape), copy.data if copy.size else b"")
 
-    copies = in_threads(copied, values.values(), size=lambda tensor: int(tensor.nbytes), same=place)
-    return dict(zip(values, copies, strict=True))
+    items = zip(starts, distinct.values(), strict=True)
+    copies = in_threads(lambda item: copied(*item), items, size=lambda item: int(item[1].nbytes))
+    by_place = dict(zip(distinct, copies, strict=True))
+    return {name: by_place[place(tensor)] for name, tensor in values.items()}
 
 
 def in_place(tensor: "torch.Tensor") -> Tensor:
