@@ -142,7 +142,8 @@ def draw(random: Random, id: str, split: str, *, unseen: bool) -> Task:
     """A task. unseen: its kinds include a pair of UNSEEN_PAIRS; else none."""
     fresh = split == HELD_OUT
     topic = random.choice((HELD_OUT_TOPICS if fresh else TOPICS).split())
-    kinds = _kinds(random, TRAIN_SIZES if split == TRAIN else SIZES, unseen)
+    among = random.choice(KINDS) if split == TRAIN else ""  # else kinds that go with few others, such as json, are rare
+    kinds = _kinds(random, TRAIN_SIZES if split == TRAIN else SIZES, unseen, among)
     rules: list[tuple[str, object]] = [("word", topic)]
     sentences = [f"Write briefly about {topic}."]
     for kind in kinds:
@@ -158,13 +159,13 @@ def draw(random: Random, id: str, split: str, *, unseen: bool) -> Task:
     )
 
 
-def _kinds(random: Random, sizes: Sequence[float], unseen: bool) -> Sequence[str]:
-    """One to three kinds that go together, in any order. sizes: shares of one, two and three."""
+def _kinds(random: Random, sizes: Sequence[float], unseen: bool, among: str) -> Sequence[str]:
+    """One to three kinds that go together, in any order. sizes: shares of one, two and three. among: must be in it."""
     while True:
         size = random.choices((1, 2, 3), sizes)[0]
         kinds = random.sample(KINDS, size)
         pairs = {frozenset(pair) for pair in combinations(kinds, 2)}
-        if not pairs & CONFLICTS and bool(pairs & UNSEEN_PAIRS) == unseen:
+        if not pairs & CONFLICTS and bool(pairs & UNSEEN_PAIRS) == unseen and (not among or among in kinds):
             return kinds
 
 
@@ -178,7 +179,7 @@ def instruction(kind: str, random: Random, *, fresh: bool, taken: str) -> tuple[
 
     match kind:
         case "word":
-            word = pick(WORDS, HELD_OUT_WORDS)
+            word = pick(WORDS + TOPICS, HELD_OUT_WORDS)
             return word, random.choice((f'Include the word "{word}".', f'Use the word "{word}".'))
         case "max_words":
             most = random.randint(8, 15)
@@ -191,10 +192,10 @@ def instruction(kind: str, random: Random, *, fresh: bool, taken: str) -> tuple[
         case "no_commas":
             return True, random.choice(("Do not use commas.", "Avoid commas."))
         case "ending":
-            phrase = random.choice(HELD_OUT_ENDINGS if fresh else ENDINGS)
+            phrase = random.choice(HELD_OUT_ENDINGS) if fresh else _ending(random)
             return phrase, f'End with the words "{phrase}".'
         case "start":
-            word = pick(STARTS, HELD_OUT_STARTS)
+            word = pick(STARTS + WORDS, HELD_OUT_STARTS)
             return word, random.choice((f'Start with the word "{word}".', f'Begin with the word "{word}".'))
         case "bullets":
             count = random.randint(2, 3)
@@ -205,6 +206,11 @@ def instruction(kind: str, random: Random, *, fresh: bool, taken: str) -> tuple[
             keys = random.sample((HELD_OUT_KEYS if fresh else KEYS).split(), random.randint(1, 2))
             named = " and ".join(f'"{key}"' for key in keys)
             return keys, f"Answer with a JSON object with the {'keys' if len(keys) > 1 else 'key'} {named}."
+
+
+def _ending(random: Random) -> str:
+    """One of ENDINGS or, as often, two words that seldom follow each other: a model learns to copy them."""
+    return random.choice((random.choice(ENDINGS), " ".join(random.sample(WORDS.split(), 2))))
 
 
 def demonstrations(*, seed: int = 0, num_train: int = 360, num_validation: int = 36) -> Iterator[Demonstration]:
