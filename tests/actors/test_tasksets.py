@@ -283,6 +283,11 @@ def test_held_out_prompts_have_topics_words_and_pairs_of_kinds_that_training_nev
     assert rows == list(instructions(seed=3)) != list(instructions(seed=4))
 
 
+def test_every_kind_is_in_a_tenth_of_the_prompts_for_training() -> None:
+    asked = [task.meta["kinds"].split("+") for task in instructions() if task.split == "train"]
+    assert all(sum(kind in kinds for kinds in asked) >= 0.1 * len(asked) for kind in KINDS)
+
+
 def test_demonstrations_follow_their_instructions_and_show_single_kinds() -> None:
     rows = list(demonstrations(seed=3))
     for row in rows:
