@@ -15,10 +15,9 @@ Retention = Literal["keep", "forever", "compact", "day", "trimmed"]
 class Topic(msgspec.Struct, frozen=True):
     """One topic: the records it may hold, its key and its cleanup.
 
-    name: without the app's. holds: class names of its records; "Block" is the experience block. key: what its records are
-    keyed by.
-    partitions: None takes the app's configured number, 1 gives a total order. retention: "keep" for as long as [keep] says,
-    "day" for a day, of what is of now, "trimmed" until the trainer removes what no kept checkpoint needs.
+    name: without the app's prefix. holds: class names of its records; "Block" is the experience block. key: meaning of its
+    records' keys. partitions: None takes the app's configured number, 1 gives a total order. retention: "keep" for the time of
+    [keep], "day" for one day, "trimmed" until the trainer removes records that no kept checkpoint needs.
     """
 
     name: str
@@ -32,21 +31,21 @@ TASKSET_RAW = Topic("taskset.raw", ("Task",), "task", None, "keep")
 TASKSET = Topic("taskset", ("Task",), "task", None, "compact")
 TASKS = Topic("tasks", ("Task",), "group", None, "keep")
 EXPERIENCES = Topic("experiences", ("Block",), "group", None, "keep")
-# Kept for ever, as much as is loaded: loading again reads which demonstrations are there.
+# No retention: a repeated load reads which demonstrations are there.
 EXPERTS = Topic("experts", ("Block",), "group", None, "forever")
 FEEDBACK = Topic("feedback", ("Received",), "group", None, "keep")
 VERIFIED = Topic("verified", ("Block", "DropMarker", "Feedback", "Tick"), "group", None, "keep")
 # Trimmed by delete_records below the oldest kept checkpoint, so time alone never removes what a resume needs.
 BUFFER = Topic("buffer", ("Block",), "group", 1, "trimmed")
-# Kept for ever: a master whose snapshot does not fit counts it from the beginning, and the gate compares with the results of
-# the stable version, which in a quiet app are older than any retention.
+# No retention: a master without a valid snapshot reads it from the beginning, and the gate compares with results of the stable
+# version, which in a quiet app are older than any retention.
 EVALS = Topic("evals", ("EvalResult", "Block"), "policy", 1, "forever")
 BATCHES = Topic("batches", ("Batch", "Fence", "Skip", "Rollback", "Saved"), "run", 1, "trimmed")
-# Logs of older writers have their reports here, too: readers of reports read both topics.
+# Earlier releases wrote reports here: readers of reports read both topics.
 PROGRESS = Topic("progress", ("Closure", "Drawn"), "run", 1, "keep")
 REPORTS = Topic("reports", ("Progress",), "instance", 1, "day")
-# Kept for ever: its first record says which log it is (`infra.roles.identity`), and in a quiet app the newest version and the
-# stable one are older than any retention.
+# No retention: its first record identifies the log (`infra.roles.identity`), and in a quiet app the newest and the stable
+# version are older than any retention.
 POLICIES = Topic("policies", ("PolicyEvent", "Directive"), "policy", 1, "forever")
 DEAD_LETTERS = Topic("dead-letters", ("DeadLetter",), "original", None, "keep")
 
@@ -57,8 +56,8 @@ ALL: tuple[Topic, ...] = (
 
 MAX_FRAME_BYTES = 768 * 1024  # larger frames go to the store by content hash (claim check)
 DAY_MS = 86_400_000
-SEGMENT_MS = 3_600_000  # a broker removes whole segments: of a day's reports 25 hours are there at most
-MAX_RECORD_BYTES = 8 * 1024 * 1024  # what the broker takes: journal records of large batches
+SEGMENT_MS = 3_600_000  # a broker removes whole segments, so at most 25 hours of reports are there
+MAX_RECORD_BYTES = 8 * 1024 * 1024  # a broker's limit; journal records of large batches need it
 
 
 def topic_name(app: str, topic: Topic) -> str:
@@ -71,7 +70,7 @@ def topic_name(app: str, topic: Topic) -> str:
 
 
 def by_name(name: str) -> Topic:
-    """The topic called `name` (without the app); raises ValueError naming those there are."""
+    """The topic called `name` (without the app's prefix). Raises ValueError, which lists the topics."""
     for topic in ALL:
         if topic.name == name:
             return topic
@@ -79,8 +78,8 @@ def by_name(name: str) -> Topic:
 
 
 def topic_config(topic: Topic, keep_ms: int, replication: int = 0) -> dict[str, str]:
-    """Broker settings of a topic at creation. replication: its copies; with it, a record is confirmed once all of them but one
-    have it, so that one broker may be lost. 0 leaves that to the brokers.
+    """Broker settings of a topic at creation. replication: number of copies; a broker confirms a record when all copies but one
+    have it, so the topic survives the loss of one broker. 0 leaves both to the brokers' defaults.
     """
     config = {
         "message.timestamp.type": "LogAppendTime",

@@ -40,7 +40,7 @@ from trainer.loop.report import TrainerReport, follow_results, publish_progress,
 from trainer.loop.saving import write_checkpoint
 from trainer.loop.state import Run
 from trainer.loop.step import publish_now, train_step
-from trainer.loop.waiting import admitted, let_go, must_forget, next_draw, tell_dropped
+from trainer.loop.waiting import admitted, drop_forgotten, must_forget, next_draw, tell_dropped
 from trainer.loop.warmup import warm_up
 from trainer.replay.resume import resume
 
@@ -136,7 +136,7 @@ async def learn(run: Run, stop: asyncio.Event) -> None:
     run.report.state = "learning"
     while not stop.is_set() and not finished(run):
         if must_forget(run):
-            await let_go(run)
+            await drop_forgotten(run)
         draw = await next_draw(run, stop)
         draw = None if draw is None else await admitted(run, draw)
         if draw is not None and not draw.wait:

@@ -162,8 +162,8 @@ class Admission:
         if known is not None and attempt >= known.attempt:
             known.held_at = max(known.held_at, at)
 
-    def wait_anew(self, at: float) -> None:
-        """Count the waiting of all outstanding groups from now."""
+    def reset_waits(self, at: float) -> None:
+        """Count the waiting time of all outstanding groups from `at`."""
         for group in self.outstanding.values():
             group.held_at = at
 

@@ -112,8 +112,8 @@ class EvalBook:
         if (request := self._open.get((suite, version))) is not None:
             request.issued_at = max(request.issued_at, at)
 
-    def wait_anew(self, at: float) -> None:
-        """Count the waiting of all open requests from now."""
+    def reset_waits(self, at: float) -> None:
+        """Count the waiting time of all open requests from `at`."""
         for request in self._open.values():
             request.issued_at = at
 

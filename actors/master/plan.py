@@ -131,8 +131,8 @@ class Plan:
 
     def caught_up(self) -> None:
         """Start the waiting of outstanding groups: the log is read as it was at the start."""
-        self.admission.wait_anew(self.active_s)
-        self.evals.wait_anew(self.active_s)
+        self.admission.reset_waits(self.active_s)
+        self.evals.reset_waits(self.active_s)
 
     def task(self, task: Task) -> None:
         self.book.add(task)

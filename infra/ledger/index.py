@@ -121,7 +121,7 @@ class LogIndex:
         self._inode = self.path.stat().st_ino
         is_writer = self._is_writer
         if self.database.execute("PRAGMA user_version").fetchone() != (LAYOUT,) and self._claim():
-            self._begin_anew()
+            self._clear()
             if not is_writer:
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
                 self._is_writer = False
@@ -133,8 +133,8 @@ class LogIndex:
                 self._is_writer = True
         return self._is_writer
 
-    def _begin_anew(self) -> None:
-        """Forget everything, at once: a reader meanwhile finds all as it was, or nothing yet."""
+    def _clear(self) -> None:
+        """Replace all tables by empty ones in one transaction."""
         found = self.database.execute(
             "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%' AND name NOT LIKE 'words_%'"
         ).fetchall()
@@ -191,7 +191,7 @@ class LogIndex:
             self._open()
         (layout,) = self.database.execute("PRAGMA user_version").fetchone()
         if layout != LAYOUT:
-            self._begin_anew()
+            self._clear()
 
     def _check_log(self, bounds: Bounds) -> None:
         """The log is the one that was read; what it lost at its beginning is passed over, and its rows go."""
@@ -199,7 +199,7 @@ class LogIndex:
         if any(
             end < reads.get((topic.name, part), 0) for topic, (_, ends) in bounds.items() for part, end in ends.items()
         ):
-            self._begin_anew()
+            self._clear()
         rows = self.database.execute("SELECT topic, part, pruned FROM reads").fetchall()
         pruned = {(topic, part): at for topic, part, at in rows}
         for topic, (begins, _) in bounds.items():

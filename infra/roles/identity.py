@@ -1,9 +1,9 @@
 """Check that a log and a store belong together.
 
-A log is known by the first record of `policies`, which is never removed: its bytes and when the broker stored it. The first
-trainer of an app writes that into the store, under `identity/`. Guarantee: a role that asks here before it begins never
-works with a store that belongs to another log, with a log that lost its data, or with a store that lost its own; it ends
-with one line that says which, and what helps.
+The first record of `policies`, which no retention removes, identifies a log: its bytes and the broker's time. The first trainer
+of an app writes both to the store, under `identity/`. Guarantee: a role that calls `require_fit` before it begins never works
+with a store of another log, with a log that lost its data, or with a store that lost its own; it ends with one line that names
+the fault and the remedy.
 """
 
 import asyncio
@@ -34,10 +34,7 @@ Verdict = Literal["new", "unclaimed", "fits", "log lost", "other log", "store lo
 
 
 class Begun(msgspec.Struct, frozen=True):
-    """A log, by its beginning. digest: BLAKE2b-128 in hex.
-
-    time_ms: of the first record.
-    """
+    """Identity of a log: digest of its first record (BLAKE2b-128 in hex) and that record's time."""
 
     digest: str
     time_ms: int
@@ -48,9 +45,9 @@ class Begun(msgspec.Struct, frozen=True):
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """Result of the check. here: the log, None where it is empty. fault: fault and remedy in a line; "" for none.
+    """Result of the check. here: identity of the log, None if it is empty. fault: fault and remedy in one line, "" for none.
 
-    verdict: "new" where both are empty, "unclaimed" where the store names no log and nothing speaks against this one.
+    verdict: "new" if both are empty, "unclaimed" if the store names no log and no fault was found.
     """
 
     verdict: Verdict
@@ -59,7 +56,7 @@ class Fit(msgspec.Struct, frozen=True):
 
 
 async def fit_of(log: Log, store: Store, floor: Floor) -> Fit:
-    """Compare them. Raises BrokerUnavailable, StoreError."""
+    """Compare log and store. Raises BrokerUnavailable, StoreError."""
     here = await log_beginning(log)
     named = await asyncio.to_thread(_named, store, floor.app)
     if here is None:
@@ -85,21 +82,21 @@ async def fit_of(log: Log, store: Store, floor: Floor) -> Fit:
 
 
 async def require_fit(log: Log, store: Store, floor: Floor) -> None:
-    """Raise ConfigError where log and store do not belong together."""
+    """Raise ConfigError if log and store do not belong together."""
     fit = await fit_of(log, store, floor)
     if fit.fault:
         raise ConfigError(fit.fault)
 
 
-async def claim(log: Log, store: Store, floor: Floor, *, anew: bool = False) -> None:
-    """Write into the store which log it belongs to, if nothing is written there. anew: True to overwrite."""
+async def claim(log: Log, store: Store, floor: Floor, *, overwrite: bool = False) -> None:
+    """Write the log's identity to the store if it has none. overwrite: replace an identity that is there."""
     here = await log_beginning(log)
-    if here is not None and (anew or await asyncio.to_thread(_named, store, floor.app) is None):
+    if here is not None and (overwrite or await asyncio.to_thread(_named, store, floor.app) is None):
         await asyncio.to_thread(store.put, _key(floor.app), msgspec.json.encode((here, _sum(here))))
 
 
 async def log_beginning(log: Log) -> Begun | None:
-    """The log by its first record of `policies`, None for one that is empty or not there."""
+    """Identity of the log, None if `policies` is empty or missing."""
     if not await log.holds(POLICIES):
         return None
     async with aclosing(log.chunks(POLICIES, max_records=1)) as chunks:
@@ -109,7 +106,7 @@ async def log_beginning(log: Log) -> Begun | None:
 
 
 def _named(store: Store, app: str) -> Begun | None:
-    """Beginning that the store names; None for none, or none that is whole however often it is read."""
+    """Identity in the store; None if there is none, or if READS reads gave no intact one."""
     for _ in range(READS):
         try:
             named, digest = msgspec.json.decode(store.get(_key(app)), type=tuple[Begun, str])
@@ -117,7 +114,7 @@ def _named(store: Store, app: str) -> Begun | None:
             return None
         except (msgspec.MsgspecError, UnicodeDecodeError):
             continue
-        if digest == _sum(named):  # a store may give other bytes than it was given
+        if digest == _sum(named):  # a store may return damaged bytes
             return named
     logger.warning("identity_broken store=%r key=%s: it will be written again", store, _key(app))
     return None

@@ -22,8 +22,8 @@ from trainer.state import StoredState, index_hash, whole_hash
 READ = (topics.BUFFER, topics.PROGRESS)
 
 
-async def begin_anew(log: Log, store: Store, floor: Floor, found: Checkpoint, *, owner: str) -> Checkpoint:
-    """The checkpoint as the first of this log; the older ones, which no log fits any more, are removed."""
+async def restart_journal(log: Log, store: Store, floor: Floor, found: Checkpoint, *, owner: str) -> Checkpoint:
+    """Make the checkpoint the first record of a new journal; removes older checkpoints, whose log is lost."""
     run, policy = floor.run or floor.app, floor.policy.name
     token, version = await asyncio.to_thread(highest, store, run, policy)
     filler = PolicyEvent(event="lease", policy=policy, owner=owner, reason="tokens up to here were given out before")
@@ -34,7 +34,7 @@ async def begin_anew(log: Log, store: Store, floor: Floor, found: Checkpoint, *,
     here = CheckpointPlace(state.position.step, lease.token)
     old = [place for place in await asyncio.to_thread(checkpoint.places, store, run) if place != here]
     await asyncio.to_thread(checkpoint.remove, store, run, old)
-    await claim(log, store, floor, anew=True)  # last: from then on nothing is done again
+    await claim(log, store, floor, overwrite=True)  # last: a later call finds nothing to do
     return state
 
 

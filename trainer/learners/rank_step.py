@@ -128,7 +128,7 @@ class RankStep:
     @torch.no_grad()
     def probe(self, sequences: tuple[tuple[int, ...], ...]) -> tuple[tuple[float, ...], ...]:
         found = tuple(tuple(self.run("sequence_logprobs", tokens)) for tokens in sequences)
-        self._shards.let_go()
+        self._shards.repartition()
         return found
 
     def per_sequence(
@@ -142,5 +142,5 @@ class RankStep:
         assert order.counts is not None
         rows = self._rows([deal(part, self.channel.world) for part in given or ()], 0)
         found = per_sequence(self, rows, order.counts.num_sequences, method, measure)
-        self._shards.let_go()
+        self._shards.repartition()
         return found

@@ -154,7 +154,7 @@ class Shards:
         self._let_go_of_reference()
 
     def _let_go_of_reference(self) -> None:
-        """Small weights stay whole on every rank once a forward has gathered them: they are gathered anew."""
+        """Small weights stay whole on every rank once a forward has gathered them: they are gathered again."""
         for _, value in self._reference if self.stage == 3 else ():
             value.partition()
 
@@ -272,9 +272,9 @@ class Shards:
         elif self.stage:
             zero.update_lp_params()
 
-    def let_go(self) -> None:
-        """After a forward that no backward follows: weights that it gathered, and would keep until the next step, are the
-        other ranks' again. Collective.
+    def repartition(self) -> None:
+        """Free the weights that a forward gathered, if no backward follows; else they would stay until the next step.
+        Collective.
         """
         if self.stage == 3:
             self._engine.optimizer._partition_all_parameters()

@@ -91,8 +91,8 @@ class Saving:
     executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="checkpoint"))
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def beside(self, work: Coroutine[None, None, None]) -> None:
-        """Store a checkpoint or a version, or both, during the next steps, one at a time; without a task group, at once."""
+    async def in_background(self, work: Coroutine[None, None, None]) -> None:
+        """Run `work`, which stores a checkpoint or a version, during the next steps; without a task group, await it."""
         await self.finished()
         if self.tasks is None:
             await work

@@ -203,7 +203,7 @@ async def write_and_publish_due(run: Run, weights: HashedTensors | None = None) 
             await store(run, unwritten)
         await publish(run, unpublished)
 
-    await run.saving.beside(write_and_publish())
+    await run.saving.in_background(write_and_publish())
 
 
 class Unpublished(msgspec.Struct, frozen=True):

@@ -69,8 +69,8 @@ def must_forget(run: Run) -> bool:
     return run.position.warmed_up and run.supply.intake.must_forget
 
 
-async def let_go(run: Run) -> None:
-    """Drop all that waits here and can no longer be opened, and make a checkpoint that knows nothing of it."""
+async def drop_forgotten(run: Run) -> None:
+    """Drop waiting groups that can no longer be decrypted, and write a checkpoint without them."""
     run.supply.intake.forget_at_s = math.inf
     buffer = run.supply.intake.buffer
     held = [candidate for lane in run.config.lanes for candidate in buffer.candidates(lane)]

@@ -1,8 +1,8 @@
 """Data that an app keeps, with sizes and bounds, for `headrace status --kept`.
 
-Nothing is listed or read for it: topics are asked for their first and last offset, roles report their sizes, and files, of
-which the rows of the console's index are counted, are of the machine where it is asked. How large folders of the store are, the
-bucket says; here is what bounds them.
+The command reads no records and lists no objects: brokers return the first and last offset of a topic, roles report sizes, and
+files and rows of the console's index are counted on this machine. Folders of the store have a bound here and no size, which
+only the bucket knows.
 """
 
 import asyncio
@@ -21,17 +21,17 @@ from infra.store.snapshots import KEPT
 from schemas import topics
 from trainer.config import SLOTS
 
-# What grows for as long as the app lives, and by what (how that was had: infra/docs/measured/records.md). Why nothing of it
-# may be removed: see `schemas.topics`.
+# Topics that grow for the life of an app, with the measured growth (infra/docs/measured/records.md). `schemas.topics` says why
+# they have no retention.
 FOREVER: Mapping[str, str] = {
-    topics.EXPERTS.name: "for ever: what is loaded",
-    topics.EVALS.name: "for ever: the answers to each suite of each version that it was asked of, 4 kB one of 512 tokens",
-    topics.POLICIES.name: "for ever: about two records a version, 1 GB a year at one each 30 s",
+    topics.EXPERTS.name: "no limit: every loaded demonstration",
+    topics.EVALS.name: "no limit: every answer of an eval, 4 kB for 512 tokens",
+    topics.POLICIES.name: "no limit: about two records per version, 1 GB a year with a version every 30 s",
 }
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """Data with its bound and the setting of that, and its size now, None where that is not known here."""
+    """Data of an app. bound: in words, with the setting's name. num: present size in `unit`, None if unknown here."""
 
     what: str
     bound: str
@@ -50,27 +50,27 @@ async def list_kept(log: Log, settings: Settings, roles: Sequence[Mapping[str, A
 
 
 def topic_bound(topic: topics.Topic, replay: str) -> str:
-    """Bound of a topic. Records of a compacted one are at most as many as there were."""
+    """Bound of a topic, in words."""
     if topic.retention == "forever":
         return FOREVER[topic.name]
     if topic is topics.BATCHES:
-        return f"{replay} (keep.replay), and back to the checkpoint before it"
+        return f"{replay} (keep.replay), extended to the checkpoint before"
     return {
         "keep": f"{replay} (keep.replay)",
         "day": "a day",
-        "compact": "the newest of each task",
-        "trimmed": "the oldest checkpoint that is kept",
+        "compact": "the newest record of each task",
+        "trimmed": "records after the oldest checkpoint",
     }[topic.retention]
 
 
 def _in_store(settings: Settings, roles: Sequence[Mapping[str, Any]]) -> Iterable[Kept]:
     replay, newest = f"{settings.keep.replay} (keep.replay)", settings.trainer.keep_checkpoints
-    yield Kept("store policies/", f"{replay}, and what those build on")
-    yield Kept("store checkpoints/", f"the newest {newest} (trainer.keep_checkpoints), and {SLOTS + 2} of {replay}")
+    yield Kept("store policies/", f"{replay}, and the versions that their deltas need")
+    yield Kept("store checkpoints/", f"newest {newest} (trainer.keep_checkpoints), {SLOTS + 2} spread over {replay}")
     stored = [int(role["stored_bytes"]) + int(role["gauges"].get("master_snapshot_bytes", 0)) for role in roles]
     yield Kept("store snapshots/, each", f"the newest {KEPT} of each partition and of the master", sum(stored), "bytes")
-    yield Kept("store blobs/", f"frames {replay}, images for ever: what tasks and demonstrations show")
-    yield Kept("store keys/, gateway/", "for ever: a key a user, emptied by forget; API keys")
+    yield Kept("store blobs/", f"frames {replay}; images of tasks and demonstrations without a limit")
+    yield Kept("store keys/, gateway/", "no limit: one key per user, which forget empties; API keys")
 
 
 def _at_roles(settings: Settings, roles: Sequence[Mapping[str, Any]]) -> Iterable[Kept]:
@@ -81,7 +81,7 @@ def _at_roles(settings: Settings, roles: Sequence[Mapping[str, Any]]) -> Iterabl
             bound = f"{gateway.spool_mb} MB (gateway.spool_mb)"
             yield Kept(f"spool of {where}", bound, int(gauges["spool_bytes"]), "bytes")
         if "run_stored_bytes" in gauges:
-            bound = f"{settings.keep.store_gb:g} GB (keep.store_gb), or the newest"
+            bound = f"{settings.keep.store_gb:g} GB (keep.store_gb), but at least the newest"
             yield Kept("store policies/, checkpoints/", bound, int(gauges["run_stored_bytes"]), "bytes")
         if "uses_remembered" in gauges:
             bound = f"{settings.keep.replay} (keep.replay)"
@@ -89,11 +89,11 @@ def _at_roles(settings: Settings, roles: Sequence[Mapping[str, Any]]) -> Iterabl
 
 
 def _in_files(settings: Settings) -> Iterable[Kept]:
-    """The index of the log, and its tables; where it cannot be read, what bounds them."""
+    """The index of the log and its tables; tables of an unreadable index have a bound and no size."""
     path: Path = settings.folder / "state" / FILE
     if not path.exists():
         return
-    yield Kept(f"file state/{FILE}", "rows of what the topics keep", path.stat().st_size, "bytes")
+    yield Kept(f"file state/{FILE}", "rows for the records in the topics", path.stat().st_size, "bytes")
     rows: dict[str, int] = {}
     with contextlib.suppress(sqlite3.Error), contextlib.closing(read_only(path)) as database:
         rows = sizes(database)

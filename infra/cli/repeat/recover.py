@@ -21,7 +21,7 @@ from schemas import Batch, topics
 from schemas.errors import ConfigError
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Checkpoint
-from trainer.journal.recover import begin_anew
+from trainer.journal.recover import restart_journal
 from trainer.state import StoredState
 
 STORE_LOST = """\
@@ -66,7 +66,7 @@ async def recover_log(log: Log, store: Store, floor: Floor, console: Console, *,
     if not agreed and not ask():
         console.print("Nothing was changed.")
         return 1
-    state = await begin_anew(log, store, floor, found, owner=operator())
+    state = await restart_journal(log, store, floor, found, owner=operator())
     console.print(
         f"A new journal begins after step {state.position.step}; the first trainer publishes version "
         f"{state.position.version}. Start the roles, then load tasks and demonstrations again."

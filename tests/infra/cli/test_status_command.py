@@ -256,9 +256,9 @@ def look(folder: Path) -> tuple[dict[str, Kept], str]:
 
 def test_every_topic_has_a_bound_or_says_what_it_grows_by() -> None:
     bounds = {topic.name: topic_bound(topic, "9d") for topic in topics.ALL}
-    endless = {name for name, bound in bounds.items() if bound.startswith("for ever: ")}
+    endless = {name for name, bound in bounds.items() if bound.startswith("no limit: ")}
     assert endless == set(FOREVER) == {topic.name for topic in topics.ALL if topic.retention == "forever"}
-    assert bounds["buffer"] == "the oldest checkpoint that is kept" and bounds["reports"] == "a day"
+    assert bounds["buffer"] == "records after the oldest checkpoint" and bounds["reports"] == "a day"
 
 
 def test_what_is_kept_is_shown_with_its_size_and_its_bound_and_without_rows_where_the_index_is_broken(
@@ -271,7 +271,7 @@ def test_what_is_kept_is_shown_with_its_size_and_its_bound_and_without_rows_wher
     kept, screen = look(tmp_path)
     for what, bound, num, unit in (
         ("topic dead-letters", "9d (keep.replay)", 3, "records"),  # two were removed
-        ("topic batches", "9d (keep.replay), and back to the checkpoint before it", 5, "records"),
+        ("topic batches", "9d (keep.replay), extended to the checkpoint before", 5, "records"),
         ("spool of serve/vm/1", "64 MB (gateway.spool_mb)", 2_000_000, "bytes"),
         ("uses at serve/vm/1", "9d (keep.replay)", 42, "groups"),
         ("index curves", "the newest 50,000 versions", 7, "rows"),
@@ -279,9 +279,9 @@ def test_what_is_kept_is_shown_with_its_size_and_its_bound_and_without_rows_wher
     ):
         assert kept[what] == Kept(what, bound, num, unit)
     assert kept["store snapshots/, each"].num == 5_000_000 and kept[f"file state/{FILE}"].num
-    assert "the newest 5 (trainer.keep_checkpoints)" in kept["store checkpoints/"].bound
+    assert "newest 5 (trainer.keep_checkpoints)" in kept["store checkpoints/"].bound
     lines = " ".join(screen.split())
-    assert "kept 9d (keep.replay), and back to the checkpoint before it: topic batches 5 records" in lines
+    assert "kept 9d (keep.replay), extended to the checkpoint before: topic batches 5 records" in lines
     assert "kept 64 MB (gateway.spool_mb): spool of serve/vm/1 2.0 MB" in lines
     assert "kept the newest 50,000 versions: index policies 0 rows, index curves 7 rows" in lines
     (tmp_path / "state" / FILE).write_bytes(b"no index at all" * 1000)
