@@ -115,16 +115,10 @@ def looking(asked: dict[str, Any], share: Callable[[], float]) -> Any:
                 return
             met = share()
             taken = {"wall_s": time.perf_counter() - self.wall_s, "cpu_s": time.process_time() - self.cpu_s}
-            say({"step": state.global_step, "accuracy": met, "reward": rewards(state), **taken})
+            say({"step": state.global_step, "accuracy": met, **taken})
             control.should_training_stop = met >= asked["at"]
 
     return Looking()
-
-
-def rewards(state: Any) -> float:
-    """Of the step that was logged last."""
-    found = [entry["reward"] for entry in state.log_history if "reward" in entry]
-    return float(found[-1]) if found else 0.0
 
 
 def accuracy(asked: dict[str, Any], model: Any, tokenizer: Any, tasks: list[dict[str, Any]]) -> float:
