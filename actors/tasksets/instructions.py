@@ -160,7 +160,7 @@ def draw(random: Random, id: str, split: str, *, unseen: bool) -> Task:
 
 
 def _kinds(random: Random, sizes: Sequence[float], unseen: bool, among: str) -> Sequence[str]:
-    """One to three kinds that go together, in any order. sizes: shares of one, two and three. among: must be in it."""
+    """One to three kinds that go together, in any order. sizes: shares of one, two and three. among: one of them, or ""."""
     while True:
         size = random.choices((1, 2, 3), sizes)[0]
         kinds = random.sample(KINDS, size)
