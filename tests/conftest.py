@@ -1,4 +1,4 @@
-"""What tests share: one embedded broker for the whole session (started by the first test that asks), names, folders."""
+"""Shared fixtures: one embedded broker for the whole session (started by the first test that asks), names, folders."""
 
 import asyncio
 import gc

@@ -50,7 +50,7 @@ class MinioServer(msgspec.Struct, frozen=True):
 
 
 def default_cache() -> Path:
-    """Where headrace keeps what it downloads and builds for this user."""
+    """Folder of headrace's downloads and builds for this user."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
 
 

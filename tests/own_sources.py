@@ -40,7 +40,7 @@ def text_of(path: Path) -> str:
 
 
 class SourceFile(NamedTuple):
-    """What the rules ask of one file: read, parsed and walked once."""
+    """A source file for the rules: read, parsed and walked once."""
 
     docstring: str | None
     imports: tuple[Import, ...]

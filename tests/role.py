@@ -1,4 +1,4 @@
-"""What a role is given in a test."""
+"""The context of a role in a test."""
 
 import asyncio
 

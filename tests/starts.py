@@ -180,7 +180,7 @@ async def cpu_s(act: Callable[[], Awaitable[object]]) -> float:
 
 
 def content_name(data: bytes) -> str:
-    """How an object of these bytes is named."""
+    """Name of an object of these bytes."""
     return name_of(digest_of((data,)))
 
 

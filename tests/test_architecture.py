@@ -261,7 +261,7 @@ def test_the_map_of_contributing_names_every_top_folder_and_no_folder_that_is_no
 
 
 def test_roles_load_only_what_they_need() -> None:
-    """What a role must not load is not in sys.modules, though others were imported before it in the same process."""
+    """Modules that a role must not load are not in sys.modules, though other roles were imported before it."""
     streams = [("streams.worker", "torch vllm transformers")]
     others = [
         ("infra.cli.main", "torch vllm faust aiokafka numpy matplotlib"),

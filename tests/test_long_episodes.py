@@ -92,7 +92,7 @@ class World:
         return self.outcome
 
     def issue(self) -> None:
-        """What the master decides now, and what the engines then begin."""
+        """Decisions of the master now, and the requests that the engines then begin."""
         while (decisions := self.plan.decide()) != NOTHING:
             self.plan.apply(decisions)
             for task in decisions.rollouts:

@@ -47,7 +47,7 @@ BESIDE = {"ppo": "[trainer.critic]\n"}
 
 
 def settings(loss: str) -> str:
-    """What a user adds to the settings of a run for a loss."""
+    """Settings that a user adds to a run for a loss."""
     lane = LANES.get(loss) or f'usual = {{ loss = "{loss}" }}'
     return f"[trainer.lanes]\n{lane}\n{BESIDE.get(loss, '')}"
 

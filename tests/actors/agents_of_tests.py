@@ -66,7 +66,7 @@ async def exits() -> None:
 
 
 async def cancels_itself() -> None:
-    """As a framework does whose scopes are mixed up."""
+    """Cancels itself, like a framework with mixed-up scopes."""
     raise asyncio.CancelledError
 
 

@@ -12,7 +12,7 @@ server = MCPServer("shop")
 
 @server.tool()
 def price(item: str, pieces: int = 1) -> int:
-    """What so many pieces cost."""
+    """Price of this many pieces."""
     if item == "moon":
         raise ToolError("the moon is not for sale")
     return len(item) * pieces

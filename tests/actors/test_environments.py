@@ -30,7 +30,7 @@ from tests.actors.turns import issued
 
 
 def played(environment: Any, actions: Sequence[str], task: Task, seed: int = 0) -> list[Outcome]:
-    """What the world said: to reset, and to each action until the end."""
+    """Observations of the world: at the reset, and at each action until the end."""
 
     async def run() -> list[Outcome]:
         said = [await environment.reset(task, seed=seed)]

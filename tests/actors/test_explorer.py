@@ -61,7 +61,7 @@ def explored(
     config: ExploreConfig = EXPLORE,
     engine: ScriptedEngine | None = None,
 ) -> TopicArrivals:
-    """What an explorer writes to a topic, once that is `num` experiences or records."""
+    """The records that an explorer writes to a topic, once there are `num` of them."""
 
     async def run() -> TopicArrivals:
         log = await memory_log()

@@ -37,7 +37,7 @@ def new_gate(config: GateConfig = CONFIG) -> Gate:
 
 
 def result(version: int, suite: str, share: float, policy: str = "main") -> EvalResult:
-    """Of a thousand tasks the first so many are right."""
+    """Results on a thousand tasks: the first `share` of them are right."""
     right = round(1000 * share)
     return EvalResult(
         policy=policy, version=version, suite=suite, num_tasks=1000, num_correct=right,

@@ -222,7 +222,7 @@ def book_task(name: str, **fields: object) -> Task:
 
 
 def draws(priorities: Sequence[float], num: int, *, seed: int = 0) -> Counter[str]:
-    """How often each task is drawn for the first `num` groups, by its index as a name."""
+    """Number of draws of each task in the first `num` groups, by its index as a name."""
     tasks = [book_task(str(index)) for index in range(len(priorities))]
     pool = tasks, list(accumulate(priorities))
     found = [chosen(pool, seed=seed, sequence=sequence) for sequence in range(num)]

@@ -69,7 +69,7 @@ def folders_of(keys: list[str]) -> set[str]:
 
 
 def is_decided(engine: RefusingEngine, follower: PolicyFollower, version: int) -> bool:
-    """Whether a version serves or was given up."""
+    """True if a version serves or was given up."""
     return engine.version == version or version in follower.refused
 
 
@@ -154,7 +154,7 @@ def misses_objects(store: FaultyStore, key: str) -> bytes:
 
 
 def older(store: MemoryStore, key: str) -> str:
-    """What version 1 has in the place of this object of version 2; the key itself of any other."""
+    """The object of version 1 that stands for this object of version 2; any other key as it is."""
     if "/deltas/1-2/" in key:
         return next(store.keys(f"{key.partition('/deltas/')[0]}/deltas/0-1/"))
     return key.replace("/manifests/2.", "/manifests/1.")

@@ -74,7 +74,7 @@ async def episode(
     token_s: float = 0.0,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[tuple[Score, ...], list[Experience], Session]:
-    """As `play`, of any task."""
+    """An episode of any task, played like `play`."""
     engine = ScriptedEngine(
         num_vocabulary=VOCABULARY, max_model_len=max_model_len, script=says(*(texts or ("Hello.",))), token_s=token_s
     )
@@ -355,7 +355,7 @@ BAD = {
 
 
 def beside(name: str) -> tuple[EpisodeFailed, tuple[Score, ...], list[Experience]]:
-    """How a bad episode failed, and what was recorded of the good one that ran meanwhile."""
+    """The failure of a bad episode, and the record of the good one that ran meanwhile."""
 
     async def run() -> tuple[EpisodeFailed, tuple[Score, ...], list[Experience]]:
         token_s = 0.2 if name == "leaves_in_mid_stream" else 0.002  # time for a client to leave
@@ -411,7 +411,7 @@ CONFIG = replace(
 
 
 def played(folder: Path, config: object) -> tuple[TopicArrivals, Metrics]:
-    """What an explorer publishes of one group of three episodes."""
+    """The records that an explorer publishes of a group of three episodes."""
 
     async def run() -> tuple[TopicArrivals, Metrics]:
         log, metrics = await memory_log(), Metrics("explore")

@@ -54,7 +54,7 @@ class AskingAgent:
 
 
 async def explored(folder: Path) -> tuple[list[Experience], set[tuple[str, int, str]], int]:
-    """What was recorded, whose of it holds the two answers that its own episode got, and the most descriptors."""
+    """The records, the episodes whose record holds their own two answers, and the maximum of open descriptors."""
     tokenizer = load_tokenizer(build_char_model(folder / "model", 0, TURNS))
     store = MemoryStore()
     log = Log(MemoryBus(), "many", store=store)

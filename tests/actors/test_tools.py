@@ -188,7 +188,7 @@ def workflow() -> Workflow:
 
 
 def ran(workflow: Workflow, code: str) -> tuple[str, Experience]:
-    """What the policy was told of a program, and the episode."""
+    """The result of a program that the policy reads, and the episode."""
     turns = iter((call("python", code=code), "done"))
     (experience,) = play(workflow, RecordingEngine(lambda heard: next(turns)), issued())
     return experience.messages[-2].content, experience

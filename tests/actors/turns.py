@@ -1,4 +1,4 @@
-"""What the workflow tests share: a chat template with turns, an engine that reloads while it talks, and episodes."""
+"""Shared parts of the workflow tests: a chat template with turns, an engine that reloads while it talks, and episodes."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -93,7 +93,7 @@ def random_policy(version: int) -> Policy:
 
 
 def logprob(version: int, before: int, token: int) -> float:
-    """Of `token` behind `before` under the weights of `random_policy(version)`."""
+    """Logprob of `token` after `before` under the weights of `random_policy(version)`."""
     row = np.random.default_rng(version).normal(size=(SIZE, SIZE)).astype(np.float32)[before].astype(np.float64)
     return float(row[token] - np.log(np.exp(row).sum()))
 

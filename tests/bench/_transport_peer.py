@@ -1,4 +1,4 @@
-"""How both sides of the transport benchmark talk to it, and the Redis side, which runs in the environment of the peers.
+"""The protocol of the transport benchmark with both sides, and the Redis side, which runs in the environment of the peers.
 
 A reader's process reads a number from each line of stdin, has its sender send so many answers, makes their arrays, and prints
 a line of JSON: the seconds that it took, and a hash of what it holds.

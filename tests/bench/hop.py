@@ -223,7 +223,7 @@ def plain(each: Experience) -> PlainAnswer:
 
 
 def outcomes(value: bytes, is_plain: bool) -> dict[str, object]:
-    """What became of the answers of a record, in a form that is the same of both sides."""
+    """The outcomes of the answers of a record, in a form that both sides share."""
     record = PLAIN.decode(value) if is_plain else decode(value)
     if isinstance(record, DropMarker):
         return {record.id: record.reason}

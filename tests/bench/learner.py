@@ -125,7 +125,7 @@ def random_model(folder: Path, hidden: int, layers: int) -> str:
 
 
 def seconds(step: Callable[[], object], device: str) -> tuple[float, float]:
-    """Of the CPU and of the wall."""
+    """Seconds of the CPU and of the wall."""
     wait_for_card(device)
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     step()

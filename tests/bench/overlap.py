@@ -228,10 +228,10 @@ class Taken:
         self.generation = 0
 
     def acknowledge(self) -> None:
-        """See Delivery. Nothing to do: the log in memory has no committed offsets."""
+        """Do nothing: the log in memory has no committed offsets."""
 
     def abandon(self) -> None:
-        """See Delivery. Nothing to do: the run ends."""
+        """Do nothing: the run ends."""
 
 
 async def feed_stages(log: Log, floor: Floor) -> None:

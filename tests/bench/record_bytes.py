@@ -185,7 +185,7 @@ def _experience(one: RawAnswer, group: str, episode: int, size: int) -> Experien
 
 
 async def _through(log: Log, config: StreamsConfig, *, verify: bool = True) -> None:
-    """What verify and collect make of what lies there."""
+    """Run verify and collect over the log."""
     if verify:
         verifier = Verifier(build_verify(config))
         async for message in log.scan(EXPERIENCES):
@@ -202,7 +202,7 @@ async def _through(log: Log, config: StreamsConfig, *, verify: bool = True) -> N
 
 
 async def _rate(log: Log, ref: str) -> None:
-    """As the gateway writes it, and the feedback source."""
+    """Write a rating like the gateway and the feedback source."""
     name, rater = "5f2b8c1d9e3a4b6c7d8e9f01", "kq7mzt4wv2xh5n3p"  # as long as those that it makes
     body = msgspec.json.encode({"value": 1.0, "answer_id": ref, "id": name, "rater": rater})
     await log.publish(FEEDBACK, Received(path="/v1/feedback", body=body, id=name, ref=ref, tenant="acme", rater=rater))

@@ -36,7 +36,7 @@ BEGIN_S = 600.0
 
 
 class Arrival(NamedTuple):
-    """How far a side came. accuracy: Share of the development prompts at the end."""
+    """Progress of a side. accuracy: Share of the development prompts at the end."""
 
     accuracy: float
     wall_s: float

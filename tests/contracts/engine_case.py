@@ -1,4 +1,4 @@
-"""What the engine contract runs on: engines, each with the tensors it serves and a way of its own to compute logprobs."""
+"""Cases of the engine contract: engines, each with the tensors it serves and a way of its own to compute logprobs."""
 
 import asyncio
 import itertools

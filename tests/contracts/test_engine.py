@@ -1,4 +1,4 @@
-"""What every engine guarantees; the reference is a forward that shares no code with the engine."""
+"""Guarantees of every engine; the reference is a forward that shares no code with the engine."""
 
 import asyncio
 import json

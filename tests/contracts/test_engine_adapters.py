@@ -1,4 +1,4 @@
-"""What every engine guarantees of versions that are adapters; the reference merges them into the base by hand."""
+"""Guarantees of every engine about versions that are adapters; the reference merges them into the base by hand."""
 
 import asyncio
 import json

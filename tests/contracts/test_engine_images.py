@@ -1,4 +1,4 @@
-"""What every engine that takes pictures guarantees; the reference is a transformers forward over the same pixels."""
+"""Guarantees of every engine that takes pictures; the reference is a transformers forward over the same pixels."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -59,7 +59,7 @@ class Case(Started):
         return Policy(version=self.newest, tensors=tensors, probe=probe)
 
     def probe(self, policy: Policy) -> Probe:
-        """As the trainer makes it."""
+        """A probe like the trainer's."""
         learner = PackedModel(str(self.folder), dtype="float32", device="cpu")
         load_into(learner.module, policy.tensors)
         sequence = (*self.prompt, 8, 2)
@@ -210,7 +210,7 @@ def test_the_probe_of_a_policy_covers_the_vision_tower(case: Case) -> None:
 
 
 def test_an_image_token_that_the_policy_samples_is_a_token_like_any_other(case: Case) -> None:
-    """What follows it is sampled after its own embedding, as the trainer scores it."""
+    """The token after it is sampled after its own embedding, as the trainer scores it."""
 
     async def check(case: Case) -> None:
         sampling = Sampling(max_tokens=200, temperature=2.0)  # nearly uniform, so that it comes up

@@ -131,7 +131,7 @@ def oldest(span: Span) -> int:
 
 
 def kept_all(completion: Completion) -> bool:
-    """Whether no refused version had its keys and values computed again in its midst, at a step that spans do not tell."""
+    """True if no refused version had its keys and values computed again in its midst, at a step that spans do not tell."""
     return all(span.kv in (-1, oldest(before)) for before, span in itertools.pairwise(completion.spans))
 
 
@@ -191,7 +191,7 @@ def test_a_salt_that_is_left_out_is_found(case: Lived) -> None:
 
 
 async def resident_mb(case: Lived) -> float:
-    """Of the process that holds vLLM's model; nothing is asked of others."""
+    """Resident memory of the process that holds vLLM's model."""
     measured: Any = getattr(case.engine, "core_memory_mb", None)
     return float(await measured()) if measured is not None else 0.0
 

@@ -1,4 +1,4 @@
-"""What every object store promises: one suite, every implementation, real S3 servers included."""
+"""Guarantees of every object store: one suite, every implementation, real S3 servers included."""
 
 import json
 import threading

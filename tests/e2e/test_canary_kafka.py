@@ -121,7 +121,7 @@ class TwoGateways(msgspec.Struct, frozen=True):
     canary: str
 
     async def move(self, version: int, channel: Channel) -> None:
-        """As `headrace promote` does."""
+        """Promote a version like `headrace promote`."""
         move = PolicyEvent(event="promoted", policy="main", version=version, channel=channel, owner="ann")
         await self.log.publish(POLICIES, move)
 
@@ -163,7 +163,7 @@ async def topics_of(bootstrap: str, app: str) -> None:
 
 
 async def published(site: TwoGateways, version: int) -> None:
-    """As a trainer does: an anchor in the store, an event in the log."""
+    """Publish a version like a trainer: an anchor in the store, an event in the log."""
     event = await asyncio.to_thread(
         publish,
         site.store,
@@ -240,7 +240,7 @@ def check_share(visits: Sequence[Visit], *, stable: int, trial: int) -> None:
 
 
 async def check_trials(site: TwoGateways) -> None:
-    """What is liked better becomes the stable version; what is liked less is taken back."""
+    """A version that users like better becomes the stable version; one they like less is taken back."""
     for version in (1, 2, 3):
         await published(site, version)
     await site.move(1, "stable")

@@ -137,7 +137,7 @@ class CallingEngine(RecitingEngine):
 
 
 class TrainedByClient(msgspec.Struct, frozen=True):
-    """What went through the log: experiences by client, their ids that were trained, and the weights of each version."""
+    """Contents of the log: experiences by client, their ids that were trained, and the weights of each version."""
 
     experiences: Mapping[str, list[Experience]]
     trained: frozenset[str]
@@ -255,7 +255,7 @@ def replies_of(part: Experience, tokenizer: Tokenizer) -> list[str]:
 
 
 def turns(part: Experience) -> list[range]:
-    """Where answers lie: a reload within one begins a span of its own there."""
+    """Places of the answers: a reload within an answer begins a new span."""
     found: list[range] = []
     for span in part.spans:
         if found and found[-1].stop == span.start:

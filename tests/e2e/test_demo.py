@@ -17,7 +17,7 @@ LEARNING = {"all rewards equal", "kept for validation"}
 
 
 def headrace(folder: Path, *arguments: object) -> dict[str, Any]:
-    """What a command prints as JSON. folder: of the run, whose logs are shown where the command fails."""
+    """Output of a command as JSON. folder: of the run, whose logs are shown if the command fails."""
     command = [sys.executable, "-m", "infra.cli.main", *map(str, arguments), "--json"]
     printed, said = (folder.parent / f"{folder.name}.{end}" for end in ("out", "err"))
     with printed.open("wb") as output, said.open("wb") as errors:
@@ -28,7 +28,7 @@ def headrace(folder: Path, *arguments: object) -> dict[str, Any]:
 
 
 def check_promises(report: dict[str, Any]) -> None:
-    """What holds for every run, killed or not."""
+    """Check the promises that hold for every run, killed or not."""
     assert report["audit_clean"] and report["pending"] == 0
     assert report["experiences_trained"] + sum(report["dropped"].values()) == report["experiences_published"]
     assert report["staleness_max"] <= 2

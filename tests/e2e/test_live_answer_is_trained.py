@@ -1,4 +1,4 @@
-"""What users say is trained and forgotten: from the gateway to the weights, on a log in memory, by the settings of `init`."""
+"""Feedback is trained and forgotten: from the gateway to the weights, on a log in memory, by the settings of `init`."""
 
 import asyncio
 import hashlib
@@ -235,7 +235,7 @@ async def raw(log: Log) -> bytes:
 
 
 async def opened(log: Log) -> bytes:
-    """What somebody with this log's keys can read in the broker."""
+    """Contents of the broker that a reader with this log's keys can read."""
     keys, found = log.keys, b""
     for topic in ALL:
         async for message in log.scan(topic):
@@ -297,7 +297,7 @@ async def forgotten(log: Log, folder: Path, user: str) -> ForgetReport:
 
 
 async def opened_without_keys(log: Log) -> bytes:
-    """What somebody can read in the broker who has no keys, packed sections unpacked."""
+    """Contents of the broker that a reader without keys can read, packed sections unpacked."""
     found = b""
     for topic in ALL:
         async for message in log.scan(topic):

@@ -1,4 +1,4 @@
-"""What users write into a task's meta decides nothing: such a task is trained like any other, and its meta stays theirs."""
+"""The meta of a task, which users write, decides nothing: such a task is trained like any other, and its meta stays theirs."""
 
 import asyncio
 from collections import Counter
@@ -80,7 +80,7 @@ def shape(experience: Experience) -> dict[str, Any]:
 
 
 def by_reward(experiences: Sequence[Experience]) -> list[dict[str, Any]]:
-    """Which of a group's three answers are right may differ: two are."""
+    """Two of a group's three answers are right, any two."""
     assert all(member.reward is not None and member.advantage is not None for member in experiences)
     return sorted(map(shape, experiences), key=lambda header: float(header["reward"]))
 

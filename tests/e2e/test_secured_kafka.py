@@ -71,7 +71,7 @@ def secured_broker(folder: Path) -> Iterator[Secured]:
 
 
 def one_line(pem: str) -> str:
-    """As Java reads a value of several lines."""
+    """A value of several lines as Java reads it."""
     return pem.strip().replace("\n", "\\n")
 
 
@@ -214,7 +214,7 @@ def test_a_broker_nobody_vouches_for_is_one_line(secured: Secured, app_name: str
 
 
 def tried(done: Result) -> dict[str, str]:
-    """What `check --connect` found, by what it tried."""
+    """Findings of `check --connect`, by the thing it tried."""
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line]
     return {row[0]: row[1] for row in rows}
 
@@ -241,7 +241,7 @@ def test_check_connect_tries_everything_names_what_is_missing_and_leaves_nothing
 
 
 async def ends(secured: Secured, config: Path, app_name: str) -> set[int]:
-    """Where the partitions of an app end."""
+    """End offsets of the partitions of an app."""
     bus = KafkaBus(secured.bootstrap, access=kafka_access(load_settings(config)))
     await bus.start()
     try:

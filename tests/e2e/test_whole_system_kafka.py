@@ -313,7 +313,7 @@ LANES = {"usual", "expert", "human"}
 
 
 class Flow:
-    """What went through the topics."""
+    """Records of the topics."""
 
     def __init__(self, log: Log) -> None:
         self.heard = {topic: TopicArrivals(log, topic) for topic in HEARD}
@@ -333,7 +333,7 @@ class Flow:
 
     @property
     def sampled(self) -> list[Experience]:
-        """What is buffered of rollouts."""
+        """Buffered rollouts."""
         return [item for item in self.experiences(topics.BUFFER) if item.lane == "usual"]
 
     def turned(self) -> bool:
@@ -349,7 +349,7 @@ class Flow:
         )
 
     def noticed(self) -> bool:
-        """What came through the changed chain was trained."""
+        """True if the trainer used records of the changed chain."""
         trained = {item.id for batch in self.of(topics.BATCHES, Batch) for item in batch.items}
         return any("noticed@3" in entry.stamps and entry.id in trained for entry in self.sampled)
 
@@ -520,7 +520,7 @@ def critic_and_reference_took_part(store: Store, run: str, model: Path) -> None:
 
 
 def chain_was_changed(flow: Flow, status: dict[str, dict[str, dict[str, str]]]) -> None:
-    """What was verified before has not the new step's stamp, what came after has; status says so of each partition."""
+    """Records from before the change lack the new step's stamp, later ones have it; status shows it for each partition."""
     stamped = ["noticed@3" in item.stamps for item in flow.sampled]
     assert not stamped[0] and any(stamped) and set(status["chains"]["verify"]) == {"0", "1"}
     assert all("validate@1 noticed@3 " in chain for chain in status["chains"]["verify"].values())

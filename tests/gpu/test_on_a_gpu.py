@@ -1,4 +1,4 @@
-"""What only a GPU can show: FlexAttention's kernels, products of bfloat16 with float32 sums, memory of long rows.
+"""Checks that need a GPU: FlexAttention's kernels, products of bfloat16 with float32 sums, memory of long rows.
 
 `make test-gpu` runs the rows of `cuda`. The fast tests run the same checks on the CPU at a tiny size, where a long row is read
 in blocks of queries instead of by FlexAttention. Bounds in bfloat16 are twice to three times what the CPU finds.
@@ -51,7 +51,7 @@ LANES = {"usual": LaneConfig(loss="grpo", weight=0.9), "expert": LaneConfig(loss
 
 
 class CheckScale(msgspec.Struct, frozen=True):
-    """How large a check is: of the random Qwen3, of its vocabulary where the head alone is meant, tokens of a row."""
+    """Size of a check: of the random Qwen3, of its vocabulary for the head alone, and tokens of a row."""
 
     hidden: int = 32
     layers: int = 2
@@ -83,7 +83,7 @@ def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _gradients(packed: PackedModel, one: Microbatch, path: ReadingPath) -> dict[str, torch.Tensor]:
-    """Of a weighted sum of the logprobs."""
+    """Gradients of a weighted sum of the logprobs."""
     weight_N = torch.from_numpy(np.random.default_rng(0).normal(size=len(one.target_N))).float().to(packed.device)
     torch.autograd.backward((packed._logprobs_by(one, path) * weight_N).sum())
     return {name: value.grad for name, value in packed.module.named_parameters() if value.grad is not None}
@@ -112,7 +112,7 @@ def test_gradients_of_every_path_are_those_of_a_dense_mask_in_float32(tmp_path, 
 
 
 def head_apart(device: str, scale: CheckScale, dtype: torch.dtype, softcap: float, size: int) -> tuple[float, float]:
-    """How far the values of a head in slices and its furthest gradient are from torch's own in float64."""
+    """Distance of a sliced head's values, and of its furthest gradient, from torch's own in float64."""
     torch.manual_seed(0)
     num_N = 48
     hidden = torch.randn(num_N, scale.hidden).to(device, dtype).requires_grad_()
@@ -294,7 +294,7 @@ def test_rows_of_many_lengths_need_no_more_memory_than_the_longest(tmp_path, dev
 
 @pytest.mark.parametrize(("device", "stage"), [cuda(2), cuda(3)])  # DeepSpeed takes no lower one in bfloat16
 def test_a_rank_of_zero_on_a_gpu_steps_as_one_process_on_the_cpu(tmp_path, device, stage):
-    """What two ranks on CPUs are asked, of one on the card: NCCL instead of gloo, DeepSpeed's masters in its memory."""
+    """The checks of two ranks on CPUs, on one rank with a GPU: NCCL instead of gloo, DeepSpeed's masters in its memory."""
     script = Path(__file__).parents[1] / "trainer" / "deepspeed_ranks.py"
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1")
     argv = (*launcher, str(script), model_of(tmp_path, TINY), str(stage), "bfloat16")

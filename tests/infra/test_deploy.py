@@ -1,4 +1,4 @@
-"""What infra/deploy holds parses, names what is there, and starts commands that exist.
+"""The files of infra/deploy parse, name existing things, and start existing commands.
 
 Images are not built and nothing is started here. Where `helm` and `promtool` are on PATH, they read the chart and the queries.
 """
@@ -50,7 +50,7 @@ def compose() -> dict[str, Any]:
 
 
 def takes(arguments: list[str]) -> bool:
-    """Whether `headrace` has the command, with these options."""
+    """True if `headrace` has the command, with these options."""
     command = docs.command_tree().commands[arguments[0]]
     options = {name for parameter in command.params for name in parameter.opts}
     return all(one in options for one in arguments[1:] if one.startswith("--"))

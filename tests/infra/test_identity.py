@@ -1,4 +1,4 @@
-"""What surrounds the loops of a role: its identity, deadlines, work that is given up."""
+"""The frame of a role's loops: its identity, deadlines, abandoned work."""
 
 import asyncio
 import subprocess
@@ -133,7 +133,7 @@ def test_what_is_deaf_to_cancellation_is_ended_with_its_name_and_its_stacks() ->
 
 
 class Ended(Exception):
-    """What happened came first."""
+    """The awaited event came before the work ended."""
 
 
 async def worked(release: asyncio.Event, let_go: list[str], fails: bool = False) -> str:

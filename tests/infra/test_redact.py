@@ -1,4 +1,4 @@
-"""What is taken for personal data and secrets, what is not, and that looking for it is bounded and linear."""
+"""Texts that count as personal data or secrets, texts that do not, and a search that is bounded and linear."""
 
 import re
 import time

@@ -1,4 +1,4 @@
-"""What plugins import, with a plugin of every kind written with `headrace` alone; and which headrace this is."""
+"""The package that plugins import: a plugin of every kind, written with `headrace` alone; the version of headrace."""
 
 import ast
 import asyncio
@@ -180,7 +180,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(installed: Path, cwd: Path, *arguments: str) -> str:
-    """What Python prints with the installed package and libraries, and no checkout on its path."""
+    """Output of Python with the installed package and libraries, and no checkout on its path."""
     found = os.pathsep.join((str(installed), *site.getsitepackages()))
     environment = {**os.environ, "PYTHONPATH": found, "COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"}
     done = subprocess.run(
@@ -227,7 +227,7 @@ def test_the_installed_command_finds_its_documentation_and_its_examples(installe
 def test_installed_every_module_is_imported_from_below_headrace_and_makes_the_same_bits(
     installed: Path, tmp_path: Path
 ) -> None:
-    """What ships is named as in the repository, and the code of a run has the same hash installed and not."""
+    """Shipped modules have the names of the repository, and the code of a run has the same hash installed and not."""
     script = (
         "import importlib, json, pkgutil, sys, headrace\n"
         "assert all(getattr(headrace, name) for name in headrace.__all__)\n"

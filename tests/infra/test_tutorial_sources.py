@@ -62,7 +62,7 @@ def live(group: str, num_sampled: int) -> Block:
 
 
 def settings_of(folder: Path, *tables: str) -> Settings:
-    """What a person has after writing the examples into their files."""
+    """Settings of a reader who wrote the examples into their files."""
     (folder / "plugins").mkdir(exist_ok=True)
     (folder / "plugins" / "support.py").write_text("\n".join(example(kind).code for kind in KINDS), encoding="utf-8")
     (folder / "headrace.toml").write_text("\n".join((BEFORE, *tables)), encoding="utf-8")

@@ -139,7 +139,7 @@ def replaced(chosen: random.Random, tree: object) -> object:
 
 
 def change_lengths(chosen: random.Random, frame: bytes) -> bytes:
-    """What the table of sections announces is wrong, or bytes move from one section to the next."""
+    """Announce wrong lengths in the table of sections, or move bytes from a section to the next."""
     start, lengths = sections_of(frame)
     if not lengths:
         return change_prefix(chosen, frame)
@@ -153,7 +153,7 @@ def change_lengths(chosen: random.Random, frame: bytes) -> bytes:
 
 
 def change_section(chosen: random.Random, frame: bytes) -> bytes:
-    """What lies in a section is altered, under a zstd frame that is right for it (or nearly)."""
+    """Alter the contents of a section, under a zstd frame that is right for it (or nearly)."""
     start, lengths = sections_of(frame)
     if not lengths:
         return change_header(chosen, frame)
@@ -175,7 +175,7 @@ def change_section(chosen: random.Random, frame: bytes) -> bytes:
 
 
 def sections_of(frame: bytes) -> tuple[int, list[int]]:
-    """Where the table of section lengths begins, and the lengths; none for a control record."""
+    """Start of the table of section lengths, and the lengths; none for a control record."""
     length = struct.unpack_from("<I", frame, 4)[0]
     start = PREFIX_BYTES + length
     if frame[3] & 0x80:
@@ -223,7 +223,7 @@ def fuzz(count: int, seed: int, minutes: float) -> dict[str, object]:
 
 
 def peak_rss_mb() -> int:
-    """Of this program; what getrusage says also counts the process that it was forked from."""
+    """Peak resident memory of this program; getrusage also counts the process that it was forked from."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) // 1024
 

@@ -1,4 +1,4 @@
-"""What collect must decide, told in another way: a plain reading of one partition of `verified`, record by record.
+"""A second model of the decisions of collect: a plain reading of one partition of `verified`, record by record.
 
 Written from the rules and not from the fold: one part per episode, the lanes and the feedback sources of the simulation.
 """

@@ -41,7 +41,7 @@ class Fate(enum.Enum):
 
 
 class Mixture(msgspec.Struct, frozen=True, kw_only=True):
-    """How likely each fault is. The first eight are per request; events are the number of each in the whole run.
+    """Probabilities of the faults. The first eight are per request; events are the number of each in the whole run.
 
     skew_ms: of the workers' wall clock. focus: most stalls and crashes hit roles whose name begins so. behind: a topic whose
     readers lag by seconds at every read.

@@ -1,4 +1,4 @@
-"""What one seed simulates: the sizes of everything and the settings of the roles, small enough for thousands of runs."""
+"""The scenario of a seed: the sizes of everything and the settings of the roles, small enough for thousands of runs."""
 
 import functools
 from random import Random

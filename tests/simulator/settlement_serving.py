@@ -80,7 +80,7 @@ def stands(policies: Iterable[Any]) -> list[Stand]:
 def wrong_loads(
     course: Sequence[Happened], told: Sequence[Stand], *, is_canary: bool, kept: Sequence[int], refuses: bool = False
 ) -> list[str]:
-    """What a gateway loaded and should not have. told: see `stands`. kept: what its folder served last, before this life.
+    """Wrongly loaded versions of a gateway. told: see `stands`. kept: the versions its folder served last, before this life.
 
     refuses: it read weights that were altered, so where nothing was promoted it may do with older ones.
     """

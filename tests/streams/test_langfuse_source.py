@@ -77,7 +77,7 @@ class FakeLangfuse:
         }  # fmt: skip
 
     def answer(self, query: dict[str, str], authorization: str) -> tuple[int, bytes]:
-        """What one request is answered with."""
+        """Answer to a request."""
         self.asked.append(query)
         if self.broken:
             return self.broken.pop(0)

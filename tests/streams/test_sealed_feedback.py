@@ -1,4 +1,4 @@
-"""What people write about answers is redacted, sealed in every topic and file, and forgotten."""
+"""Feedback text is redacted, sealed in every topic and file, and forgotten."""
 
 import asyncio
 import json

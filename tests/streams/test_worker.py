@@ -48,11 +48,11 @@ def test_two_workers_of_one_machine_have_different_folders(tmp_path: Path) -> No
 
 
 class Ended(Exception):
-    """What the watchdog ends the process with."""
+    """The end of the process, with the message of the watchdog."""
 
 
 def watched(held_by: str, *, lag: bool = True, moves: Callable[[int], int] = lambda second: 0) -> str:
-    """What a worker's watchdog says in 20 minutes about one partition that has lag. held_by: "me", "other" or "".
+    """Messages of a worker's watchdog in 20 minutes about a partition that has lag. held_by: "me", "other" or "".
 
     moves: what is committed after so many seconds.
     """

@@ -1,4 +1,4 @@
-"""What each rank of test_deepspeed_learner runs: model folder, ZeRO stage, what to check, and words of that check.
+"""The program of each rank of test_deepspeed_learner: model folder, ZeRO stage, what to check, and words of that check.
 
 Started by torchrun it is one rank. With the word "serve" alone it forks the ranks of one check for each line of stdin: to
 import torch and DeepSpeed takes far longer than most checks, and is done once for all of them.
@@ -128,7 +128,7 @@ def check_unequal(learner: Learner, alone: Learner, config: TrainerConfig) -> No
 
 
 def check_needs(learner: Learner, alone: Learner, config: TrainerConfig) -> None:
-    """What losses want of a learner, and lower precision, come out as in one process."""
+    """Options of losses, and lower precision, give the results of one process."""
     for step in range(2):
         both_step(learner, alone, batch(step), step, bound=near(config, 1e-4, 2e-2))
     assert furthest(learner.save(), alone.save()) < near(config, 5e-5, 2e-3)

@@ -126,7 +126,7 @@ class KillingStore(PutsThatKill, MemoryStore):
 
 
 async def ends(run: Awaitable[None]) -> bool:
-    """Whether the trainer came to its end; False where it was killed."""
+    """True if the trainer came to its end; False if it was killed."""
     try:
         await run
     except Killed:

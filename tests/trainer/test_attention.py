@@ -37,7 +37,7 @@ def trees(seed: int, num_T: int, branching: float = 0.3, rows: int = 2) -> tuple
 
 
 def visible(reach_BT: torch.Tensor, position_BT: torch.Tensor, window: int) -> torch.Tensor:
-    """Whether position i sees j, [B, T, T], as the promise says it."""
+    """True where position i sees j by the promise, [B, T, T]."""
     mask = dense_mask(reach_BT)[:, 0]
     near = position_BT[:, :, None] - position_BT[:, None, :] < window
     return mask & near if window else mask

@@ -299,7 +299,7 @@ class StoppingStore(SlowStore):
 
 
 def is_part(key: str, version: int) -> bool:
-    """Whether an object is weights of a version."""
+    """True if an object is weights of a version."""
     folder = key.split("/")[-2]
     return ("/anchors/" in key and folder == str(version)) or ("/deltas/" in key and folder.endswith(f"-{version}"))
 

@@ -70,7 +70,7 @@ async def test_after_recovery_the_run_goes_on_from_its_checkpoint_with_versions_
 
 
 class WritesLeft:
-    """How many more writes a process makes before it dies."""
+    """Number of writes that a process makes before it dies."""
 
     def __init__(self) -> None:
         self.left = math.inf

@@ -179,7 +179,7 @@ async def test_the_buffer_keeps_what_kept_checkpoints_need_and_loses_what_none_d
 
 
 async def broken(log: Log, store: MemoryStore) -> str:
-    """What a replay says of a run that something was done to."""
+    """Findings of a replay of a damaged run."""
     with pytest.raises(HeadraceError) as caught:
         await replayed(log, store)
     (line,) = str(caught.value).splitlines()

@@ -1,4 +1,4 @@
-"""What a step waits for: the paced lane decides, the others follow in proportion."""
+"""The wait of a step: the paced lane decides, the others follow in proportion."""
 
 import asyncio
 import tomllib
@@ -262,7 +262,7 @@ def drawn(run: Run) -> Draw:
 
 
 def distance() -> float:
-    """Of these blocks under the scripted learner, to which every token is certain: mean of -logprob."""
+    """Distance of these blocks under the scripted learner, for which every token is certain: mean of -logprob."""
     return float(-live_admit(0).experiences[0].logprobs.mean())
 
 

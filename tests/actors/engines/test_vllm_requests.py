@@ -67,7 +67,7 @@ def keeping(llm: FakeVllm, attempts: Attempts) -> Requests:
 
 
 async def sent_around_a_load(keep: bool) -> tuple[list[str], str, str]:
-    """What reaches vLLM while requests arrive in every turn of the loop: all of it, and the labels before and after."""
+    """The calls that reach vLLM while requests arrive in every turn of the loop, and the labels before and after."""
     llm, attempts = FakeCore(), Attempts("keep" if keep else "rebuild")
     requests = keeping(llm, attempts)
     requests.born = old = attempts.begin(3, proved=True)

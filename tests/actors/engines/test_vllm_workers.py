@@ -53,7 +53,7 @@ async def answers(case: Case) -> list[Completion]:
 
 
 async def asked(case: Case, look: Callable[[Any], Any]) -> list[Any]:
-    """Of each worker."""
+    """The answer of each worker."""
     assert isinstance(case.engine, VllmEngine)
     return list(await case.engine._llm.collective_rpc(look))
 

@@ -1,4 +1,4 @@
-"""How families of models write their calls and thoughts: answers as such models sample them, and what they say."""
+"""Calls and thoughts in the formats of model families: sampled answers, and their contents."""
 
 from pathlib import Path
 from typing import Any

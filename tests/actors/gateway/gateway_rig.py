@@ -1,4 +1,4 @@
-"""What the gateway tests share: a tokenizer of bytes, a log that can go away, a gateway, and clients of each API."""
+"""Shared parts of the gateway tests: a tokenizer of bytes, a log that can go away, a gateway, and clients of each API."""
 
 import asyncio
 import json
@@ -158,7 +158,7 @@ class RunningGateway:
         return [one for block in blocks if isinstance(block, Block) for one in block.experiences]
 
     async def received(self, count: int = 0) -> list[Received]:
-        """What lies in the log, once there is so much: the outbox brings it after the answer 202."""
+        """The records in the log, once it has this many: the outbox writes them after the answer 202."""
         async with asyncio.timeout(60):
             while True:
                 found = [m.value async for m in self.log.scan(FEEDBACK) if isinstance(m.value, Received)]
@@ -239,7 +239,7 @@ async def serving(
 
 
 class Told(NamedTuple):
-    """What a client makes of an answer, whichever API it speaks. turn: what it sends back of it in the next request."""
+    """An answer as a client of any API reads it. turn: the part that the client sends back in its next request."""
 
     id: str
     thought: str

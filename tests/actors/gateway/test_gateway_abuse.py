@@ -1,4 +1,4 @@
-"""What one client may take of a gateway from the others: bodies, quotas, slots, and what was forgotten."""
+"""Limits on the share of a gateway that a client takes from the others: bodies, quotas, slots, and forgotten answers."""
 
 import asyncio
 from pathlib import Path

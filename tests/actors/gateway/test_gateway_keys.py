@@ -1,4 +1,4 @@
-"""Who may do what: every route with every kind of key, quotas, revocation, and browser tokens."""
+"""Rights of keys: every route with every kind of key, quotas, revocation, and browser tokens."""
 
 import time
 from pathlib import Path
@@ -158,6 +158,6 @@ def test_the_matrix_knows_every_route_that_is_served() -> None:
 
 
 class GatewayStub:
-    """As much of a gateway as its routes need."""
+    """The parts of a gateway that its routes need."""
 
     config = GatewayConfig()

@@ -1,4 +1,4 @@
-"""What is written of what was served: nothing without consent, and no secret ever."""
+"""Records of served answers: none without consent, and no secret in any."""
 
 import asyncio
 import logging
@@ -51,7 +51,7 @@ async def stored(served: RunningGateway) -> bytes:
 
 
 def unpacked(record: object) -> bytes:
-    """What a record says in its packed sections: texts, and the text of its tokens."""
+    """The contents of the packed sections of a record: texts, and the text of its tokens."""
     found = b""
     for one in record.experiences if isinstance(record, Block) else ():
         texts = [part.content for part in one.messages] + [ByteTokenizer().decode(one.tokens.tolist())]

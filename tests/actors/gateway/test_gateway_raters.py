@@ -1,4 +1,4 @@
-"""Who may say what about which answer, and as whom: webhooks, pseudonyms."""
+"""Rights of raters: answers that a webhook or a pseudonym may rate, and the name it rates under."""
 
 import hashlib
 import hmac

@@ -30,7 +30,7 @@ ASK: Any = [{"role": "user", "content": "37+45="}]
 async def announce(
     served: RunningGateway, version: int, tensors: Tensors, *, store: Store | None = None
 ) -> PolicyEvent:
-    """As a trainer does: an anchor in the store, an event in the log."""
+    """Publish a version like a trainer: an anchor in the store, an event in the log."""
     event = await asyncio.to_thread(
         publish,
         store or served.store,

@@ -1,4 +1,4 @@
-"""Whose a turn is, and what becomes of named users' answers while the object store is away."""
+"""Owners of turns, and named users' answers while the object store is away."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What answers say: thoughts, words and calls, as each family of models writes them, whole and in pieces."""
+"""Thoughts, words and calls in the format of each model family, whole and in pieces."""
 
 import json
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ FOREIGN = [name for name in FAMILIES if name not in OWN]
 
 
 def told(parser: AnswerParser, tokenizer: Any, written: SampledText, chunk: int) -> Parsed:
-    """What a stream tells of an answer before it is whole."""
+    """The parts of an answer that a stream sends before the answer is whole."""
     pieces, words = parser.pieces(written), Detokenizer(tokenizer.decode)
     thought = said = ""
     for at in range(0, len(written.tokens), chunk):

@@ -13,7 +13,7 @@ calls: list[int] = []
 
 
 class Row(BaseModel):
-    """What the agent answers."""
+    """Answer of the agent."""
 
     row: int
 

@@ -83,7 +83,7 @@ def live(number: int, asked: str, said: str, *, version: int = 3, **more: object
 
 
 def suite_answer(version: int, task: int) -> Experience:
-    """What a version answered to a task of the suite dev."""
+    """Answer of a version to a task of the suite dev."""
     group, right = f"eval-dev-{version}.{task}", (task + version) % 3 > 0
     return make_experience(
         id=f"{group}.0-0-0", group=group, episode=0, group_size=1, spans=(Span(2, 3, version, 0.0, False),), suite="dev",
@@ -238,12 +238,12 @@ class Console:
 
 
 def is_read(reading: Reading) -> bool:
-    """Whether the index has read the log to its end once."""
+    """True once the index has read the log to its end."""
     return reading.index.note("whole") == 1
 
 
 def page_text(page: httpx.Response) -> str:
-    """What a person reads of a page, tags left out."""
+    """Visible text of a page, without tags."""
     main = page.text.partition('<main id="main"')[2]
     return " ".join(re.sub(r"<[^>]+>", " ", main).split())
 

@@ -115,7 +115,7 @@ def output_lines(process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 def deaf_to_ctrl_c() -> None:
-    """As a shell without job control starts what it puts into the background."""
+    """Start a process like a shell without job control starts a background one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -92,7 +92,7 @@ def test_a_page_is_shown_to_a_key_of_the_console_while_it_is_valid_and_to_nobody
 
 
 def headers_at(here: Console, at: str) -> dict[str, str]:
-    """What a browser says of where a form comes from: "here", one of FOREIGN."""
+    """Headers by which a browser names the origin of a form: "here", or one of FOREIGN."""
     if at == "another site":
         return {"origin": here.url, "sec-fetch-site": "cross-site"}
     return {"origin": here.url if at == "here" else at} if at else {}
@@ -293,7 +293,7 @@ def signed_in_by(here: Console, headers: Mapping[str, str], key: str = "unseal")
 
 
 def sent_cookie(answer: httpx.Response) -> str:
-    """What a browser sends back of a cookie, over TLS."""
+    """The part of a cookie that a browser sends back, over TLS."""
     return answer.headers["set-cookie"].partition(";")[0]
 
 

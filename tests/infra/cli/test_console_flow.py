@@ -161,7 +161,7 @@ async def measure(log: Log) -> None:
 
 
 def charts_in(page: httpx.Response) -> dict[str, dict[str, Any]]:
-    """What a page gives to its script, by title."""
+    """Data that a page gives to its script, by title."""
     found = [json.loads(unescape(text)) for text in re.findall("data-chart='([^']*)'", page.text)]
     return {chart["title"]: chart for chart in found}
 

@@ -223,7 +223,7 @@ def free_port() -> int:
 
 
 def answered(client: httpx.Client, url: str) -> httpx.Response:
-    """What a server says that begins to listen."""
+    """First answer of a server that begins to listen."""
     while True:
         try:
             return client.get(url)

@@ -1,4 +1,4 @@
-"""What the demo tells of a run: folded from records, over restarts of the roles."""
+"""Report of the demo: folded from records, over restarts of the roles."""
 
 import asyncio
 import io

@@ -82,7 +82,7 @@ class Running:
             writer.close()
 
     def held_bytes(self) -> int:
-        """What all connections hold of requests that are not being answered."""
+        """Bytes of unanswered requests that all connections hold."""
         found = 0
         for connection in self.server.server_state.connections:
             assert isinstance(connection, BoundedConnection)

@@ -33,13 +33,13 @@ def fill(to: Put) -> None:
 
 
 def check(tensors: dict[str, Tensor]) -> None:
-    """Whether they are the weights."""
+    """Refuse tensors that are not WEIGHTS."""
     if tensors != WEIGHTS:
         raise PolicyRefused("other values")
 
 
 def never(to: Put) -> None:
-    """What must not be asked for."""
+    """Fail: nothing may ask for this."""
     raise AssertionError("filled again")
 
 
@@ -186,7 +186,7 @@ class Other:
         assert self.told.recv() == ("filling" if kind == "fills" else "holds")
 
     def kill(self) -> None:
-        """As the kernel does."""
+        """End the process like the kernel."""
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.join()

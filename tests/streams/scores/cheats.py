@@ -1,4 +1,4 @@
-"""What an answer without a right `add` tries instead; none of these returns 5, -3 and 0 by calculating."""
+"""Cheats of an answer without a right `add`; none of these returns 5, -3 and 0 by calculating."""
 
 CHEATS = {
     "sys.exit before the tests": r"""
