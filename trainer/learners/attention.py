@@ -94,14 +94,18 @@ def dense_mask(reach_BT: torch.Tensor) -> torch.Tensor:
     return mask_BTT[:, None]
 
 
-def take_tree(module: Any) -> None:
-    """Let a transformers model call `tree_attention`; calls without a tree compute what they did, if that was SDPA."""
+def take_tree(module: Any) -> bool:
+    """Let a transformers model call `tree_attention`; calls without a tree compute what they did, if that was SDPA.
+
+    True if its layers do call it.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(TREE, tree_attention)
     AttentionMaskInterface.register(TREE, sdpa_mask)
     module.set_attn_implementation(TREE)
+    return bool(module.config.get_text_config()._attn_implementation == TREE)
 
 
 def tree_attention(

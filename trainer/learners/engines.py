@@ -6,7 +6,7 @@ the other. Guarantee: the weights are those that one process loads, to the bit.
 
 import functools
 import os
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -36,16 +36,11 @@ def begin_ranks(config: TrainerConfig, timeout_s: float) -> tuple[Any, str]:
         torch.set_num_threads(config.threads)
     import deepspeed
 
-    _default_to_one_rank(os.environ)
+    if "WORLD_SIZE" not in os.environ:  # no launcher: one rank
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     deepspeed.ops.__compatible_ops__ = {}  # else it compiles kernels for a collective that only inference calls
     deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout_s))
     return deepspeed, f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
-
-
-def _default_to_one_rank(environment: MutableMapping[str, str]) -> None:
-    """One rank, where no launcher set the environment."""
-    if "WORLD_SIZE" not in environment:
-        environment.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 
 
 # Values that ZeRO sends, gathers or updates at once. With its own 5e8 and 1e9 a rank holds several float32 copies of a model of
@@ -88,15 +83,6 @@ def engine_settings(config: TrainerConfig, stage: int, offload: bool) -> dict[st
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
-    }
-
-
-def reference_settings(dtype: str) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3},
-        "bf16": {"enabled": dtype == "bfloat16"},
-        "steps_per_print": 10**9,
     }
 
 
@@ -221,7 +207,10 @@ class Engines:
         there.
         """
         dtype = reference_dtype(self._config)
-        settings = reference_settings(dtype)
+        settings = {
+            "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "steps_per_print": 10**9,
+            "bf16": {"enabled": dtype == "bfloat16"},
+        }  # fmt: skip
         opened = open_reference(policy.packed, functools.partial(self._packed, settings, dtype=dtype))
         named = list(opened.trained.items())
         if isinstance(opened, ReferenceAdapter):

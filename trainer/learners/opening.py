@@ -16,7 +16,7 @@ import torch
 
 from schemas.errors import ConfigError
 from trainer.batch.batch import Microbatch
-from trainer.learners.attention import DENSE_TOKENS, TREE, Abilities, Path, chain, reading_path, take_tree
+from trainer.learners.attention import DENSE_TOKENS, Abilities, Path, chain, reading_path, take_tree
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def find_abilities(
         # A model that is not SDPA's takes other masks; shorter windows than the sample are in no dense mask.
         dense = not why and own == "sdpa" and not 0 < window < num_T and close("dense")
         long = reading_path(module.device.type, DENSE_TOKENS + 1, Abilities(dense=False, tree=True))
-        tree = not why and takes_tree(module) and close(long) and _tells_windows(module, window)
+        tree = not why and take_tree(module) and close(long) and _tells_windows(module, window)
         if not tree and module.config._attn_implementation != own:
             module.set_attn_implementation(own)
         if not (dense or tree):
@@ -104,12 +104,6 @@ def mixes_neighbours(module: Any, config: Any) -> str:
         return f"it has layers of {sorted(kinds)[0]}"
     mixing = [name for name, layer in module.named_modules() if isinstance(layer, torch.nn.Conv1d)]
     return f"{mixing[0]} is a convolution over tokens" if mixing else ""
-
-
-def takes_tree(module: Any) -> bool:
-    """Have the module's layers call our attention; whether they do."""
-    take_tree(module)
-    return bool(module.config.get_text_config()._attn_implementation == TREE)
 
 
 def _tells_windows(module: Any, window: int) -> bool:
