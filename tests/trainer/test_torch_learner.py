@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_samples import make_item, pair, random_items
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainer_samples import make_item, pair, random_items, tiny_model
 
 from infra.cli.demo.char_model import build_char_model
 from infra.model.model import load_model
@@ -104,6 +105,25 @@ def test_gradients_of_many_microbatches_in_bfloat16_are_summed_in_float32(model)
         rounded += part.bfloat16()
     assert (rounded.double() - exact).norm() > 5e-3 * exact.norm(), "this batch would show a sum in bfloat16"
     assert (gradient(batch.microbatches).double() - exact).norm() < 1e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_in_bfloat16_no_microbatch_makes_a_gradient_as_large_as_the_vocabulary(tmp_path, tied):
+    learner = opened(tiny_model(tmp_path, "llama", tie_word_embeddings=tied), dtype="bfloat16")
+    weights = {value.data_ptr() for value in learner.model.trained.values()}
+    size = learner.model.module.get_output_embeddings().weight.shape
+    made = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor) and (found.shape, found.dtype) == (size, torch.bfloat16):
+                made.extend([] if found.is_sparse or found.data_ptr() in weights else [func])
+            return found
+
+    with Watch():
+        learner.step(pack(near_uniform(0), max_tokens=16), learning_rate=1e-5, seed=0)
+    assert not made
 
 
 def near_uniform(seed: int, *, advantage: float | None = None, versions: tuple[int, ...] = (0,)) -> list[TrainItem]:

@@ -85,6 +85,19 @@ class PackedModel:
         """The parameters that the optimizer moves, by the model's own names, or the adapter's by published ones."""
         return dict(self.module.named_parameters()) if self.adapter is None else adapter_parameters(self.module)
 
+    def sum_gradient(self, value: torch.nn.Parameter, total: Callable[[], torch.Tensor]) -> None:
+        """Sum a parameter's gradients in float32. total: the sum, asked for in a backward.
+
+        The head adds to the sum itself, and on a CPU an embedding hands over the rows of its tokens alone: a gradient as
+        large as the vocabulary takes new memory at every microbatch.
+        """
+        embedding = self.module.get_input_embeddings()
+        if value is embedding.weight and isinstance(embedding, torch.nn.Embedding):
+            embedding.sparse = self.device.type == "cpu"
+        if value is self.module.get_output_embeddings().weight:
+            self._head.total = total
+        value.register_post_accumulate_grad_hook(functools.partial(_add_gradient, total))  # type: ignore[no-untyped-call]
+
     @property
     def reading(self) -> str:
         """The path of rows, in words: bits depend on it."""
@@ -165,6 +178,14 @@ class PackedModel:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _add_gradient(total: Callable[[], torch.Tensor], value: torch.nn.Parameter) -> None:
+    if value.grad is not None and value.grad.is_sparse:
+        total().index_add_(0, value.grad._indices()[0], value.grad._values().float())
+    elif value.grad is not None:
+        total().add_(value.grad)
+    value.grad = None
 
 
 def policy_settings(config: TrainerConfig) -> dict[str, Any]:

@@ -57,8 +57,7 @@ class TorchLearner:
         self._masters = {name: _master(value) for name, value in self._parameters.items()}
         for name, value in self._parameters.items():
             if (master := self._masters[name]) is not value:
-                into_master = functools.partial(_sum_into, master, torch.empty_like(master))
-                value.register_post_accumulate_grad_hook(into_master)  # type: ignore[no-untyped-call]
+                self.model.sum_gradient(value, functools.partial(_total, master, torch.empty_like(master)))
         self._phase: Phase = "train"
         self._optimizer = self._fresh_optimizer()
 
@@ -226,11 +225,8 @@ def _master(value: torch.nn.Parameter) -> torch.nn.Parameter:
     return value if value.dtype == torch.float32 else torch.nn.Parameter(value.detach().float())
 
 
-def _sum_into(master: torch.nn.Parameter, room: torch.Tensor, value: torch.Tensor) -> None:
-    """room: of the master's gradient at every step; the kernel would clear new pages each time."""
-    assert value.grad is not None
+def _total(master: torch.nn.Parameter, room: torch.Tensor) -> torch.Tensor:
+    """The master's gradient. room: of every step's; the kernel would clear new pages each time."""
     if master.grad is None:
-        master.grad = room.copy_(value.grad)
-    else:
-        master.grad += value.grad
-    value.grad = None
+        master.grad = room.zero_()
+    return master.grad
