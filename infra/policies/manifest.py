@@ -127,7 +127,7 @@ class Look:
 
     @property
     def xxh3(self) -> str:
-        """As in TensorEntry, of the chunks so far."""
+        """Hash of the chunks so far, as in TensorEntry."""
         return self._hasher.hexdigest()
 
     def through(self, values: Iterable[np.ndarray]) -> Iterator[np.ndarray]:

@@ -174,7 +174,7 @@ def from_torch_all(values: Mapping[str, "torch.Tensor"]) -> dict[str, Tensor]:
 
     distinct = {place(tensor): tensor for tensor in values.values()}
     *starts, num_bytes = accumulate((-(-int(tensor.nbytes) // 16) * 16 for tensor in distinct.values()), initial=0)
-    block = torch.empty(num_bytes, dtype=torch.uint8)
+    block = torch.from_numpy(np.empty(max(1, num_bytes), np.uint8))  # NumPy asks for huge pages
 
     def copied(start: int, tensor: "torch.Tensor") -> Tensor:
         room = block[start : start + int(tensor.nbytes)]
