@@ -36,7 +36,7 @@ def instructions(experience: Experience, *, answer: str = "answer") -> float | N
 
 
 def follows(text: str, kind: str, argument: Argument) -> bool:
-    """Whether a text follows one instruction. Raises ValueError for an unknown kind or an argument of another type.
+    """True if a text follows an instruction. Raises ValueError for an unknown kind or an argument of another type.
 
     >>> follows("Rain falls on the sea.", "max_words", 5)
     True

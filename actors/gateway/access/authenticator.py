@@ -1,4 +1,4 @@
-"""Who may come in: keys, scopes, tenants and quotas. Pure but for the clock it is given.
+"""Access to the gateway: keys, scopes, tenants and quotas. Pure but for the clock it is given.
 
 Guarantee: the response does not say why a key was refused; the metric does.
 """

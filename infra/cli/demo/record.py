@@ -83,7 +83,7 @@ class RunRecord:
         return time.time() - self.started_s
 
     def line(self, phase: str = "") -> str:
-        """How far the run is. phase: by default the master's state."""
+        """The line of progress. phase: by default the master's state."""
         master = self.newest.get("master")
         suites = "".join(
             f"; {suite} {found[max(found)].accuracy:.1%} at v{max(found)}"

@@ -105,7 +105,7 @@ def nats_from(model: str, answers: Iterable[Experience]) -> float | None:
 
 
 def changes(run: RunRecord, held: Mapping[int, Mapping[int, Answer]], suite: str) -> dict[str, object]:
-    """What training changed: intervals, the prompts with pairs of kinds that were never trained on, answers side by side."""
+    """The changes by training: intervals, the share of prompts with unseen pairs of kinds, answers side by side."""
     results = run.results.get(suite, {})
     if not results or not held:
         return {}
@@ -167,7 +167,7 @@ def measured(run: RunRecord) -> dict[str, object]:
 
 
 def read_seen(path: Path) -> list[Seen]:
-    """What users saw, in the order of time; nothing where there is no file."""
+    """The answers that users saw, in the order of time; none if there is no file."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     return sorted((msgspec.json.decode(line, type=Seen) for line in lines), key=lambda seen: seen.at_s)
 
