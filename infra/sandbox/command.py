@@ -106,7 +106,8 @@ def _namespaces(as_root: bool) -> list[str]:
 
 
 def _mounts(limits: SandboxLimits, files: Mapping[str, int], readable: Sequence[str]) -> list[str]:
-    paths = [*RUNTIME, *_python_runtime(), *readable]
+    python = [] if sys.base_prefix == "/usr" else [python_executable(), f"{sys.base_prefix}/lib"]
+    paths = [*RUNTIME, *python, *readable]
     made: set[str] = {"/dev", "/dev/shm", "/tmp"}
     bound: list[str] = []
     size = str(limits.tmp_bytes)
@@ -139,10 +140,3 @@ def _folders(folder: PurePosixPath, made: set[str]) -> list[str]:
             words += ["--perms", "0755", "--dir", name]
             made.add(name)
     return words
-
-
-def _python_runtime() -> list[str]:
-    """The interpreter and its library, where the system's folders do not hold them already."""
-    if sys.base_prefix == "/usr":
-        return []
-    return [python_executable(), f"{sys.base_prefix}/lib"]

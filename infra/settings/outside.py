@@ -89,9 +89,9 @@ def is_metadata(host: str) -> bool:
     """True if a host is a link-local address, however it is spelled, or a cloud's metadata service."""
     if host.lower() in METADATA:
         return True
-    for read in (ipaddress.ip_address, _as_the_resolver_reads):
+    for read in (ipaddress.ip_address, socket.inet_aton):  # 2852039166, 0xa9fea9fe and 169.254.43518 are addresses too
         with suppress(ValueError, OSError):
-            address = read(host.partition("%")[0])
+            address = ipaddress.ip_address(read(host.partition("%")[0]))
             address = getattr(address, "ipv4_mapped", None) or address
             return address.is_link_local or address in METADATA_ADDRESSES
     return False
@@ -104,8 +104,3 @@ def without_secrets(url: str) -> str:
     except ValueError:
         return "…"
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}" if parts.netloc else url.rpartition("@")[2]
-
-
-def _as_the_resolver_reads(host: str) -> ipaddress.IPv4Address:
-    """2852039166, 0xa9fea9fe and 169.254.43518 are addresses too. Raises OSError for a name."""
-    return ipaddress.IPv4Address(socket.inet_aton(host))
