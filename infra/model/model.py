@@ -17,7 +17,7 @@ from infra.model.controls import FREE_CHARS, Controls
 from infra.model.names import published
 from infra.model.vision import NO_FRAME, Vision, load_vision, not_loadable, takes_pictures
 from infra.model.writing import as_template_takes, content_of, detect_writing
-from infra.policies.tensors import Tensor, from_torch_all, load_tensors, to_torch
+from infra.policies.tensors import Blocks, Tensor, from_torch_all, load_tensors, to_torch
 from schemas.errors import ConfigError
 from schemas.records import Message
 
@@ -262,9 +262,9 @@ def own_kernels(folder: str | Path) -> Any:
     return config
 
 
-def model_tensors(module: "torch.nn.Module") -> dict[str, Tensor]:
+def model_tensors(module: "torch.nn.Module", blocks: Blocks | None = None) -> dict[str, Tensor]:
     """A copy of every parameter and saved buffer, by its folder's names; tied ones under each."""
-    return from_torch_all(published(module, module.state_dict()))
+    return from_torch_all(published(module, module.state_dict()), blocks)
 
 
 def load_into(module: "torch.nn.Module", tensors: Mapping[str, Tensor], *, partial: bool = False) -> None:

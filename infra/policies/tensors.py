@@ -6,6 +6,7 @@ reading is bounded and strict (no gaps, no overlaps, no unknown dtypes) and neve
 
 import math
 import os
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -162,7 +163,22 @@ def from_torch(tensor: "torch.Tensor") -> Tensor:
     return from_torch_all({"": tensor})[""]
 
 
-def from_torch_all(values: Mapping[str, "torch.Tensor"]) -> dict[str, Tensor]:
+class Blocks:
+    """Memory for copies of versions. A block is used again when its last copy is gone: the kernel clears new pages."""
+
+    def __init__(self) -> None:
+        self._free: list[np.ndarray] = []
+
+    def take(self, num_bytes: int) -> np.ndarray:
+        """[num_bytes] uint8 of any content, taken as long as an array or a buffer of it is referred to."""
+        block = self._free.pop() if self._free else np.empty(0, np.uint8)
+        block = block if len(block) == num_bytes else np.empty(num_bytes, np.uint8)
+        taken = np.frombuffer(block.data, np.uint8)  # the base of each of its views, since its own base is no array
+        weakref.finalize(taken, self._free.append, block)
+        return taken
+
+
+def from_torch_all(values: Mapping[str, "torch.Tensor"], blocks: Blocks | None = None) -> dict[str, Tensor]:
     """A copy of each, by name, made in threads; tied ones are copied once, for each of their names.
 
     The copies share one block of memory: small blocks would leave gaps in the heap when a version goes.
@@ -174,12 +190,11 @@ def from_torch_all(values: Mapping[str, "torch.Tensor"]) -> dict[str, Tensor]:
 
     distinct = {place(tensor): tensor for tensor in values.values()}
     *starts, num_bytes = accumulate((-(-int(tensor.nbytes) // 16) * 16 for tensor in distinct.values()), initial=0)
-    block = torch.from_numpy(np.empty(max(1, num_bytes), np.uint8))  # NumPy asks for huge pages
+    block = (blocks or Blocks()).take(max(1, num_bytes))
 
     def copied(start: int, tensor: "torch.Tensor") -> Tensor:
-        room = block[start : start + int(tensor.nbytes)]
-        room.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        copy = room.numpy()
+        copy = block[start : start + int(tensor.nbytes)]
+        torch.from_numpy(copy).view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         copy.flags.writeable = False
         return Tensor(_dtype_name(tensor), tuple(tensor.shape), copy.data if copy.size else b"")
 

@@ -15,7 +15,7 @@ import torch
 
 from infra.model.model import model_tensors
 from infra.policies.policy import Probe
-from infra.policies.tensors import Tensor, from_torch, in_place, to_torch
+from infra.policies.tensors import Blocks, Tensor, from_torch, in_place, to_torch
 from trainer.batch.batch import PackedBatch
 from trainer.config import TrainerConfig
 from trainer.learners.channel import Channel
@@ -58,6 +58,7 @@ class TorchLearner:
         for name, value in self._parameters.items():
             if (master := self._masters[name]) is not value:
                 self.model.sum_gradient(value, functools.partial(_total, master, torch.empty_like(master)))
+        self._blocks = Blocks()
         self._phase: Phase = "train"
         self._optimizer = self._fresh_optimizer()
 
@@ -86,7 +87,7 @@ class TorchLearner:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        return model_tensors(self.model.module)
+        return model_tensors(self.model.module, self._blocks)
 
     def probe(self, sequences: tuple[tuple[int, ...], ...]) -> Probe:
         return Probe(sequences, tuple(tuple(self.model.sequence_logprobs(tokens)) for tokens in sequences))
@@ -195,14 +196,10 @@ class TorchLearner:
             yield name if name.startswith("critic/") else f"model/{name}", value
             for key, moment in optimizer.state.get(value, {}).items():
                 yield f"adam/{key}/{name}", moment
-        for name, value in self._saved_buffers():
-            yield f"buffer/{name}", value
+        state = self.model.module.state_dict() if self.adapter is None else {}  # a base never changes
+        yield from ((f"buffer/{name}", value) for name, value in self.model.module.named_buffers() if name in state)
         if self._reference is not None:
             yield from ((f"reference/{name}", value) for name, value in self._reference.trained.items())
-
-    def _saved_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        state = self.model.module.state_dict() if self.adapter is None else {}  # a base never changes
-        return ((name, value) for name, value in self.model.module.named_buffers() if name in state)
 
     def keep(self) -> Callable[[], None]:
         before = {name: value.clone() for name, value in self._state(self._optimizer)}

@@ -15,6 +15,7 @@ from infra.policies.delta import decode_chain, encode_tensor
 from infra.policies.manifest import look_at
 from infra.policies.tensors import (
     ITEM_BYTES,
+    Blocks,
     Tensor,
     bits,
     from_numpy,
@@ -286,6 +287,26 @@ def test_tied_tensors_are_copied_once_and_others_of_the_same_memory_for_themselv
     assert found["in"] is found["out"] and len({id(one) for one in found.values()}) >= 5
     assert to_numpy(found["turned"]).tolist() == table.T.tolist() and to_numpy(found["first"]).tolist() == [0, 1, 2, 3]
     assert found["bits"].dtype == "I32" and found["none"].shape == found["none.either"].shape == (0, 4)
+
+
+def test_a_block_of_copies_is_used_again_only_when_the_last_of_them_is_gone() -> None:
+    import torch
+
+    blocks, value = Blocks(), torch.zeros(1024)
+
+    def copied(number: int) -> dict[str, Tensor]:
+        return from_torch_all({"a": value.fill_(number), "b": -value}, blocks)
+
+    def place(tensors: dict[str, Tensor]) -> int:
+        return int(np.frombuffer(tensors["a"].data, np.uint8).ctypes.data)
+
+    first, second = copied(1), copied(2)
+    used, kept = place(first), first["a"].data
+    del first
+    third = copied(3)
+    assert len({used, place(second), place(third)}) == 3 and not (np.frombuffer(kept, np.float32) - 1).any()
+    del kept
+    assert place(copied(4)) == used and to_numpy(second["a"]).tolist() == [2.0] * 1024
 
 
 def test_bfloat16_values_widen_exactly() -> None:
