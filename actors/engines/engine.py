@@ -3,10 +3,10 @@
 Guarantees (one contract, every engine): a recorded logprob is the policy's own, of the version its span names, at the
 sampling temperature; `load` drops no request; a refused policy leaves the old one serving.
 
-At a load running requests have their keys and values computed again, or kept (`KvMode`, the option `kv` of an engine). Kept
-ones are of older weights: a logprob is then what was sampled from, the version is the weights that sampled it, and the span
-says from which version on the keys and values are. A request that begins after a load meets none of before it, and of a
-refused policy nothing is left.
+At a load an engine computes the keys and values of running requests again, or keeps them (`KvMode`, its option `kv`). Kept
+keys and values are of older weights: a logprob is then of the distribution that was sampled from, the version names the weights
+that sampled, and the span names the oldest version of the keys and values. A request that begins after a load uses no keys and
+values from before it, and a refused policy leaves nothing behind.
 """
 
 from collections.abc import Callable, Sequence

@@ -8,7 +8,7 @@ A thread that compiles cannot be ended, a process can. It takes some 500 MB and 
 first long schema comes.
 
 Guarantees: a schema that the vocabulary cannot spell, or that does not compile in time, is refused before a token is sampled;
-a refusal is kept like a grammar, so a schema that takes too long takes that time once; what is kept is bounded.
+a refusal is kept like a grammar, so a schema that takes too long costs that time once; kept grammars and refusals are bounded.
 
 llguidance compiles the same schemas faster. It is not used: it spells some numbers of a schema one digit off (an example of
 `test_what_is_drawn_under_a_rewritten_schema_is_an_instance_of_the_one_that_was_sent`).
@@ -262,7 +262,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):  # what was not yet sent
+        with suppress(OSError):  # closing flushes unsent bytes, and their reader is gone
             if pipe is not None:
                 pipe.close()
 

@@ -1,8 +1,8 @@
 """Continuous batching over a transformers model: running sequences in slots, keys and values in one tensor a layer.
 
 A sequence enters after a forward over its prompt (equal prompts are forwarded once), leaves at its last token, and the
-last slot moves into its place. `rebuild` recomputes every running sequence's keys and values, for new weights; where it is
-not called after new weights, sequences go on with those they have, and say from which version on these are.
+last slot moves into its place. `rebuild` recomputes every running sequence's keys and values, for new weights. If it is not
+called after new weights, sequences continue with their old keys and values, and record the oldest version of these.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ class RunningSequence:
 
 
 class _Captured:
-    """A cache that hands back what it is given and keeps it: for a forward over whole sequences."""
+    """A cache that keeps and returns the given keys and values: for a forward over whole sequences."""
 
     def __init__(self) -> None:
         self.layers: list[tuple[Tensor, Tensor]] = []
@@ -120,7 +120,7 @@ class RunningBatch:
         self._slots = _Slots()
 
     def admit(self, rows: Sequence[RunningSequence], version: int) -> list[RunningSequence]:
-        """Start sequences and sample their first token. Returns those that are finished already."""
+        """Start sequences and sample their first token. Returns the sequences that are finished already."""
         finished: list[RunningSequence] = []
         by_length: dict[int, list[RunningSequence]] = {}
         for row in rows:
@@ -142,7 +142,7 @@ class RunningBatch:
         return finished
 
     def step(self, version: int) -> list[RunningSequence]:
-        """One more token for every sequence. Returns those it finished."""
+        """Sample one more token for every sequence. Returns the finished sequences."""
         rows = self.rows
         positions = [len(row.prompt) + len(row.trace.tokens) - 1 for row in rows]
         slots = self._slots
@@ -183,7 +183,7 @@ class RunningBatch:
 
     def _forward(self, sequences: Sequence[Input]) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
         length = max(len(tokens) for tokens, _ in sequences)
-        padded = torch.zeros(len(sequences), length, dtype=torch.long)  # causal: what pads the end is never looked at
+        padded = torch.zeros(len(sequences), length, dtype=torch.long)  # causal attention sees no padding at the end
         for index, (tokens, _) in enumerate(sequences):
             padded[index, : len(tokens)] = torch.tensor(tokens)
         captured = _Captured()
@@ -210,7 +210,7 @@ class RunningBatch:
         return {"full_attention": self._mask(seen_BQK), "sliding_attention": self._mask(near_BQK)}
 
     def _mask(self, seen_BQK: Tensor) -> Tensor:
-        """[B, 1, Q, K]: which are seen, or what is added to the scores by attention that knows nothing else."""
+        """[B, 1, Q, K]: True for visible keys; for eager attention, which takes no booleans, values to add to the scores."""
         seen_B1QK = seen_BQK[:, None]
         if self._model.config._attn_implementation != "eager":
             return seen_B1QK
@@ -282,13 +282,13 @@ class UncachedBatch(RunningBatch):
     """
 
     def admit(self, rows: Sequence[RunningSequence], version: int) -> list[RunningSequence]:
-        """Start sequences and sample their first token. Returns those that are finished already."""
+        """Start sequences and sample their first token. Returns the sequences that are finished already."""
         start = len(self.rows)
         self.rows += rows
         return self._sample(start, self._last(self.rows[start:]), version)
 
     def step(self, version: int) -> list[RunningSequence]:
-        """One more token for every sequence. Returns those it finished."""
+        """Sample one more token for every sequence. Returns the finished sequences."""
         return self._sample(0, self._last(self.rows), version)
 
     def rebuild(self, version: int) -> None:

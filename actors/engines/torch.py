@@ -82,7 +82,7 @@ class TorchEngine:
         self._gate = ProbeGate(dtype)
         self._base = ""  # hash of the folder's model, once it is needed
         self._adapter: Adapter | None = None
-        self._is_base = True  # the model is its folder's, whatever adapter is on it
+        self._is_base = True  # the weights are the folder's, with or without an adapter
         self._loading = asyncio.Lock()
         self._grammars = Grammars(lambda: folder_vocabulary(model, self._num_vocabulary))
 

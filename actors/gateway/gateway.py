@@ -1,10 +1,10 @@
-"""The gateway without HTTP: takes a request, makes its answers, hands what is recorded of them to the outbox.
+"""The gateway without HTTP: takes a request, makes its answers, and hands their records to the outbox.
 
     prompt ─> tokens ─> engine (one request per choice) ─> text ─> client
                                  └──────── served ─> Recorder ─> Outbox        only with consent
 
-Guarantees: the client's answer waits for the engine and for nothing else; what was served is recorded with the very
-tokens, logprobs and versions, also where the client went away in the middle; without consent nothing is kept of it.
+Guarantees: the client's answer waits for the engine and for nothing else; served answers are recorded with their exact
+tokens, logprobs and versions, also if the client disconnects in the middle; without consent nothing of an answer is kept.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class Gateway:
         secret: Callable[[], bytes],
     ) -> None:
         """epoch: random bits in the ids of this start's requests. No other process hands them out: a gateway serves while the
-        log is away. trial: the version on trial, -1 for none. secret: what names in the log are keyed with.
+        log is away. trial: the version on trial, -1 for none. secret: key for names in the log.
         """
         self.config = config
         self.engine = engine
@@ -142,7 +142,7 @@ class Gateway:
         return len((await self._tokenized(request, key, "")).rendered)
 
     async def answer(self, in_flight: InFlight, watch: Watch | None = None) -> None:
-        """Sample all choices into `in_flight`. Cancelled, it keeps and records what there is. Raises ApiError.
+        """Sample all choices into `in_flight`. If it is cancelled, it keeps and records the partial answers. Raises ApiError.
 
         watch: gives the listener of a choice.
         """

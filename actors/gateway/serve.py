@@ -244,9 +244,9 @@ async def _end(
     halt: asyncio.Event,
     tell: Callable[[], Awaitable[None]],
 ) -> None:
-    """Wait for a stop, or the engine's end; let running requests end, write what they left, then halt everything.
+    """Wait for a stop, or the engine's end; let running requests end, write their records, then halt everything.
 
-    tell: called last, so that the report counts what failed with the engine.
+    tell: called last, so that the report counts the answers that failed with the engine.
     """
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -257,7 +257,7 @@ async def _end(
         await gateway.outbox.flush()
         await tell()
         raise gateway.stopped.result()
-    server.leave()  # no new connections; it waits for what runs
+    server.leave()  # no new connections; it waits for running requests
     with suppress(TimeoutError):
         async with asyncio.timeout(config.drain_s):
             await gateway.limiter.idle.wait()

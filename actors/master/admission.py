@@ -8,7 +8,7 @@ Every step before the last one that may hold a new group draws G groups issued e
 known at most, and with it the policy version of that step; the group must be sampled by a version at most η older.
 Guarantee: a group drawn in issue order, by full steps, is never older than η, however late this view of the log is, unless
 `in_flight` allows more groups than that: then the trainer leaves out the tokens that got too old. The state depends only
-on what was issued and on the order within `progress`: a restart recounts it exactly.
+on the issued groups and on the order within `progress`: a restart recounts it exactly.
 """
 
 from typing import Any, ClassVar
@@ -19,10 +19,10 @@ from schemas import Closure, Drawn, Issued
 
 
 class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """G, η and k of the pacing, and what else bounds the groups outstanding.
+    """G, η and k of the pacing, and other bounds of the outstanding groups.
 
-    groups_per_step: G, of one optimizer step. max_staleness: η, in versions. steps_per_version: k. first_version: that
-    the first optimizer step of groups runs at. in_flight: the most groups outstanding, 0 for as many as the bound
+    groups_per_step: G, of one optimizer step. max_staleness: η, in versions. steps_per_version: k. first_version: version
+    at which the first optimizer step of groups runs. in_flight: the most groups outstanding, 0 for as many as the bound
     allows.
     """
 
@@ -53,7 +53,7 @@ class OutstandingGroup(msgspec.Struct):
     buffered: bool = False
 
 
-MAX_EARLY = 1024  # groups that ended before it was read that they were issued: by a master that had lost its lease
+MAX_EARLY = 1024  # groups whose end was read before their issue: a master that had lost its lease issued them
 
 
 class Admission:
@@ -79,15 +79,15 @@ class Admission:
         return max(0, self.limits.max_outstanding - len(self.outstanding))
 
     def min_version(self, *, ahead: int | None = None) -> int:
-        """Oldest version that may sample a group with `ahead` outstanding ones before it (all, for a new one).
+        """Oldest version that may sample a group with `ahead` outstanding groups before it (all, for a new group).
 
-        Those go first, G at a time: it is drawn at most `steps` steps after the newest known one.
+        Earlier groups go first, G at a time: the group is drawn at most `steps` steps after the newest known step.
         """
         limits = self.limits
         steps = (len(self.outstanding) if ahead is None else ahead) // limits.groups_per_step + 1
         done = min(self.steps_at_version, limits.steps_per_version)
         version_at_draw = self.version + (done - 1 + steps) // limits.steps_per_version
-        if limits.max_outstanding > limits.within_bound:  # what is begun now is drawn when it is done, whatever its age
+        if limits.max_outstanding > limits.within_bound:  # a group that begins now is drawn when it is done, at any age
             version_at_draw = self.version
         return max(limits.first_version, version_at_draw - limits.max_staleness)
 

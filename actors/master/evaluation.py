@@ -90,7 +90,7 @@ class EvalBook:
         return request
 
     def put_back(self) -> None:
-        """Rebuild what follows from `requests` of an earlier life; open ones are issued as a whole again."""
+        """Rebuild the state that follows from `requests` of an earlier life; open requests are issued as a whole again."""
         self._open = {key: request for key, request in self.requests.items() if request.open}
         for request in self.requests.values():
             request.num_tasks, request.tasks = 0, ""

@@ -52,7 +52,7 @@ async def run_master(role: Role, config: MasterConfig, *, finish: asyncio.Event 
 
     `finish` ends issuing as the stop rule does: drain, last evals, then state "done"."""
     log, metrics, floor = role.log, role.metrics, role.floor
-    # First the lease, then the count: what the master before this one issued until then is counted.
+    # First the lease, then the count: so it includes the tasks that the previous master issued until then.
     lease = await log.publish(POLICIES, Directive(order="lease", owner=role.instance))
     policy, clock = floor.policy.name, asyncio.get_running_loop().time
     snapshots = Snapshots(log, role.store, metrics, app=floor.app, every_s=config.snapshot_s, clock=clock)

@@ -75,7 +75,7 @@ NOTHING = Decisions()
 
 
 class Plan:
-    """Decides what to issue, to issue again and to evaluate, and which results and channel moves to publish.
+    """Decides which rollouts, reissues and evals to issue, and which results and channel moves to publish.
 
     token: of this master's lease. Attempts are numbered from it, so a master that was overtaken and did not notice yet
     issues other attempts than its successor, and collect keeps the first that completes.
@@ -119,7 +119,7 @@ class Plan:
         self._reached = False
         self._finish = False
 
-    # ---- what the log says
+    # ---- records of the log
 
     def tick(self, timestamp_ms: int) -> None:
         """Advance the clock to the append time of a record."""
@@ -227,12 +227,12 @@ class Plan:
         self._finish = True
 
     def put_back(self) -> None:
-        """Rebuild what follows from a state that was kept: see `actors.master.snapshot`."""
+        """Rebuild the state that follows from a snapshot: see `actors.master.snapshot`."""
         self.evals.put_back()
         if not self._ended:
             self._stopped_ms = None  # the life before was ended by an operator
 
-    # ---- what follows from it
+    # ---- state and decisions
 
     @property
     def stopped(self) -> bool:

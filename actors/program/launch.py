@@ -1,8 +1,8 @@
-"""Runs a program for one episode: a function of this process, a command, or a service that is asked to.
+"""Runs a program for one episode: a function of this process, a command, or a call of a service.
 
-Guarantees: a command gets no environment but what it is given, and what it started ends with it, as far as it stays in its
-process group; what it prints is bounded; a sync function that blocks keeps no other episode waiting, and an async one keeps
-waiting only what else runs on the loop of programs.
+Guarantees: a command gets only the environment variables that `run_command` sets, and its child processes end with it if they
+stay in its process group; its output is bounded; a sync function that blocks delays no other episode, and an async function
+that blocks delays only the other functions on the loop of programs.
 """
 
 import asyncio

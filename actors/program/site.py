@@ -1,9 +1,9 @@
-"""The address that programs ask: one server for all episodes of an explorer, each known by a key of its own.
+"""The address that programs call: one server for all episodes of an explorer; each episode has its own key.
 
-It speaks what the gateway speaks, through the same code. A key opens its episode as long as that lasts; then it opens nothing.
+It serves the gateway's APIs through the same code. A key gives access to its episode only, and only until the episode ends.
 
 Guarantee: an episode leaves connections, memory and processors to the others: its unfinished bodies are bounded in number and
-in bytes, the answers that it gets at once are, and its tokens are counted in its turn.
+in bytes, its concurrent answers are bounded, and its requests to count tokens take turns with the others'.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from infra.local.http_server import HttpBounds, bound, make_server, serve_on
 
 MODEL = "policy"  # the name a program is given; any other will do
 MAX_BODIES = 64  # of an episode that have not come whole
-# Nothing but memory bounds what a program of one's own may ask; answers are bounded by the task and the context.
+# Only memory bounds the requests of a user's own program; the task and the context bound its answers.
 LIMITS = GatewayLimits(
     body_bytes=64 * 1024 * 1024,
     prompt_tokens=2**24,

@@ -1,7 +1,7 @@
 """Continuation of a conversation after a sampled answer: the tokens that the chat template adds, and no others.
 
 Guarantee: sampled tokens are never tokenized again. They stay unchanged even if the template spells them differently or leaves
-thoughts out. If the template does not define what follows an answer, no tokens are invented.
+thoughts out. If the template does not define the tokens after an answer, no tokens are invented.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-MARK = "Understood: 7413."  # an answer that is easy to find in what a template writes
+MARK = "Understood: 7413."  # an answer that is easy to find in a template's output
 _THOUGHT = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
 T = TypeVar("T")
 
@@ -76,12 +76,12 @@ def following_tokens(
     stops: Collection[int],
     decode: Callable[[Sequence[int]], str],
 ) -> list[int] | None:
-    """Tokens the template writes between the answer `last` and the next one, whatever it makes of the answer itself; None
-    where they cannot be found.
+    """Tokens the template writes between the answer `last` and the next answer, even if it rewrites `last`; None if the tokens
+    cannot be found.
 
     render: a conversation as the template writes it, ready for the next answer. short: a question, and an answer that says
-    MARK. new: the messages behind the answer. stops: tokens that end an answer. A short conversation is searched, from where
-    its answer ends: the tokens behind it are those that follow any answer.
+    MARK. new: the messages behind the answer. stops: tokens that end an answer. The search begins where the answer of the
+    short conversation ends: the tokens behind it are the same behind every answer.
     """
     opening, whole = render([*short[:-1]]), render([*short, *new])
     start = next((at for at, (a, b) in enumerate(zip(opening, whole, strict=False)) if a != b), len(opening))

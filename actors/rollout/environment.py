@@ -1,10 +1,10 @@
 """The environment: the world an agent acts in, one instance per episode.
 
-In the spirit of dm_env (reset, then step until an end): what it answers is text, maybe a reward, maybe the end. Rewards
+Like dm_env (reset, then step until an end), it answers with text, an optional reward and an optional end. Rewards
 belong to the turn that earned them. An environment is named by `use`; its options are the fields of a struct or the
 parameters of a class. `reset` and `step` may be `async def`, or plain functions, which then run in a thread.
 
-Guarantee: whatever an environment raises, and however long it takes, is a named error for its own episode alone.
+Guarantee: an exception or a timeout of an environment is a named error for its own episode alone.
 """
 
 import contextlib

@@ -121,7 +121,7 @@ async def _take_tasks(reader: Reader, runtime: RolloutRuntime, scheduler: Schedu
 
 
 async def _committed(messages: Sequence[LogMessage], reader: Reader) -> list[LogMessage]:
-    """Commit what was read and return it, without the partitions that are another explorer's by now: it gets those."""
+    """Commit read messages and return them, without partitions that another explorer holds by now: that explorer reads them."""
     batches: dict[Partition, list[LogMessage]] = {}
     for message in messages:
         batches.setdefault(Partition(message.record.topic, message.partition), []).append(message)
@@ -168,7 +168,7 @@ async def _run(task: Task, runtime: RolloutRuntime, scheduler: Scheduler) -> Non
 
 
 async def _hear(runtime: RolloutRuntime, scheduler: Scheduler) -> None:
-    """Stop what is over: closed without what still runs here, since another attempt was first or time was up, or given up."""
+    """Stop groups that are over: given up, or closed without the episodes here (another attempt was first, or time was up)."""
     log = runtime.role.log
     async with aclosing(log.tail(PROGRESS, "end")) as messages:
         async for message in messages:

@@ -15,7 +15,7 @@ from schemas import Message, Score, Span
 from schemas.fields import HISTORY_REWRITTEN as HISTORY_REWRITTEN
 
 Conversation = tuple[Message, ...]
-# What the template writes behind the turn of a part that has so many messages, None where it cannot be found.
+# Tokens that the template writes behind a part's turn, by the part's number of messages; None if they cannot be found.
 Follow = Callable[[SampledTurn, int], list[int] | None]
 
 TEMPLATE_DIFFERS = "the template does not extend earlier turns"
@@ -27,8 +27,8 @@ OTHER = "another conversation"
 class GrowingPart(msgspec.Struct):
     """One token sequence being grown.
 
-    tokens: prompt and answers so far. rendered: the template's own tokens for the last turn's prompt. turn: what the last turn
-    sampled. said: its text. conversation: of the last turn, its answer included. stopped: whether a stop token ended the last
+    tokens: prompt and answers so far. rendered: the template's own tokens for the last turn's prompt. turn: tokens of the last
+    answer. said: its text. conversation: of the last turn, its answer included. stopped: whether a stop token ended the last
     turn. reason: why it does not go on in a part before. sampling: a turn of it is being sampled. cut: its text is shorter
     than its tokens.
     """

@@ -37,7 +37,7 @@ _MAX_FAILURE_CHARS = 500
 
 
 class RolloutRuntime(msgspec.Struct, frozen=True, kw_only=True):
-    """Objects that all rollouts of an explorer share. images: reads what tasks show, None for a model of text alone."""
+    """Objects that all rollouts of an explorer share. images: reads the tasks' images, None for a model of text alone."""
 
     role: Role
     engine: Engine
@@ -58,7 +58,7 @@ class _Ended(msgspec.Struct, frozen=True):
 
 
 async def run_group(task: Task, runtime: RolloutRuntime, stop: Stop | None = None) -> None:
-    """Run all episodes of the task and publish them; raises only what the log raises. stop: who else may stop them."""
+    """Run all episodes of the task and publish them. Raises errors of the log, and EngineStopped. stop: cancels them early."""
     issued, stop = require_issued(task), stop or Stop()
     try:
         workflow = runtime.workflows.get(task.workflow)
@@ -124,7 +124,7 @@ async def _run_episode(
         cause, failure = "environment", describe(error)
     except EpisodeFailed as error:
         cause, failure = error.cause, str(error)
-    except Exception as error:  # whatever a workflow raises is this episode's failure, recorded as data
+    except Exception as error:  # any error of a workflow is this episode's failure, recorded as data
         cause, failure = "environment" if isinstance(error, EnvironmentFailed) else "workflow", describe(error)
     failure = failure[:_MAX_FAILURE_CHARS]
     if failure:

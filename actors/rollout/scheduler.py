@@ -127,17 +127,17 @@ class Stop:
 
 
 def groups_over(record: object) -> tuple[str, ...]:
-    """Groups of which nothing can be trained any more that is not there yet, as a record of `progress` tells."""
+    """Groups whose missing episodes can no longer be trained, according to a record of `progress`."""
     if isinstance(record, Closure) and record.revision == 0 and record.sequence >= 0:  # evals have none
         return (record.group,)
     return tuple(record.dropped) if isinstance(record, Drawn) else ()
 
 
 class Scheduler(ReloadGate):
-    """Bounds what runs, knows which evals run under which version, and counts idle time.
+    """Bounds concurrent episodes, knows which evals run under which version, and counts idle time.
 
-    changed: set on every change; the dispatcher waits on it. settled: what was in the log at the start has been taken.
-    closed: nothing begins any more. As the gate of its explorer's engine: evals need exactly one version.
+    changed: set on every change; the dispatcher waits on it. settled: the tasks in the log at the start have been taken.
+    closed: no task starts any more. As the gate of its explorer's engine: evals need exactly one version.
     """
 
     def __init__(self, *, max_episodes: int) -> None:
@@ -191,7 +191,7 @@ class Scheduler(ReloadGate):
         return self._running[issued.group, issued.attempt]
 
     def over(self, group: str) -> list[Task]:
-        """A group of episodes is over: what runs of it is stopped, and what waited of it is returned and waits no longer."""
+        """End a group of episodes: stop its running tasks, and remove and return its waiting tasks."""
         for (name, _), stop in self._running.items():
             if name == group:
                 stop.now()
@@ -245,7 +245,7 @@ class Scheduler(ReloadGate):
             self.changed.set()
 
     def holds(self, limit: int) -> dict[str, int]:
-        """Groups and eval tasks that run or wait, to their newest attempt; those that run first, at most `limit`."""
+        """Groups and eval tasks that run or wait, to their newest attempt; running tasks first, at most `limit`."""
         held: dict[str, int] = {}
         for group, attempt in (
             *sorted(self._running),

@@ -1,15 +1,15 @@
-"""The session: what a workflow talks to. It records every sampled token, logprob and version of one episode.
+"""The session: a workflow samples turns through it. It records every sampled token, logprob and version of one episode.
 
     session = Session(engine, tokenizer, Sampling(max_tokens=64, stop=tokenizer.eos_ids))
     reply = await session.reply(messages)                    # Message(role="assistant", ...); call it once per turn
     ...                                                      # messages += (reply, observation); reply again
     session.experiences(group=issued.group, attempt=issued.attempt, episode=7, group_size=16, sequence=412)
 
-Guarantees: token-in token-out (the next turn's prompt is the exact earlier tokens, sampled ones included, plus what the
-chat template adds after them; nothing sampled is ever tokenized again, also where the template or the agent leaves out what
-was thought, or blanks); a hot reload in the middle begins a new span; a conversation that no longer extends what was sampled
-(rewritten or branched history) begins a new part instead of inventing tokens, and `part_reason` says why; what was sampled
-before an error is still returned.
+Guarantees: token-in token-out (the next turn's prompt is the exact earlier tokens, sampled tokens included, plus the tokens
+that the chat template adds after them; sampled tokens are never tokenized again, even if the template or the agent leaves out
+thoughts or blanks); a hot reload in the middle begins a new span; a conversation that no longer extends the sampled turns
+(rewritten or branched history) begins a new part instead of inventing tokens, and `part_reason` says why; turns sampled before
+an error are still returned.
 """
 
 import asyncio
@@ -45,8 +45,8 @@ class Session:
     def __init__(
         self, engine: Engine, tokenizer: ChatTokenizer, sampling: Sampling, images: ImageReader | None = None
     ) -> None:
-        """images: reads what messages show; without one, a message with an image is an error. sampling: of every turn that says
-        nothing else.
+        """images: reads the images of messages; without it, a message with an image is an error. sampling: default of every
+        turn.
         """
         self.images = images
         self.engine = engine

@@ -3,7 +3,7 @@
 `use` names a tool: a function with annotated parameters (a synchronous function runs in a thread), whose docstring the policy
 reads. Its JSON schema comes from the annotations, or from the object's attribute `parameters`.
 
-Guarantee: whatever the policy writes and whatever a tool does, a call ends as text for the policy within its timeout.
+Guarantee: for any text of the policy and any behavior of a tool, a call ends as text for the policy within its timeout.
 """
 
 import inspect
@@ -28,8 +28,8 @@ _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")
 
 
 class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One tool. parameters: JSON schema of the arguments, an object. trouble: what hangs. name: by which the policy
-    calls it. description: what the policy reads of it. function: what runs.
+    """One tool. parameters: JSON schema of the arguments, an object. trouble: faults of its function. name: by which the
+    policy calls it. description: text for the policy. function: runs a call.
 
     Example: ToolSpec(name="lookup", description="Find an order.", parameters={"type": "object"}, function=lookup)
     """
@@ -52,7 +52,7 @@ class ParsedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolResult(msgspec.Struct, frozen=True):
-    """The result of a call. text: for the policy. failed: the text says what was wrong. broken: why the tool
+    """The result of a call. text: for the policy. failed: the text describes an error. broken: why the tool
     cannot be used any more. The policy does not see it: its episode fails, with the cause `tool`.
     """
 

@@ -26,7 +26,7 @@ TEXTS = ("id", "answer", "response", "chosen", "rejected")
 
 
 class Broken(msgspec.Struct, frozen=True):
-    """A row that could not be read. where: file and line. reason: what was got and what was expected."""
+    """A row that could not be read. where: file and line. reason: the actual and the expected value."""
 
     where: str
     reason: str
@@ -37,7 +37,7 @@ OnBroken = Callable[[Broken], None]
 
 
 def raise_broken(broken: Broken) -> None:
-    """For readers that pass nothing over. Raises ConfigError."""
+    """Raise ConfigError for a broken row: for readers that skip no row."""
     raise ConfigError(f"{broken.where}: {broken.reason}")
 
 

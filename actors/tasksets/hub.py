@@ -1,7 +1,7 @@
 """Rows of a data set of Hugging Face by its name, through the library `datasets`: from its local cache where that has them.
 
-Guarantee: what cannot be had (no such data set, no network, no such split) is one ConfigError that names it; no code
-of a data set is run: that is never allowed to the library.
+Guarantee: an unavailable data set (no such data set, no network, no such split) is one ConfigError that names it; the library
+is never allowed to run code of a data set.
 """
 
 import logging

@@ -233,7 +233,7 @@ def _said(topic: str, random: Random, *, always_lower: bool = False) -> list[str
 
 
 def _shown(kind: str, argument: Any, topic: str, random: Random) -> str:
-    """An answer in which whatever the instruction leaves open varies: how many sentences, and whether in lower case."""
+    """An answer that follows the instruction; its number of sentences and lower case vary where the instruction allows."""
     said = _said(topic, random, always_lower=kind == "lower_case")
     some = " ".join(said[: random.randint(1, 3)])
     match kind:

@@ -87,7 +87,7 @@ MIN_SLOTS = 2  # the serving adapter, and the adapter under test
 
 
 class LoadedAdapter:
-    """One version in vLLM. label: of its load attempt. lora: what vLLM's requests name it by, None for the base."""
+    """One version in vLLM. label: of its load attempt. lora: the LoRARequest in vLLM's requests, None for the base."""
 
     def __init__(self, label: str, lora: Any = None) -> None:
         self.label = label

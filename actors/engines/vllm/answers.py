@@ -1,6 +1,6 @@
-"""vLLM's own parsers of tool calls and reasoning, whatever engine samples. Importing vLLM takes half a minute and a GB.
+"""vLLM's own parsers of tool calls and reasoning, for every engine. Importing vLLM takes half a minute and a GB.
 
-Names alone choose a parser, among those that vLLM ships: no module of one's own, and nothing from a model's folder, is run.
+A name alone selects a parser, among the parsers that vLLM ships: no user module and nothing from a model's folder runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,8 @@ Answer = tuple[str, str, list[tuple[str, str]]]  # thought, words, and calls: na
 
 
 class VllmAnswers:
-    """Reads answers as vLLM's server does. tokenizer: what transformers made of the model's folder. template: what the chat
-    template takes besides the conversation.
+    """Reads answers as vLLM's server does. tokenizer: transformers' tokenizer of the model's folder. template: variables of
+    the chat template besides the conversation.
     """
 
     def __init__(self, tokenizer: Any, writing: Writing, template: Mapping[str, Any]) -> None:
@@ -53,7 +53,7 @@ class VllmAnswers:
     def parse(
         self, text: str, tokens: Sequence[int], prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]
     ) -> Answer:
-        """A whole answer. Raises what a parser raises."""
+        """Parse a whole answer. Raises the parser's errors."""
         made = self._made(tools)
         if made is None:
             return "", text, []
@@ -113,7 +113,7 @@ class VllmPieces:
         self._prompt = prompt
 
     def add(self, text: str, tokens: Sequence[int]) -> tuple[str, str]:
-        """The new thought and the new words. Raises what a parser raises."""
+        """The new thought and the new words. Raises the parser's errors."""
         if self._parser is None:
             return "", text
         delta = self._parser.parse_delta(text, list(tokens), self._request, self._prompt, finished=False)

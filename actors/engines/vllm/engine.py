@@ -71,7 +71,7 @@ class Swap:
         self._num_groups = 0
 
     async def begin(self) -> None:
-        """Note what the workers hold; once, before the first `put`."""
+        """Have the workers take checksums of the model; once, before the first `put`."""
         begun = await self._llm.collective_rpc("headrace_begin")
         self._is_staged = all(is_staged for is_staged, _ in begun)
         self._num_groups = max(num_groups for _, num_groups in begun)
@@ -86,11 +86,11 @@ class Swap:
         keep: bool,
         clears: bool = False,
     ) -> tuple[float, Scores]:
-        """Put tensors of a safetensors file in place; (the longest time without a step in milliseconds, the probe's scores).
+        """Put tensors of a safetensors file in place.
 
-        parts: names of tensors, see `reload_parts`. label: of the attempt. keep: leave running requests their keys and values.
-        clears: leave nothing of them in memory.
-        Raises PolicyRefused where vLLM does not take them, or holds something else then.
+        Returns the longest time without a step in milliseconds, and the probe's scores. parts: names of tensors, see
+        `reload_parts`. label: of the attempt. keep: running requests keep their keys and values. clears: overwrite all keys and
+        values with zeros. Raises PolicyRefused if vLLM does not take the tensors, or holds other values afterwards.
         """
         core = self._llm.engine_core
         longest_ms = 0.0

@@ -38,7 +38,7 @@ Sums = tuple[torch.Tensor, torch.Tensor]  # [R] of each row, [C] of each column
 
 
 class HoldsOther(Exception):
-    """A module of vLLM's model, by name, holds something else than was sent."""
+    """A module of vLLM's model, by name, holds other values than the sent values."""
 
 
 class Expected(NamedTuple):
@@ -50,9 +50,9 @@ class Expected(NamedTuple):
 
 
 class WeightChecksums:
-    """Expected values of the modules of a worker's model; at first those that they hold.
+    """Expected values of the modules of a worker's model; at first their present values.
 
-    modules: those with parameters, by name. Modules that share one matrix share one kernel too: a model with tied embeddings
+    modules: modules with parameters, by name. Modules that share one matrix share one kernel too: a model with tied embeddings
     would multiply with its old output matrix otherwise, since vLLM packs again only the module that it loads.
     """
 
@@ -75,7 +75,7 @@ class WeightChecksums:
         return tuple(self._random.permutation(_width(module))[:COLUMNS].tolist())
 
     def expect(self, loaded: Mapping[str, Expected]) -> None:
-        """Note what a load should have left, and have modules that share a matrix compute with the loaded one's."""
+        """Note the expected values after a load, and have modules that share a matrix compute with the loaded kernel."""
         self._expected |= loaded
         for name, source in self._tied.items():
             made, other = (name, source) if name in loaded else (source, name)
@@ -100,7 +100,7 @@ class WeightChecksums:
         return found
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise HoldsOther, naming the first of these modules that holds something else."""
+        """Raise HoldsOther, naming the first of these modules that holds other values."""
         for name in names:
             module, expected = self.modules[name], self._expected[name]
             if _is_same(module, self.modules.get(self._tied.get(name, ""))):
@@ -204,7 +204,7 @@ class Stage:
         self._expected: dict[str, Expected] = {}
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load some tensors, all sources of every fused module among them. Raises what vLLM's loaders raise."""
+        """Load some tensors, all sources of every fused module among them. Raises the errors of vLLM's loaders."""
         from vllm.model_executor.model_loader.reload import layerwise
 
         new = {name: module for name, module in self._modules.items() if name not in self._staged}
@@ -234,7 +234,7 @@ class Stage:
         self._held.expect(self._expected)
 
     def close(self) -> None:
-        """Cut the references between modules, their parameters and what vLLM knows of them."""
+        """Cut the references between modules, their parameters and vLLM's reload records of them."""
         from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
         for module in set(self._made.values()):
@@ -247,7 +247,7 @@ class Stage:
 
 
 def load_in_place(config: Any, model: Any, held: WeightChecksums, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load some tensors into vLLM's model while no step runs. Raises what vLLM's loaders raise."""
+    """Load some tensors into vLLM's model while no step runs. Raises the errors of vLLM's loaders."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     with _experts_packed_again(model):
@@ -289,7 +289,7 @@ def expected_values(
 
 
 def _forget_loaded(model: Any) -> None:
-    """Have vLLM put back what the modules held that a load did not finish: else the next load would go on with this one."""
+    """Discard an unfinished load, so that vLLM restores its modules: else the next load would continue this load."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for module in model.modules():
@@ -354,7 +354,7 @@ def left_out(sent: Iterable[str], loaded: Collection[str], modules: Mapping[str,
 
 @contextmanager
 def noting(modules: Mapping[str, Any], held: WeightChecksums) -> Iterator[dict[str, Expected]]:
-    """Note what each module should hold where vLLM's loaders have filled it: columns before vLLM packs it, sums afterwards."""
+    """Note the expected values of each module that vLLM's loaders fill: columns before vLLM packs it, sums afterwards."""
     names = {id(module): name for name, module in modules.items()}
     noted: dict[str, Expected] = {}
 
@@ -416,7 +416,7 @@ def _staged(module: Any) -> Staged:
 
 
 def _stand_in(module: Any, made: dict[int, Any]) -> Any:
-    """A module with parameters and buffers of its own, and so its children. made: by the id of what each stands for."""
+    """A copy of a module and its children, with its own parameters and buffers. made: copies by the id of the original."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     if id(module) in made:
@@ -424,7 +424,7 @@ def _stand_in(module: Any, made: dict[int, Any]) -> Any:
     found = made[id(module)] = object.__new__(type(module))
     transient = module._non_persistent_buffers_set
     found.__dict__.update(module.__dict__)
-    # Empty: memory that is not written to costs nothing, and vLLM fills those of a module that it loads.
+    # Empty: memory that is not written to costs nothing, and vLLM fills the parameters of a module that it loads.
     found.__dict__["_parameters"] = {
         name: None if value is None else _bound(torch.empty_like(value.data), value, module, found)
         for name, value in module._parameters.items()

@@ -42,7 +42,7 @@ class Opened(NamedTuple):
 
 
 class Requests:
-    """Serves callers from one AsyncLLM. adapters: where versions are adapters. vision: of a model that sees."""
+    """Serves callers from one AsyncLLM. adapters: set if versions are adapters. vision: set if the model takes images."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Requests:
         self.special: frozenset[int] = frozenset()  # tokens without text
 
     async def close(self) -> None:
-        """Cancel what runs."""
+        """Cancel the running requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

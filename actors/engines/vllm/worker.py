@@ -30,7 +30,7 @@ from actors.engines.vllm.loading import (
 )
 from infra.roles.memory import give_back_freed
 
-# It warns of every layer without weights (rotary embeddings) at every reload; the probe checks what matters.
+# It warns of every layer without weights (rotary embeddings) at every reload; the probe checks the loaded model.
 _NOISY = "vllm.model_executor.model_loader.reload.layerwise"
 GROUP_BYTES = 16 * 2**20  # size of a group in the comparison of a model on a CPU, which takes some milliseconds
 _log = logging.getLogger(__name__)

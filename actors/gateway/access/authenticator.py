@@ -40,14 +40,14 @@ class Bucket(msgspec.Struct):
         return 0.0
 
     def charge(self, amount: float, now_s: float) -> None:
-        """Take what was used already, whatever is left."""
+        """Charge an amount that is used already, even beyond the quota."""
         passed_s = max(0.0, now_s - self.at_s)  # a clock that is set back takes nothing away
         self.left = min(self.per_minute, self.left + passed_s * self.per_minute / MINUTE_S) - amount
         self.at_s = now_s
 
 
 class Authenticator:
-    """Decides who may ask for what. clock: seconds of the epoch."""
+    """Authenticates keys, and enforces their scopes and quotas. clock: seconds of the epoch."""
 
     def __init__(self, book: KeyBook, metrics: Metrics, clock: Callable[[], float] = time.time) -> None:
         self.book = book

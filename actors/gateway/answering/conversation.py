@@ -101,7 +101,7 @@ class Function(msgspec.Struct, frozen=True):
 
 
 class RequestTool(msgspec.Struct, frozen=True):
-    """A tool of a request. function: what may be called, None for a tool of another type. type: "function" is served."""
+    """A tool of a request. function: its function, None for a tool of another type. type: "function" is served."""
 
     function: Function | None = None
     type: Annotated[str, Meta(max_length=64)] = "function"
@@ -229,7 +229,7 @@ def spelled(thought: str, said: str) -> str:
 
 
 def written(content: str, calls: Sequence[Called]) -> str:
-    """A message with tool calls as plain text: one spelling of what can be sent in many."""
+    """A message with tool calls as plain text: one spelling of calls that clients can send in several."""
     return _written(content, map(_called_as, calls))
 
 

@@ -155,7 +155,7 @@ class InFlight(msgspec.Struct, kw_only=True):
 
 
 async def sample_choices(engine: Engine, decode: Decode, in_flight: InFlight, watch: Watch | None) -> None:
-    """Sample all choices into `in_flight`; cancelled, what there is stays in its `growing`."""
+    """Sample all choices into `in_flight`. If it is cancelled, partial answers stay in its `growing`."""
     request = in_flight.request
     if watch is not None or request.stops:
         in_flight.growing = [

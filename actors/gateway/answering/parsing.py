@@ -27,8 +27,8 @@ _TAIL = 16  # tokens of a prompt that are looked at
 
 
 class SampledText(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer as it was sampled. prompt: what the template wrote. tokens: without the stop token. text: of the tokens, up to
-    a stop string, after `force`, which the answer was made to begin with.
+    """An answer as sampled. prompt: tokens as the template writes them. tokens: without the stop token. text: of the tokens, up
+    to a stop string, after `force`, the text with which the answer had to begin.
     """
 
     prompt: Sequence[int]
@@ -84,7 +84,7 @@ class OwnParser:
         self._decode = tokenizer.decode
 
     def prepare(self) -> None:
-        """Load what it needs: nothing."""
+        """Do nothing: this parser needs no preparation."""
 
     def parse(self, written: SampledText) -> Parsed:
         """A whole answer. Never raises."""
@@ -186,7 +186,7 @@ class ForeignParser:
                 begun = any(mark in said for mark in self._marks)
                 if len(checked) == len(calls) and (checked or not begun):
                     return Parsed(thought, words + half, checked, unread=bool(half))
-        except Exception as error:  # foreign code on what a model sampled: whatever it raises, the text is still there
+        except Exception as error:  # foreign code on sampled text may raise any error; the text is still there
             _log.warning("answer_not_parsed %s error=%r", self.writing.shown, error)
             return Parsed(thought, said, unread=True)
         return Parsed(thought, self._with_call(said, text), unread=True) if written.tools else Parsed(thought, said)

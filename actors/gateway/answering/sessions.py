@@ -29,8 +29,8 @@ _DIGEST_BYTES = 72
 
 
 class HeldSession(msgspec.Struct, frozen=True):
-    """The end of a conversation after its last turn. tokens: all of it. past: what its messages said up to each number
-    of them, the answer last. number: of turns in a row whose tokens go on exactly. turn: the last one.
+    """The end of a conversation after its last turn. tokens: of all turns. past: digests of its first message, of its
+    first two, and so on, the answer last. number: of consecutive turns with exact tokens. turn: the last turn.
     """
 
     tokens: "array[int]"

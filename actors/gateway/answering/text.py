@@ -6,7 +6,7 @@ single piece. A piece that may start a stop string is held until this is decided
 
 from collections.abc import Callable, Sequence
 
-BROKEN = "\ufffd"  # what decoders give for bytes that are no character (yet)
+BROKEN = "\ufffd"  # decoders write it for bytes that are no character (yet)
 THINK, THOUGHT = "<think>", "</think>"  # as Qwen3, DeepSeek-R1 and others write it
 MAX_HELD_TOKENS = 16  # a character has at most four bytes: longer runs are no character, and are let go
 
@@ -75,10 +75,10 @@ class StopStrings:
 
 
 class ThoughtSplitter:
-    """Tells what a model thinks, between THINK and THOUGHT at the very beginning of its answer, from what it says.
+    """Separates the thought of an answer, between THINK and THOUGHT at its very beginning, from the words.
 
-    The parts joined, with THINK before and THOUGHT behind what is thought, are the answer. thinks: True where the prompt has
-    opened the thought, None for not known yet.
+    The parts joined, with THINK before and THOUGHT behind the thought, are the answer. thinks: True if the prompt has opened
+    the thought, None if that is not known yet.
     """
 
     def __init__(self, thinks: bool | None = None) -> None:

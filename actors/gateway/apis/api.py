@@ -59,7 +59,7 @@ class EventWriter(Protocol):
         """Events before the first token."""
 
     def text(self, index: int, more: Parsed, tokens: Sequence[int], logprobs: Sequence[float]) -> list[bytes]:
-        """Events of a piece of a choice. tokens: those that the piece was decoded from."""
+        """Events of a piece of a choice. tokens: the tokens of the piece."""
 
     def finish(self, index: int, rest: Parsed) -> list[bytes]:
         """Events at the end of a choice. rest: text that was held back, and calls."""

@@ -60,7 +60,7 @@ class _Block(msgspec.Struct, frozen=True, kw_only=True):
     thinking: str | None = None
 
 
-# What each role may send, and the fields that a kind of block needs.
+# Kinds of blocks that each role may send, and the field that each kind needs.
 _BLOCKS: Mapping[str, tuple[str, ...]] = {
     "user": ("text", "image", "tool_result"), "assistant": ("text", "tool_use", "thinking"), "system": ("text",),
 }  # fmt: skip
@@ -84,7 +84,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool. Those that a server runs have another type than "custom" and are left out."""
+    """A tool. Tools that a server runs have another type than "custom", and the gateway leaves them out."""
 
     name: Short
     input_schema: dict[str, Any] | None = None

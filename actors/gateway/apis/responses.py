@@ -66,7 +66,7 @@ _REQUIRED = {
 
 
 class ResponsesTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool. Those that a server runs have another type than "function" and are left out."""
+    """A tool. Tools that a server runs have another type than "function", and the gateway leaves them out."""
 
     type: Text
     name: Name | None = None
@@ -385,7 +385,7 @@ def _items(given: Sequence[Mapping[str, Any]]) -> list[_Item]:
 
 
 def _messages(items: Sequence[_Item]) -> list[ChatMessage]:
-    """The conversation. What an assistant thinks, says and calls in a row is one message."""
+    """The conversation. Consecutive thoughts, words and calls of an assistant are one message."""
     messages: list[ChatMessage] = []
     thought, texts, calls = "", list[str](), list[ToolCall]()
     for item in (*items, None):

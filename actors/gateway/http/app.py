@@ -1,4 +1,4 @@
-"""The gateway's HTTP: routes, bodies, keys and error objects. What a request means is decided elsewhere.
+"""The gateway's HTTP: routes, bodies, keys and error objects. The modules in `actors.gateway.apis` interpret requests.
 
 Guarantees: every refusal has a status, an error object and a counter; a body is never read beyond its bound nor waited
 for beyond its time; a client that goes away frees the engine.

@@ -99,7 +99,7 @@ async def replied(
     except asyncio.CancelledError:  # the server stops and has waited for it as long as it may
         return error_response(ApiError(503, "the server is stopping: retry the request", kind="server_error"), api)
     except Exception:
-        _log.exception("request_failed route=%s", route)  # names what broke, never what was said
+        _log.exception("request_failed route=%s", route)  # names the error, never the text of a request
         return error_response(server_error(), api)
 
 

@@ -2,8 +2,8 @@
 
 Guarantees: every piece a client gets was sampled; thoughts are kept apart from the answer; the last events say why
 each choice ended; an engine that fails in the middle ends the stream with an error event. A tool call is sent once it is
-whole. An event goes out at once where the stream was still for GATHER_S; those that follow sooner are written together, so that
-a fast stream costs one write for several tokens.
+whole. An event goes out at once if the stream was still for GATHER_S; events that follow sooner are written together, so that a
+fast stream costs one write for several tokens.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ GATHER_S = 0.02
 
 
 class EventStream:
-    """Events of one streamed response, as its API spells them. ended: called when every choice has, before the last event.
-    began: called at the first token.
+    """Events of one streamed response, as its API spells them. ended: called when every choice has ended, before the
+    last event. began: called at the first token.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ from schemas.ids import ANSWER_PREFIX, belongs_to, fallback_rater, pseudonym, se
 from schemas.topics import FEEDBACK
 
 PATH = "/v1/feedback"
-WRITTEN = ("label", "text", "correction")  # fields of /v1/feedback that hold what people wrote
+WRITTEN = ("label", "text", "correction")  # fields of /v1/feedback that hold texts by people
 KEPT_S = 10.0
 MAX_TAKEN = 65_536  # webhook events that are known if they come again
 CLOCK_S = 300.0  # a signed timestamp may be off by so much
@@ -114,8 +114,8 @@ def check_signature(webhook: Webhook, headers: Mapping[str, str], body: bytes, n
 
 
 class FeedbackIntake:
-    """Takes feedback in. secret: what names are keyed with, b"" before it is known. may_record: whether what a key with this
-    `--train` was answered may be written about.
+    """Takes feedback in. secret: key for names, b"" before it is known. may_record: whether feedback on answers to a key with
+    this `--train` may be written.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class FeedbackIntake:
         return identity
 
     async def webhook(self, webhook: Webhook, body: bytes) -> None:
-        """Hand on what a webhook sent. Raises ApiError."""
+        """Hand on the body of a webhook. Raises ApiError."""
         try:
             value = msgspec.json.decode(body)
             masked = msgspec.json.encode(await self._recorder.masked(value))
@@ -185,7 +185,7 @@ class FeedbackIntake:
     def _named_in(self, webhook: Webhook, text: str) -> tuple[list[str], bool]:
         """Sessions whose answers a webhook names, and True if all allow recording. Raises ApiError."""
         found, consented = [], True
-        # A source may undo what a sender did to an id: other case, percent-encoding, blanks.
+        # A source may undo a sender's changes of an id: other case, percent-encoding, blanks.
         plain = "".join(unquote(text).lower().split())
         for session in dict.fromkeys((*sessions_in(text), *sessions_in(plain))):
             train = session_consent(session, self._secret(), TRAINS)

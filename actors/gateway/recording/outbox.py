@@ -55,7 +55,7 @@ Spooled = tuple[str, bytes]  # an entry of the spool: name of the topic, frame o
 
 
 class Outbox:
-    """One gateway's writer. queue_records, queue_bytes: what may wait in memory. send_s: slower brokers are away."""
+    """One gateway's writer. queue_records, queue_bytes: limits of its queue in memory. send_s: slower brokers are away."""
 
     def __init__(
         self,

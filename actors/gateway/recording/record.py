@@ -132,7 +132,7 @@ class Recorder:
         """The redacted experience; None if the rules drop it."""
         tools = self._redactor.mask_json([*served.request.prompt.tools])
         texts = [self._redactor.mask(message.content) for message in experience.messages]
-        # All tokens are looked at as text too: an earlier turn or a stop string may say what no message says.
+        # The text of all tokens is checked too: an earlier turn or a stop string may hold text that is in no message.
         spelled = self._redactor.mask(self.tokenizer.decode(experience.tokens.tolist()))[1]
         if not spelled and not any(found for _, found in texts) and tools == [*served.request.prompt.tools]:
             return experience

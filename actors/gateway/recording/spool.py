@@ -29,7 +29,7 @@ class SpoolFull(Exception):
 
 
 class Spool:
-    """Entries in a folder. max_bytes: of all segments together. torn_bytes, damaged: what opening found."""
+    """Entries in a folder. max_bytes: of all segments together. torn_bytes, damaged: bytes cut off and segments damaged."""
 
     def __init__(self, folder: Path, *, max_bytes: int) -> None:
         self._folder = folder
@@ -90,7 +90,7 @@ class Spool:
         return None
 
     def leave_oldest(self) -> int:
-        """Leave the oldest segment to the next start; how many entries it has."""
+        """Leave the oldest segment to the next start. Returns its number of entries."""
         return self._forget(self._numbers[0])
 
     def remove(self, number: int) -> None:
@@ -105,7 +105,7 @@ class Spool:
         return self._counts.pop(number)
 
     def _cut(self, number: int, size: int) -> None:
-        """Take back what a failed write left. If that fails as well, the segment takes no more."""
+        """Cut off the bytes of a failed write. If that fails as well, the segment takes no more entries."""
         path = self._path(number)
         try:
             if path.exists() and path.stat().st_size > size:
@@ -123,7 +123,7 @@ class Spool:
         return number
 
     def _recover(self, number: int) -> int:
-        """Entries of a segment found on disk; what is behind the last whole one is cut off."""
+        """Count the whole entries of a segment found on disk, and cut off all bytes behind them."""
         path = self._path(number)
         data = path.read_bytes()
         entries = list(entries_in(data))
@@ -142,7 +142,7 @@ class Spool:
 
 
 def entries_in(data: bytes) -> Iterator[tuple[bytes, int]]:
-    """Payloads and where each ends, up to the first that is not whole."""
+    """Payloads and their end offsets, up to the first entry that is not whole."""
     at = 0
     while at + _HEAD.size <= len(data):
         length, crc = _HEAD.unpack_from(data, at)

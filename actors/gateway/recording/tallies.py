@@ -14,7 +14,7 @@ from schemas import Answered, Client
 
 MAX_VERSIONS = 32
 MAX_CLIENTS = 63
-TOLD_CLIENTS = 4  # versions whose clients a report names: those that answered last
+TOLD_CLIENTS = 4  # versions whose clients a report names: the versions with the newest answers
 MAX_SEEN = 50_000
 OPENING_CHARS = 200  # a refusal is one at the beginning of an answer
 

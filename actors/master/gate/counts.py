@@ -28,9 +28,9 @@ Place = tuple[str, int]  # tenant, and the block of time
 
 
 class Word(msgspec.Struct):
-    """A person's first word in a comparison.
+    """A person's rating in a comparison, of the first answer that they rated.
 
-    answered_ms, group, version: of the answer. bad: whether it is a complaint, None where it was taken back.
+    answered_ms, group, version: of the answer. bad: whether it is a complaint, None if it was withdrawn.
     """
 
     answered_ms: int
@@ -80,7 +80,7 @@ class Comparison(msgspec.Struct):
 
 
 class Counts:
-    """Counts what closures and gateways tell. clock_ms: the newest time in the log."""
+    """Counts the ratings in closures and the sessions in gateways' reports. clock_ms: the newest time in the log."""
 
     KEPT: ClassVar[dict[str, Any]] = {
         "clock_ms": int, "_answers": dict[str, RatedAnswer], "_comparisons": dict[int, Comparison],

@@ -20,7 +20,7 @@ from infra.settings.config import duration_s
 from schemas import Closure, Directive, EvalResult, PolicyEvent, Progress
 from schemas.fields import Channel, Numbers, PolicyEventKind
 
-USUAL_SHARE = 0.1  # of sessions in a trial, where what it can find is said: the default of [gateway.canary]
+USUAL_SHARE = 0.1  # share of sessions in a trial, for the forecast of its power: the default of [gateway.canary]
 REMEMBERED = 1000  # decided versions whose results are kept: an operator may go back to one
 
 
@@ -43,11 +43,11 @@ class Gate:
         self._since = -1  # the run is compared with itself from this version on
         self.counts = Counts(config.people)
         self._refused = ""  # why the version on trial cannot be served
-        self._began_ms = 0  # when canaries began to serve what they serve
+        self._began_ms = 0  # when canaries began to serve their present version
         self._known: tuple[tuple[object, ...], dict[str, Evidence]] | None = None
         self.stable = Stable()
 
-    # ---- what the log says
+    # ---- records of the log
 
     def result(self, result: EvalResult) -> None:
         if result.policy == self._policy and result.suite in self._config.suites:
@@ -92,7 +92,7 @@ class Gate:
         if progress.is_canary and self.stable.trial in progress.refused and at_ms >= self._began_ms:
             self._refused = f"{progress.instance} refused it: {progress.refused[self.stable.trial]}"
 
-    # ---- what follows from it
+    # ---- decisions
 
     def alarms(self) -> list[str]:
         """Sentences for an operator: complaints rose after a promotion, and no other version served at the same time. Version
@@ -211,7 +211,7 @@ class Gate:
         return self._event("promoted", version, reason, "gate", numbers, channel="canary")
 
     def _prospect(self, config: CanaryConfig, numbers: Numbers) -> str:
-        """Say what a trial can find at the traffic of the stable version, and add it to the numbers."""
+        """Describe the power of a trial at the traffic of the stable version, and add it to the numbers."""
         sums = self.counts.comparison(-1).rated.get(self.stable.version, {})
         people = sum(row[0] for row in sums.values())
         if not people:

@@ -29,7 +29,7 @@ Sums = Mapping[tuple[str, int], Sequence[int]]  # by tenant and block: people, a
 
 MEASURES = ("rated down", "failed", "refused")
 LEAST_PEOPLE = 8  # of both versions in a stratum
-BLOCK_SHARE = 0.25  # most of the evidence that decides which one block of a tenant gives
+BLOCK_SHARE = 0.25  # limit of the evidence of one block of a tenant, as a share of the deciding evidence
 SOLE_TENANT = 0.9  # a tenant with so many of the people decides by itself
 
 
@@ -38,7 +38,7 @@ class Strata(msgspec.Struct, frozen=True):
 
     counts: (..., tenants, blocks, 4) people of the new version, how many of them bad, and the same of the old one; 0 where a
     tenant has too few in a block, which then count for all such tenants together, in this block or the next.
-    parts: (tenants,) each tenant's part of the people; 1 for those that are counted together.
+    parts: (tenants,) each tenant's part of the people; 1 for the tenants that are counted together.
     """
 
     counts: Floats
@@ -49,7 +49,7 @@ class Evidence(msgspec.Struct, frozen=True):
     """Progress of a measure towards a decision.
 
     new, new_bad, old, old_bad: people of both versions, and how many of them had something bad. worse, not_worse: evidence so
-    far, as a part of what decides.
+    far, as a share of the deciding evidence.
     """
 
     new: int = 0
@@ -61,7 +61,7 @@ class Evidence(msgspec.Struct, frozen=True):
 
 
 def strata(new: Sums, old: Sums) -> Strata:
-    """People by tenant and block. Who is in which stratum depends on how many people there are, not on what they say."""
+    """People by tenant and block. The strata depend on the numbers of people only, never on their outcomes."""
     blocks: dict[int, dict[str, Floats]] = {}
     for column, sums in ((0, new), (2, old)):
         for (tenant, block), (people, bad) in sums.items():
@@ -88,7 +88,7 @@ def strata(new: Sums, old: Sums) -> Strata:
 
 
 def worse_series(config: CanaryConfig, found: Strata, tenant_share: float = 1.0) -> Floats:
-    """(..., blocks) evidence that the new version is worse by more than the margin, as a part of what decides.
+    """(..., blocks) evidence that the new version is worse by more than the margin; 1 decides.
 
     The margin is the larger of two, so both must be exceeded: the smaller evidence counts.
     """
@@ -108,7 +108,7 @@ def not_worse_series(config: CanaryConfig, found: Strata, tenant_share: float = 
 
 
 def evidence(config: CanaryConfig, found: Strata, tenant_share: float) -> Evidence:
-    """The most evidence up to now; it decides where it ever was 1."""
+    """The maximum of the evidence so far; a maximum of 1 or more decides."""
     new, new_bad, old, old_bad = (int(total) for total in found.counts.sum((0, 1)))
     return Evidence(
         new, new_bad, old, old_bad,
@@ -118,7 +118,7 @@ def evidence(config: CanaryConfig, found: Strata, tenant_share: float) -> Eviden
 
 
 def ending(measures: Mapping[str, Evidence]) -> Ending:
-    """Worse where any measure is, not worse where none can be by more than the margin, "" while neither is shown."""
+    """Worse if any measure is, not worse if every measure is not worse by more than the margin, "" while undecided."""
     if any(found.worse >= 1.0 for found in measures.values()):
         return "worse"
     return "not worse" if all(found.not_worse >= 1.0 for found in measures.values()) else ""
@@ -158,7 +158,7 @@ def _added(logs: Floats, parts: Floats, bound: float, tenant_share: float) -> Fl
     logs = np.minimum(logs, BLOCK_SHARE * bound).cumsum(-1)
     is_limited = (parts[:, None] < SOLE_TENANT) & (tenant_share < 1.0)
     most = np.maximum(tenant_share, parts[:, None]) * bound
-    # What this cuts of the evidence against makes the probability exp(exp(-tenant_share * bound)) times as high at most.
+    # This limit of the evidence against makes the error probability at most exp(exp(-tenant_share * bound)) times as high.
     least = -tenant_share * bound - math.log(len(parts))
     total: Floats = np.where(is_limited, logs.clip(least, most), logs).sum(-2)
     return total / bound

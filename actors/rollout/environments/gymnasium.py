@@ -73,7 +73,7 @@ class Gymnasium:
         return Outcome(observation=self._written(observation, info))
 
     def step(self, action: str) -> Outcome:
-        """Do one action; text that is not one is answered with what was expected, and costs a turn of the agent."""
+        """Do one action. Text that names no action costs the agent a turn; the observation then shows the expected format."""
         space = self._world.action_space
         try:
             chosen = self._read(action) if self._read is not None else self._chosen(action, space)
@@ -128,7 +128,7 @@ def _json(text: str) -> Any:
 
 
 def _shaped(said: Any, space: Any) -> Any:
-    """JSON as an element of a space; raises TypeError, ValueError, OverflowError or KeyError for what cannot be one."""
+    """JSON as an element of a space; raises TypeError, ValueError, OverflowError or KeyError for JSON that does not fit."""
     if isinstance(space, spaces.Discrete):
         if isinstance(said, bool) or not isinstance(said, int):
             raise TypeError("no whole number")

@@ -109,7 +109,7 @@ class OpenEnv(msgspec.Struct, kw_only=True, dict=True):
         await socket.close()
 
     async def _connected(self) -> ClientConnection:
-        # Its server may be busy with a step for long: how long one may take is the guard's to say, not a ping's.
+        # A step may keep the server busy for long: the guard's timeout limits a step, not a ping.
         return await connect(
             self._url,
             additional_headers=self._headers,
@@ -179,4 +179,4 @@ class _Full(Exception):
 
 
 class _Unreadable(Exception):
-    """The server cannot read an action; what it says of it."""
+    """The server cannot read an action; the message holds the server's reason."""

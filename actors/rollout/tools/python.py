@@ -13,7 +13,7 @@ from infra.settings.config import decode
 
 SCRIPT = "call.py"
 NOTHING = "(it printed nothing)"
-MAX_OUTPUT_CHARS = 400  # the end of a traceback says what went wrong; a failure holds 500 characters
+MAX_OUTPUT_CHARS = 400  # the end of a traceback names the error; a failure holds 500 characters
 
 
 class Python:
