@@ -5,7 +5,7 @@
     async    all arguments at once, each under its own timeout
 
 A thread cannot be killed: one that hangs lives until its function returns or the process ends. While MAX_HUNG calls of a step
-hang, it is not called. One long C call that holds the interpreter lock stops this process whatever the thread: such work
+hang, it is not called. A long C call that holds the interpreter lock stops this process from any thread: such work
 belongs in a child process, as in `streams.scores.child`.
 """
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 MAX_HUNG = 16
 MAX_LOGGED = 64
-# What these say is about code; what others say may quote a user's text, which belongs into no log.
+# Messages of these errors are about code; messages of other errors may quote a user's text, which belongs into no log.
 _OF_CODE = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, TypeError)
 MAX_DETAIL_CHARS = 500
 
@@ -65,7 +65,7 @@ class Trouble:
 
 
 def describe_error(error: BaseException) -> str:
-    """Type and message of an error, cut to what a metric of the day after still wants to read."""
+    """Type and message of an error, cut to MAX_DETAIL_CHARS."""
     try:
         return f"{type(error).__name__}: {error}"[:MAX_DETAIL_CHARS]
     except BaseException:  # its own __str__ raises
@@ -73,7 +73,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def inline(function: Callable[[Any], object], arguments: Sequence[object], trouble: Trouble) -> list[object]:
-    """Call in this thread. Whatever is raised counts as a failure, SystemExit and KeyboardInterrupt too: a plugin cannot
+    """Call in this thread. Every exception counts as a failure, SystemExit and KeyboardInterrupt too: a plugin cannot
     end a worker. (Ctrl-C raises nothing here: the loop that runs a role takes it.)
     """
     results: list[object] = []

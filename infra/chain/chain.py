@@ -1,8 +1,8 @@
 """The chains: ordered lists of steps, for groups, tasks and training batches.
 
 Guarantees: every experience or task that goes in comes out exactly once, kept or dropped with a reason and the step that
-dropped it; whatever a step raises, returns or waits for stays its own problem; a kept experience carries the stamp of each
-step that saw it.
+dropped it; a step that raises, hangs or returns an invalid result does not stop the chain; a kept experience carries the
+stamp of each step that saw it.
 
     experience step   Experience -> Experience | Drop
     score step        Experience -> float | Verdict | None, recorded in `scores` under the step's name
@@ -112,9 +112,7 @@ class Context(msgspec.Struct, kw_only=True):
 
 
 class Dropped(msgspec.Struct, frozen=True):
-    """An experience that goes no further. experience: it; reason: a constant phrase; detail: what exactly; processor: the
-    step's stamp.
-    """
+    """An experience that the chain dropped. reason: a constant phrase. detail: in words. processor: the step's stamp."""
 
     experience: Experience
     reason: str
@@ -123,9 +121,9 @@ class Dropped(msgspec.Struct, frozen=True):
 
 
 class ChainResult(msgspec.Struct, frozen=True):
-    """Every experience that went in or was made: members of the group first, then what was made, in other groups.
+    """Every experience that went in or that a step made: members of the group first, then made experiences, in other groups.
 
-    absent: verdicts that were not given though asked for, by (score, reason).
+    absent: number of missing verdicts, by (score, reason).
     """
 
     kept: tuple[Experience, ...]
@@ -205,7 +203,7 @@ class _Flow:
         self.group = experiences[0].group if experiences else ""
         self.dropped: list[tuple[Experience, int, str, str]] = []
         self.made_at: dict[str, int] = {}
-        self.inputs: dict[str, str] = {}  # of the score step at hand: what each member put before it
+        self.inputs: dict[str, str] = {}  # of the present score step: hash of its input, by member
         self.absent: dict[tuple[str, str], int] = {}
 
     def drop(self, experience: Experience, index: int, reason: str, detail: str) -> None:
@@ -242,7 +240,7 @@ async def _take_turn(context: Context, step: Step, is_behind_memory: bool) -> No
 
 
 async def call_step(step: Step, arguments: Sequence[object], context: Context) -> list[object]:
-    """One result or Failure per argument, within the step's timeout. Never raises for what the step does."""
+    """One result or Failure per argument, within the step's timeout. Never raises for a fault of the step."""
     known: dict[str, Any] = {"record_offset": context.record_offset}
     if step.memory:
         known["memory"] = context.memories.setdefault(step.name, Memory(step.memory))
@@ -397,7 +395,7 @@ class DroppedTask(NamedTuple):
 
 
 async def run_task_chain(steps: Sequence[Step], task: Task, context: Context) -> tuple[list[Task], list[DroppedTask]]:
-    """The task and its variations that passed the steps, and the others. Never raises for what a step does."""
+    """The task and its variations that passed the steps, and the others. Never raises for a fault of a step."""
     members = [task]
     dropped: list[DroppedTask] = []
     last_memory = max((index for index, step in enumerate(steps) if step.memory), default=-1)

@@ -1,6 +1,6 @@
 """Checks of a step's result: each fault is a reason that names the field.
 
-Only what changed is looked at, so a step that leaves an experience alone costs nothing and an edit of the header never
+Only changed parts are checked, so a step that leaves an experience alone costs nothing and an edit of the header never
 decodes the bulk.
 """
 
@@ -15,7 +15,7 @@ from infra.chain.processor import Drop
 from schemas import BadFrame, Experience, ids
 from schemas.experience import MAX_MEMBERS, encode_headers, is_withdrawal
 
-# What an experience is and whose it is: no step may change these.
+# Identity and ownership of an experience: no step may change these fields.
 IDENTITY = (
     "id", "group", "episode", "group_size", "part", "last", "origin", "tenant", "subject", "key_id", "attempt",
     "sequence", "suite", "revision", "stamps", "kind", "task", "held_out", "turn", "carried", "trial", "parent", "failure",
@@ -35,7 +35,7 @@ _others = operator.attrgetter(
 
 
 def accepted(before: Experience, result: object) -> Experience | str:
-    """`result` as the next state of `before` (numpy numbers become plain ones), or what is wrong with it."""
+    """`result` as the next state of `before` (numpy numbers become plain numbers), or its fault in words."""
     if not isinstance(result, Experience):
         return f"got {type(result).__name__}, expected Experience or Drop"
     was, now = _identity(before), _identity(result)
@@ -46,7 +46,7 @@ def accepted(before: Experience, result: object) -> Experience | str:
 
 
 def accepted_new(result: object, parents: Sequence[Experience]) -> Experience | str:
-    """`result` as an experience made from `parents`, or what is wrong with it."""
+    """`result` as an experience made from `parents`, or its fault in words."""
     if not isinstance(result, Experience):
         return f"got {type(result).__name__} among what was made, expected Experience"
     if any(result.group == parent.group for parent in parents):

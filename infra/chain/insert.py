@@ -49,7 +49,7 @@ class ProcessorConfig(Section, frozen=True):
 def with_processors(
     steps: Sequence[Step], configs: Sequence[ProcessorConfig], stage: Stage, default_place: int, off: set[str]
 ) -> tuple[Step, ...]:
-    """Insert this stage's [[processor]] tables, in the file's order, and take out what is switched off."""
+    """Insert this stage's [[processor]] tables, in the file's order, and remove the steps named in `off`."""
     chain = list(steps)
     default_anchor = chain[default_place].name if default_place < len(chain) else ""
     last_after: dict[str, str] = {}  # anchor to the step inserted last behind it: file order is kept

@@ -1,6 +1,6 @@
 """Interface of users' code: processors, feedback sources and scores, and their results.
 
-A processor is pure and versioned: seeds come from the record's id, memory from what it declares. The decorators only mark a
+A processor is pure and versioned: it draws seeds from the record's id, and declares its memory. The decorators only mark a
 function (or an options-as-fields struct with `__call__`) with its version; wiring is configuration. Two keyword-only parameters
 are no options, the chain passes them: `memory` (a `Memory`, for a processor that declares its size) and `record_offset`
 (the offset of the record, the same again on a redelivery).

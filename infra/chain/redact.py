@@ -1,10 +1,10 @@
-"""Personal data and secrets in text: what they look like, and masking what is found.
+"""Personal data and secrets in text: their patterns, and masking of the matches.
 
-Shared by what writes text first (the gateway) and by what checks it again (the redact processor).
+The gateway, which writes text first, and the redact processor, which checks it again, share this module.
 
-Guarantee: the time is linear in the text, whatever it says, and no single match, which holds the interpreter, looks at more
-than MAX_LOOK characters; so a thread that masks a long text does not hold up the others. Limits: what is longer than REACH
-is masked as far as that; a national telephone number, and what has no check digits, is known by its shape alone.
+Guarantee: the time is linear in the length of any text, and no single match, which holds the interpreter, looks at more than
+MAX_LOOK characters; so a thread that masks a long text does not hold up the others. Limits: a match longer than REACH may be
+masked only in part; a national telephone number, and any data without check digits, is known by its shape alone.
 """
 
 import re
@@ -49,7 +49,7 @@ class Shape(NamedTuple):
 
 
 class Redactor:
-    """Masks the kinds it is given, as `[email]`. patterns: one's own, by name; what they match is at most REACH long."""
+    """Masks the given kinds, as `[email]`. patterns: the user's own, by name; their matches have at most REACH characters."""
 
     def __init__(self, kinds: Iterable[Kind] = KINDS, patterns: Mapping[str, str] | None = None) -> None:
         self._shapes = shapes(tuple(kinds), tuple(sorted((patterns or {}).items())))
@@ -123,7 +123,7 @@ def shapes(kinds: tuple[str, ...], patterns: tuple[tuple[str, str], ...]) -> tup
         "email": [(r"@[A-Za-z0-9-]{1,63}(?:\.[A-Za-z0-9-]{1,63}){1,8}", _address)],
         "phone": _PHONES,
     }
-    # In this order, whichever asked for: what has check digits or a name is not taken for a telephone number.
+    # In this order, for any choice of kinds: data with check digits or a name is not taken for a telephone number.
     found = [(kind, *shape) for kind, known in built_in.items() if kind in kinds for shape in known]
     found += [(name, pattern, _whole) for name, pattern in patterns]
     return tuple(Shape(kind, re.compile(pattern), looks) for kind, pattern, looks in found)
@@ -210,7 +210,7 @@ _KEYS: tuple[tuple[str, Looks], ...] = (
         lambda match: [match.span(1)],
     ),
     (r"(?<![A-Za-z0-9/+=_.-])[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+=_.-])", _mixed),
-    # A private key with what follows: lines of base64 (of a key that was cut off, too), headers among them.
+    # A private key with the lines after its first: base64 (of a key that was cut off, too), headers among them.
     (
         r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----"
         rf"(?:{_LINE}(?:[A-Za-z-]{{1,20}}: [^\n\\]{{0,80}}|[A-Za-z0-9+/=]{{16,}}+))*+"

@@ -1,6 +1,6 @@
 """Hashes of the input of a score, so that a recorded verdict is used instead of asking again.
 
-Only scores that are not inline have one: a judge, a sandbox, a model. What is computed here and now is computed again.
+Only scores that are not inline have such a hash: a judge, a sandbox, a model. Inline scores are computed again.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ def options_hash(function: Callable[..., Any], given: Mapping[str, Any]) -> str:
 
 
 def input_hash(question: str, experience: Experience) -> str:
-    """Hash of what a score may read: options, text, tokens, reference answer, and how the episode ended. Raises BadFrame.
+    """Hash of the data open to a score: options, text, tokens, reference answer, and how the episode ended. Raises BadFrame.
 
     question: `options_hash`.
     """
@@ -50,7 +50,7 @@ def input_hash(question: str, experience: Experience) -> str:
 
 
 def read_verdict(result: object) -> Verdict | str:
-    """A score's result with plain, finite numbers, or its fault. Raises what the result itself raises."""
+    """A score's result with plain, finite numbers, or its fault. Raises the errors of the result's own methods."""
     verdict = result if isinstance(result, Verdict) else Verdict()
     value = verdict.value if result is verdict else result
     number = None if value is None else _finite(value)

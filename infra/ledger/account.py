@@ -1,7 +1,7 @@
 """The account of a run: the fate of every published experience; `audit` reads it from the log, `drain` waits until it is whole.
 
 Precedence: trained, else dropped with a reason, else pending. A batch whose step was skipped or rolled back trained nothing:
-what no other batch trained is then dropped for that reason.
+experiences that no other batch trained are then dropped for that reason.
 
     drain: Directive(drain) in policies ─> master: draining … drained ─> account until nothing is on its way
 
@@ -116,7 +116,7 @@ class Account(msgspec.Struct, frozen=True):
 class Ledger:
     """Folds the topics of one app, each in its own order; the order between topics does not matter.
 
-    buffer_begins: oldest kept offset of `buffer`; the origin of what was trained from below it is unknown.
+    buffer_begins: oldest kept offset of `buffer`; experiences that were trained from offsets below it have an unknown origin.
     """
 
     def __init__(self, run: str, buffer_begins: int = 0) -> None:
@@ -266,7 +266,7 @@ MAX_AGAIN_S = 15.0
 
 
 async def drain(log: Log, run: str, owner: str, timeout_s: float, tell: Callable[[str], None]) -> Account:
-    """Drain and account for everything; also for what is on its way at the timeout. tell: gets the progress in words."""
+    """Drain and account for every experience, also for experiences on their way at the timeout. tell: takes progress texts."""
     _, reports_end = await log.bounds(REPORTS)
     order = await log.publish(POLICIES, Directive(order="drain", owner=owner))
     ends_s = time.monotonic() + timeout_s
@@ -312,7 +312,7 @@ async def audit(log: Log, run: str, on_reading: OnReading = lambda topic, left: 
     begins = await log.bus.beginning_offsets(log.name(topics.BUFFER))
     with closing(Ledger(run, buffer_begins=min(begins.values()))) as ledger:
         for topic in ORDER:
-            # Read after the journal, so that what was trimmed meanwhile is left out, too.
+            # Read after the journal, so that experiences whose journal records were trimmed meanwhile are left out, too.
             since_ms = await _journal_begin_ms(log) if topic in SOURCES else 0
             async for message in _messages(log, topic, on_reading):
                 if message.timestamp_ms >= since_ms:

@@ -7,8 +7,8 @@
     settings     the tables that shape a step
 
 Guarantees: no address of a broker or store and no setting of another role is in it. Reading writes plain files below one folder
-and nothing else: a key that climbs out, anything oversized or truncated is one BadFrame that names it. Below model/ only what
-`add_model` writes comes out. It names no code that its reader would run: see `infra.cli.repeat.source`.
+and nothing else: a key that leaves the folder, and any oversized or truncated object, is a BadFrame that names it. Below
+model/ only files as `add_model` writes them come out. An archive names no code to run: see `infra.cli.repeat.source`.
 """
 
 import contextlib
@@ -82,9 +82,9 @@ class Archive(BundleWriter):
     async def add_topic(
         self, log: Log, topic: Topic, begin: int, store: Store, *, images: bool = False
     ) -> PartitionRange:
-        """The records of a topic of one partition from `begin` to its present end, with what they claim from the store.
+        """The records of a topic of one partition from `begin` to its present end, with the frames that they claim.
 
-        images: also what they show. Raises OffsetOutOfRange for a record that is missing.
+        images: also the images that they show. Raises OffsetOutOfRange for a record that is missing.
         """
         at, named = begin, set[str]()
 
@@ -103,7 +103,7 @@ class Archive(BundleWriter):
             self.sealed += is_sealed(frame)
             for key in shown_by(frame) - named if images else ():
                 named.add(key)
-                with contextlib.suppress(NotInStore):  # what showed it was dropped, or a replay will name it
+                with contextlib.suppress(NotInStore):  # its message was dropped, or a replay will name it
                     self.add(key, store.get(key))
 
         end = (await log.bounds(topic))[1][0]
@@ -188,7 +188,7 @@ def _lay_out(folder: Path, entry: BundleObject) -> None:
 
 
 def restore_log(folder: Path, bundle: Bundle, app: str, store: Store, *, max_bytes: int = MAX_BYTES) -> Log:
-    """The unpacked records as a log in memory. Raises BadFrame naming what does not hold."""
+    """The unpacked records as a log in memory. Raises BadFrame naming the fault."""
     bus = MemoryBus()
     log = Log(bus, app, store=store)
     for name, partitions in bundle.topics.items():

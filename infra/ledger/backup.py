@@ -2,11 +2,11 @@
 
 The order of a backup makes every reference resolve, while all roles write:
 
-1. Whatever names offsets: committed offsets, then all of the store but what 3 names (checkpoints, snapshots, identity).
+1. All that names offsets: committed offsets, then the store without the objects of 3 (so checkpoints, snapshots, identity).
 2. The log, up to where it ends then: nothing of 1 is ahead of it. Topics are asked for their ends from the last that a record
    reaches to the first, so that the origin of a record is in the copy; and again where `policies` grew meanwhile, since
    `batches` names offsets of it (leases), and it names steps of `batches`.
-3. What the log names (NAMED): it was stored before the record that names it, so it is there.
+3. Objects that the log names (NAMED): each was stored before the record that names it, so it is there.
 
 A restore goes into a broker and a store that have nothing of the app: objects first, then the log, then committed offsets,
 then the name of the log that the store belongs to.
@@ -59,7 +59,7 @@ def open_backup(place: Store, app: str) -> Bundle:
 async def copy_all(
     log: Log, store: Store, writer: StoreWriter, committed: Mapping[str, dict[str, dict[int, int]]]
 ) -> Bundle:
-    """Positions, the log, and what it names, in this order; not yet whole. committed: as they were before this call."""
+    """Copy positions, the log, and objects that it names, in this order; not yet whole. committed: as before this call."""
     taken_ms = int(time.time() * 1000)
     await asyncio.to_thread(writer.copy, store, lambda key: not key.startswith((*NAMED, *PRIVATE)))
     ends = await _ends(log)
@@ -84,7 +84,7 @@ async def _ends(log: Log) -> dict[str, dict[int, int]]:
 async def _copy_partition(log: Log, topic: Topic, index: int, end: int, writer: StoreWriter) -> PartitionRange:
     for _ in range(TRIES):
         begin = (await log.bounds(topic))[0][index]
-        with contextlib.suppress(OffsetOutOfRange):  # retention went on meanwhile: what is left is copied
+        with contextlib.suppress(OffsetOutOfRange):  # retention went on meanwhile: copy the remaining records
             return await writer.copy_records(log, topic, index, begin, end)
     raise ConfigError(f"{topic.name}/{index}: retention removes records faster than they can be copied")
 

@@ -185,7 +185,7 @@ def open_bundle(place: Store) -> Bundle:
 
 
 def checked(place: Store, sha256: str) -> bytes:
-    """An object of a bundle. Raises BadFrame where it is not what was put there."""
+    """An object of a bundle. Raises BadFrame where it is missing or its bytes have changed."""
     try:
         data = place.get(OBJECTS + sha256)
     except (NotInStore, ValueError) as error:

@@ -1,13 +1,13 @@
-"""`forget`: a user's keys are destroyed, and a report says what had been learned from them.
+"""`forget`: destroys a user's keys, and reports the steps and versions that have learned from the user's data.
 
     keys destroyed ─> Directive(forget) in the log ─> keys of their sessions destroyed ─> report from the index
 
-What people wrote about their answers, and turns of their sessions that named no user, are sealed under keys of the sessions.
-Which sessions, the log says: so these keys go once it is read.
+Feedback texts, and turns that named no user, are sealed under keys of their sessions. The log names the user's sessions, so
+`forget` destroys these keys once it has read the log.
 
-Guarantees: from the first step on nothing of theirs is opened by a reader that looks the key up (see `infra.store.seal`):
-verify, collect and the trainer drop what they still hold, with the reason "forgotten" and a counter; repeating it is harmless,
-and completes one that was cut short. The weights stay what they are: the report says which versions have learned from it.
+Guarantees: from the first step on no reader that looks the key up opens the user's data (see `infra.store.seal`): verify,
+collect and the trainer drop the data that they still hold, with the reason "forgotten" and a counter; repeating `forget` is
+harmless, and completes it if it was cut short. The weights stay unchanged: the report names the versions that have learned.
 """
 
 import asyncio

@@ -3,9 +3,9 @@
     log ─> one writer (`headrace trace --keep-up`) ─> state/index.sqlite ─> trace, forget, console
 
 Guarantees: the file is a cache of the log and of nothing else, and may be removed at any time; if the log was made again, so is
-the index; only journal records that count are in it (`schemas.journal.Effective`); what retention took from the log leaves it,
-and every table has a bound (`bounds`). One process writes at a time, by a lock that the kernel releases for a process that
-dies; any number read.
+the index; only journal records that count are in it (`schemas.journal.Effective`); rows of records that retention removed
+leave it, and every table has a bound (`bounds`). One process writes at a time, by a lock that the kernel releases for a process
+that dies; any number read.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from schemas.topics import Topic
 
 FILE = "index.sqlite"
 LAYOUT = 5
-# In this order a record is read after those that it is about.
+# In this order a record is read after the records that it is about.
 PAGED = (
     topics.EXPERTS, topics.EXPERIENCES, topics.VERIFIED, topics.EVALS, topics.BUFFER, topics.PROGRESS, topics.REPORTS,
     topics.BATCHES, topics.POLICIES, topics.DEAD_LETTERS,
@@ -154,8 +154,8 @@ class LogIndex:
                 self.database.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
     async def refresh(self, log: Log, on_read: OnRead = lambda topic, left: None, wait_s: float = math.inf) -> bool:
-        """Read what has come since the last time, and stay the file's writer until it is closed. Where another process is the
-        writer, wait until that has read as far. Returns whether the index has all that the log has now.
+        """Read the records since the last time, and stay the file's writer until it is closed. Where another process is the
+        writer, wait until it has read as far. Returns whether the index has all that the log has now.
 
         on_read: called with a topic and how many of its records are left. wait_s: for another process.
         """
@@ -194,7 +194,7 @@ class LogIndex:
             self._clear()
 
     def _check_log(self, bounds: Bounds) -> None:
-        """The log is the one that was read; what it lost at its beginning is passed over, and its rows go."""
+        """Clear the index if it is of another log; skip records that the log lost at its beginning, and remove their rows."""
         reads = read_offsets(self.database)
         if any(
             end < reads.get((topic.name, part), 0) for topic, (_, ends) in bounds.items() for part, end in ends.items()
@@ -243,7 +243,7 @@ class LogIndex:
                     [(topic.name, part, offset) for part, offset in following.items()],
                 )
         except BaseException:
-            self._folder = None  # what it remembers of the journal was not stored
+            self._folder = None  # its state of the journal was not stored
             raise
         self._is_trimmed = False
 
@@ -265,7 +265,7 @@ class LogIndex:
             )
 
     def _finish(self) -> None:
-        """Behind a read: order what was read first, and remove rows beyond their bounds."""
+        """After a read: create the indexes of ORDER once, and remove rows beyond their bounds."""
         if self.note("whole") is None:
             self.database.executescript(ORDER)
             self.set_note("whole", 1)
@@ -276,7 +276,7 @@ class LogIndex:
             self._is_trimmed = True
 
     def places(self, group: str) -> list[IndexPlace]:
-        """Records that may be about a group, by topic and offset: its own, and those that only name its session."""
+        """Records that may be about a group, by topic and offset: its own, and records that only name its session."""
         rows = self.database.execute(
             "SELECT topic, part, offset, time_ms FROM places WHERE grp IN (?, ?)",
             (number(group), number(partition_key(group))),
@@ -319,7 +319,7 @@ class LogIndex:
         return [offset for (offset,) in rows]
 
     def first_version_after(self, step: int) -> int | None:
-        """The first published version that holds what a step learned; None for none."""
+        """The first published version that includes a step's update; None for none."""
         asked = "SELECT min(version) FROM policies WHERE event = 'published' AND step >= ?"
         (version,) = self.database.execute(asked, (step,)).fetchone()
         return None if version is None else int(version)
@@ -349,7 +349,7 @@ async def follow(log: Log, index: LogIndex, stop: asyncio.Event | None = None, *
 
 
 async def bounds_now(log: Log) -> Bounds:
-    """First and next offsets of PAGED, asked downstream first: what a record is about lies before the end of its topic."""
+    """First and next offsets of PAGED, asked downstream first: records that a record is about lie below these ends."""
     found = {topic: await log.bounds(topic) for topic in reversed(PAGED)}
     return dict(reversed(found.items()))
 

@@ -1,8 +1,8 @@
 """Fold records of the log into the tables of the index (`infra.ledger.index`).
 
-Places say where the records about a group lie, by headers and keys. Pages, for the console, say what each record tells of an
-answer, a version or a task. Sealed sections stay shut: of them the index has headers
-and never text. A record that does not decode says nothing here: it is in dead-letters, where it has a page.
+Places are the positions of the records about a group, by headers and keys. Pages, for the console, hold the facts of each
+record about an answer, a version or a task. Sealed sections stay sealed: the index has their headers and never their text.
+A record that does not decode adds no facts: it is in dead-letters, where it has a page.
 """
 
 import json
@@ -97,7 +97,7 @@ Found = tuple[Record, Control | Block]
 
 
 def number(text: str) -> int:
-    """The hash of an id in 63 bits: an index of a million groups stays small, and what is read back is checked by name."""
+    """The hash of an id in 63 bits: an index of a million groups stays small, and records read back are checked by name."""
     return xxhash.xxh3_64_intdigest(text.encode("utf-8", "replace")) >> 1
 
 
@@ -114,7 +114,7 @@ class Folder:
             self._journal.counts(Batch(run=run, token=self._journal.token, step=step, version=0, items=()))
 
     def fold(self, topic: Topic, records: Sequence[Record], values: Sequence[Control | Block | None]) -> None:
-        """Records of one topic. values: what each holds, None where it was not decoded or does not decode."""
+        """Fold records of one topic. values: each decoded record, None where it was not decoded or does not decode."""
         found = [(record, value) for record, value in zip(records, values, strict=True) if value is not None]
         if topic in KEYED:
             self._many("INSERT INTO places VALUES (?, ?, ?, ?, ?)", group_places(topic, records, found))
@@ -136,7 +136,7 @@ class Folder:
             self._set_aside(found)
 
     def add(self, members: Sequence[tuple[int, Experience]]) -> None:
-        """Answers as they were published, with their times in ms; those that are here already stay as they are."""
+        """Add answers as they were published, with their times in ms; answers that are here already stay unchanged."""
         fresh: dict[int, tuple[int, Experience]] = {}
         for time_ms, answer in sorted(members, key=lambda pair: pair[0]):
             fresh.setdefault(number(answer.id), (time_ms, answer))
@@ -158,7 +158,7 @@ class Folder:
         self._many("INSERT INTO words (rowid, asked, answered) VALUES (?, ?, ?)", texts)
 
     def _next(self, table: str, time_ms: int, taken: dict[int, int]) -> int:
-        """The number of a new row: rows are in the order of their times, whatever order they are read in."""
+        """The number of a new row: rows are in the order of their times, for any order of reading."""
         first = time_ms << TIME_BITS
         if time_ms not in taken:
             (taken[time_ms],) = self._database.execute(
@@ -299,7 +299,7 @@ class Folder:
 def group_places(
     topic: Topic, records: Iterable[Record], found: Iterable[Found]
 ) -> list[tuple[int, str, int, int, int]]:
-    """Positions of records about a group, by header or else key, and by what the trainer drops; no reports of roles alone."""
+    """Positions of records about a group, by header or else key, and by the trainer's drops; without the roles' own reports."""
     about: list[tuple[str, Record]] = []
     for record in records:
         headers = dict(record.headers)

@@ -1,4 +1,4 @@
-"""`trace`: from an answer to the steps that learned from it, and from a policy to what it learned.
+"""`trace`: from an answer to the steps that learned from it, and from a policy to the experiences that it learned from.
 
 Read from the log through the index; nothing is inferred: each line of a trace is a record of the log.
 """
@@ -197,7 +197,7 @@ def given_up(records: Iterable[tuple[IndexPlace, object]], group: str, since_ms:
 
 
 async def read_at(log: Log, places: Iterable[IndexPlace]) -> list[tuple[IndexPlace, LogMessage]]:
-    """The records at these places, in their order; those that retention has taken since are left out."""
+    """The records at these places, in their order; records that retention has removed since are left out."""
     ordered, found = sorted(places), list[tuple[IndexPlace, LogMessage]]()
     for (topic, partition), group in itertools.groupby(ordered, key=lambda place: (place.topic, place.partition)):
         wanted = {place.offset: place for place in group}

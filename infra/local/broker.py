@@ -1,9 +1,9 @@
 """A real single-node Apache Kafka (KRaft) as a child process, its data in one folder.
 
 Guarantees: `start` returns once the broker answers a metadata request; one broker per folder (a file lock that the Java
-process itself holds); the broker ends when the process that started it does, by whatever signal; a restart keeps the
-address, `address.json`, while its ports are free, so that clients find it
-again. Acknowledged records survive SIGKILL of the broker, not a crash of the machine.
+process itself holds); the broker ends when the process that started it ends, by any signal; a restart keeps the address,
+`address.json`, while its ports are free, so that clients find it again. Acknowledged records survive SIGKILL of the
+broker, not a crash of the machine.
 
 Its files are its owner's alone, and so is its port where it asks for a password, as it does for every command: it listens on
 127.0.0.1, where every account of the machine can connect. `<folder>/password` is drawn once; clients of the same folder read
@@ -134,7 +134,7 @@ def server_properties(data: Path, address: BrokerPorts, more: Mapping[str, str])
         "message.max.bytes": str(MAX_RECORD_BYTES),
         "replica.fetch.max.bytes": str(MAX_RECORD_BYTES),
         "log.message.timestamp.type": "LogAppendTime",
-        # A group that was away for weeks starts where it left, within what retention keeps.
+        # A group that was away for weeks resumes at its commit, as far as retention keeps the records.
         "offsets.retention.minutes": str(10 * 365 * 24 * 60),
         "log.cleaner.dedupe.buffer.size": str(16 * 1024 * 1024),
         "log.index.size.max.bytes": str(1024 * 1024),

@@ -3,12 +3,12 @@
 A client needs no key to open a connection, so nothing here trusts it.
 
 Guarantees:
-- Besides the request that is being answered a connection holds at most MAX_HEAD_BYTES of an unfinished head or of what frames
-  a body, MAX_PIPELINED whole requests, and one read of the socket. A request with trailers is refused.
+- Besides the request that is being answered a connection holds at most MAX_HEAD_BYTES of an unfinished head or of a body's
+  framing, MAX_PIPELINED whole requests, and one read of the socket. A request with trailers is refused.
 - A head, a body, the pause between two requests and an answer that is not read may each take `limit_s`; then the connection
   is closed. Above `connections` connections, the server closes the connection that has waited longest for its client.
 - Each of these is counted; a client that is refused gets an error object if no answer has begun.
-- No answer is cut off for what follows its request.
+- Data behind a request never cuts off the answer to it.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ MAX_DESCRIPTORS = 65_536
 
 
 class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of what a client may take of a server. limit_s: seconds for each thing it is waited for. connections: open ones at
-    most. refused: called with a reason for each connection that a bound ends.
+    """Limits on a server's clients. limit_s: seconds of each wait for a client. connections: most open connections.
+    refused: called with a reason for each connection that a bound ends.
     """
 
     limit_s: float = 30.0
@@ -256,7 +256,7 @@ def allow_descriptors() -> None:
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's event loop, since much of what a short answer costs is the loop's own work."""
+    """uvloop's event loop, since the loop's own work is much of the cost of a short answer."""
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
 

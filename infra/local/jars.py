@@ -67,7 +67,7 @@ def class_path() -> str:
 
 
 def _damaged(folder: Path, lock: Sequence[Jar]) -> list[str]:
-    """Names of the jars that are absent from `folder` or are not what the lock says."""
+    """Names of the jars that are absent from `folder` or have another sha256 than in the lock."""
     return [
         jar.file_name
         for jar in lock

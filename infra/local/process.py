@@ -76,7 +76,7 @@ def start_watched(
 
 
 def give_way(nice: int) -> None:
-    """Let this process, and what it starts, give way to the roles: nice 19 in their idle time, 10 for what people wait for.
+    """Let this process and its children give way to the roles: nice 19 in their idle time, 10 for work that people wait for.
 
     Linux shares processors among sessions first (sched(7), "The autogroup feature"), so the session gets the value too if this
     process or its watcher leads it.

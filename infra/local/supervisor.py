@@ -1,10 +1,10 @@
-"""Runs the processes of one machine: starts them, restarts those that die, stops them in order.
+"""Runs the processes of one machine: starts them, restarts them when they die, stops them in order.
 
     keeper (one per child)  waits for  its process to end, then restarts it after a backoff
     sampler                 waits for  the clock, then measures each session
     stop()                  wakes all: SIGTERM by tier, a deadline, SIGKILL of the process group
 
-Guarantee: no process outlives the supervisor, whatever ends it; a death is an event and a count, never silence.
+Guarantee: no process outlives the supervisor, however it ends; a death is an event and a count, never silence.
 """
 
 import asyncio

@@ -42,7 +42,7 @@ PLAINTEXT = Access()
 
 
 def kafka_access(floor: Floor) -> Access:
-    """Credentials that the [kafka] table names, with secrets read now. Raises ConfigError naming what is not there."""
+    """Credentials that the [kafka] table names, with secrets read now. Raises ConfigError naming the missing setting."""
     kafka = floor.kafka
     if not kafka.bootstrap_servers:
         return embedded_access(floor.folder / EMBEDDED_FOLDER)

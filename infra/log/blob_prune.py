@@ -4,7 +4,7 @@ Guarantee: a frame that a kept record claims stays, however old it is, and so do
 Why: a sender deposits a frame under the day of the sending (`blobs.deposit`), so no record that is still to come
 claims a frame of a day gone by, but for a copy of one that is there: a dead letter, or its second chance. Dead letters are
 read before and after everything else, so that a copy made meanwhile is found where it came from or where it went.
-Nothing is removed before the whole log was read; a run that is broken off has removed only what no record claims.
+Nothing is removed before the whole log was read; a run that is broken off has removed only frames that no record claims.
 
 Images lie under their hash alone, named by tasks that are never removed, and are not touched.
 """

@@ -2,9 +2,9 @@
 
     claim    magic "HC" · format u8 · msgpack [key, sha256, size]
 
-Guarantee: what is read back is what was written (size and sha256 are verified), and a claim reaches no key but
-`blobs/<day>-<its hash>`. The day is that of the deposit: what is sent again later is another object, so that an old one can be
-removed (`blob_prune.py`) while its content is being sent again. Blocking, as the store is: call from a thread.
+Guarantee: a frame is read back as it was written (size and sha256 are verified), and a claim reaches no key but
+`blobs/<day>-<its hash>`. The day is the day of the deposit: a frame sent again on a later day is another object, so that the
+old object can be removed (`blob_prune.py`) while the frame is sent again. Blocking, as the store is: call from a thread.
 """
 
 import hashlib

@@ -15,7 +15,7 @@ from aiokafka.partitioner import murmur2
 from schemas.errors import HeadraceError, RecordTooLarge
 from schemas.topics import MAX_RECORD_BYTES
 
-# What Kafka's record batch adds at most: 61 bytes of batch, 21 of record, five for each length.
+# Largest overhead of Kafka's record batch: 61 bytes of batch, 21 of record, five for each length.
 BATCH_BYTES = 96
 HEADER_BYTES = 10
 
@@ -23,7 +23,7 @@ Headers = tuple[tuple[str, bytes], ...]
 
 
 class CommitRefused(HeadraceError):
-    """The group has rebalanced, and a partition to commit is another reader's now, who reads again what was not."""
+    """The group has rebalanced: another reader has a partition to commit now, and reads its uncommitted records again."""
 
 
 class Partition(msgspec.Struct, frozen=True, order=True):
@@ -94,7 +94,7 @@ class Bus(Protocol):
         """Connect, retrying with backoff until the deadline; raises BrokerUnavailable naming the address."""
 
     async def close(self) -> None:
-        """Flush what was sent and disconnect."""
+        """Flush pending records and disconnect."""
 
     async def send(
         self, topic: str, value: bytes, *, key: bytes, headers: Headers = (), partition: int | None = None

@@ -1,8 +1,8 @@
 """The log on Kafka, through aiokafka.
 
 Delivery: acks=all, not idempotent (one refused record would fail all that follow), so a retry may store a record twice
-and ids absorb it. Order: per partition, for sends that wait for each other. A broker that restarts is waited for, with
-backoff; after `deadline_s` without it BrokerUnavailable names the address. What it does not allow is BrokerDenies at once.
+and ids absorb it. Order: per partition, for sends that wait for each other. The client waits for a broker that restarts,
+with backoff; after `deadline_s` without it BrokerUnavailable names the address. A denied request is BrokerDenies at once.
 
 Readers have explicit positions only (`auto_offset_reset=none`), so that trimmed offsets are loud.
 """
@@ -103,7 +103,7 @@ class KafkaBus:
         self._offsets: AIOKafkaConsumer | None = None
         self._opening = asyncio.Lock()
         self._counts: dict[str, int] = {}
-        self._denied: set[str] = set()  # what was said of already
+        self._denied: set[str] = set()  # operations whose denial is in the log
         self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
 
     async def start(self) -> None:
@@ -279,7 +279,7 @@ class KafkaBus:
             )
 
     async def _consumer(self, group: str | None, fetch_bytes: int = MAX_RECORD_BYTES) -> AIOKafkaConsumer:
-        """A consumer without a position, which commits only what it is asked to. fetch_bytes: of a partition at once."""
+        """A consumer without a position, which commits only the offsets it is given. fetch_bytes: of a partition at once."""
 
         def make() -> AIOKafkaConsumer:
             return AIOKafkaConsumer(
@@ -424,7 +424,7 @@ class KafkaReader:
             raise ValueError(f"not assigned to this reader: {partition}") from error
 
     def positions(self) -> dict[Partition, int]:
-        # Consumer.position() waits for what is not known yet; the state behind it does not.
+        # Consumer.position() waits for a position that is not known yet; the state behind it does not.
         subscription = self._consumer._subscription.subscription
         assignment = subscription.assignment if subscription is not None else None
         if assignment is None:

@@ -1,4 +1,4 @@
-"""The log with records instead of bytes: encodes, names topics and keys, and answers for what cannot be decoded.
+"""The log with records instead of bytes: encodes, names topics and keys, and reports records that cannot be decoded.
 
 Delivery: `publish` returns after the broker's confirmation. Loss: a record that does not decode reaches the caller as
 `LogMessage.error` (BadFrame) with its bytes, never as silence; a record of a newer major raises UnknownMajor and stops the
@@ -72,8 +72,8 @@ class LogMessage(msgspec.Struct, frozen=True):
 class Log:
     """One app's log. `store` takes frames over MAX_FRAME_BYTES; without it they are sent whole, if they fit.
 
-    It holds the keys of sealed blocks, too: without it these stay shut, and none is written. clock: seconds, for how old what
-    is known of a key may be.
+    It holds the keys of sealed blocks, too: without it sealed blocks stay sealed, and none is written. clock: in seconds, for
+    the age of cached keys.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Log:
                 value = redeem(self.store, value)
             found = decode(value, self.find_seal)
             topic, kind = record.topic.removeprefix(f"{self.app}."), type(found).__name__
-            if kind not in HELD.get(topic, (kind,)):  # who may write to one topic must not speak in another's name
+            if kind not in HELD.get(topic, (kind,)):  # a right to write one topic must not cover another
                 raise BadFrame(f"{topic} holds {', '.join(HELD[topic])}; got {kind}")
             return LogMessage(record, value=found)
         except BadFrame as error:
@@ -270,7 +270,7 @@ class Log:
             await reader.close()
 
     async def at(self, topic: Topic, partition: int, offsets: Iterable[int]) -> dict[int, Record]:
-        """The records at these offsets of a partition, not decoded; what retention or compaction took is missing."""
+        """Records at these offsets of a partition, not decoded; records that retention or compaction removed are missing."""
         return await records_at(self.bus, Partition(self.name(topic), partition), offsets)
 
     async def messages_at(self, topic: Topic, partition: int, offsets: Iterable[int]) -> dict[int, LogMessage]:
@@ -410,11 +410,11 @@ async def lately(log: Log) -> dict[int, int]:
 
 # Neighbouring offsets are read in one go where the hole between them costs less than another request.
 MAX_HOLE = 64
-FETCH_BYTES = 64 * 1024  # of what lies behind a record that is asked for by its offset
+FETCH_BYTES = 64 * 1024  # of a fetch of single records, which also returns the records behind them
 
 
 async def records_at(bus: Bus, partition: Partition, offsets: Iterable[int]) -> dict[int, Record]:
-    """The records at these offsets; what retention or compaction took, or is not written yet, is missing."""
+    """The records at these offsets; records that retention or compaction removed, or that are not written yet, are missing."""
     begin = (await bus.beginning_offsets(partition.topic)).get(partition, 0)
     end = (await bus.end_offsets(partition.topic)).get(partition, 0)
     wanted = {offset for offset in offsets if begin <= offset < end}
@@ -479,7 +479,7 @@ def letter_at(
 
 
 def record_key(topic: Topic, record: Control | Block) -> bytes:
-    """The key of a record in a topic: what must stay in order with it. One-partition topics need none to be right."""
+    """The key of a record in a topic: records that must stay in order share it. With one partition any key is right."""
     if isinstance(record, DeadLetter):
         return record.key
     if isinstance(record, Tick):

@@ -1,10 +1,10 @@
 """Putting records back at the offsets and times they had, into topics that are new. For `headrace restore` alone.
 
-Guarantee: a record lies at its offset, or OffsetOutOfRange says where it came to lie. What the broker had removed before is
-made up for: ahead of the oldest record by empty ones, which are deleted again; in a hole that compaction left by the record
-behind it, once more, as delivery at least once would.
+Guarantee: a record lies at its offset, or OffsetOutOfRange says where it came to lie. Offsets of records that the
+broker had removed are filled: ahead of the oldest record with empty records, which are deleted again; in a hole that compaction
+left with the record behind the hole, once more, as at-least-once delivery may do.
 
-While it lasts a topic takes the times it is given and removes nothing; `settle` gives it the settings of `schemas.topics`.
+During a restore a topic takes the times it is given and removes nothing; `settle` gives it the settings of `schemas.topics`.
 """
 
 import asyncio

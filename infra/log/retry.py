@@ -36,7 +36,7 @@ def may_pass(error: Exception) -> bool:
 
 
 def unavailable(address: str, what: str, deadline_s: float, last: Exception | None) -> BrokerUnavailable:
-    """The error that names the address. last: why what was tried last did not succeed."""
+    """The error that names the address. what: the failed operation. last: error of the last attempt."""
     if isinstance(last, DENIED):
         return BrokerDenies(
             f"Kafka at {address} does not allow: {what} ({last}); `headrace check --connect` names every missing right"
@@ -96,7 +96,7 @@ def within(give_up_s: float, pauses: Iterable[float]) -> Iterator[float]:
 
 
 async def begin(client: Client) -> Client:
-    """Start an aiokafka client; what it opened is closed again if that fails."""
+    """Start an aiokafka client; its connections are closed again if that fails."""
     try:
         await client.start()  # type: ignore[attr-defined]
     except BaseException:

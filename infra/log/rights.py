@@ -1,8 +1,8 @@
 """Rights of this client at the brokers, by topic and group, asked without leaving anything behind.
 
-A broker looks at rights before it looks at the rest of a request. So each right is asked for with a request that changes
-nothing: a produce without records (write), a fetch at offset 0 (read), a deletion of what lies below offset 0, a heartbeat of a
-member that the group does not have, and the creation of a topic that is only to be validated.
+A broker checks rights before it checks the rest of a request. So each right is asked for with a request that changes nothing:
+a produce without records (write), a fetch at offset 0 (read), a deletion of the records below offset 0, a heartbeat of a member
+that the group does not have, and the creation of a topic in validate-only mode.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ ABSENT = "absent"  # the member that asks
 
 
 class Asked(NamedTuple):
-    """partitions: 0 where a topic is not there, or may not be seen. denied: what is wanted and not allowed. creates: whether
-    a topic that is not there may be made. fault: what else went wrong.
+    """Rights on a topic or a group. partitions: 0 where a topic is absent or hidden. denied: rights that this client lacks.
+    creates: whether it may create an absent topic. fault: another error, in words.
     """
 
     partitions: int = 0
@@ -45,7 +45,7 @@ class Asked(NamedTuple):
 
 
 class Rights:
-    """Asks brokers what this client may do. Within `asking` alone."""
+    """Asks brokers for the rights of this client. Use it only within `asking`."""
 
     def __init__(self, client: AIOKafkaClient, admin: AIOKafkaAdminClient) -> None:
         self._client = client

@@ -1,10 +1,10 @@
 """LoRA adapters on a model: the same code for the learner and for the torch engine, through peft.
 
-A model with an adapter keeps its class; its base is frozen. What is published of it is the adapter alone, by the names of
-peft's own adapter_model.safetensors, so `model_tensors`, `load_into` and `unlike` of `infra.model.model` read and write those.
+A model with an adapter keeps its class; its base is frozen. Only the adapter is published, by the names of peft's
+own adapter_model.safetensors, so `model_tensors`, `load_into` and `unlike` of `infra.model.model` read and write these names.
 
 Guarantees: B begins as zeros, so that the policy begins as the base; A is the same in every process that puts the same adapter
-on. What cannot be adapted is refused by name on the meta device, before weights are loaded.
+on. Modules that cannot be adapted are refused by name on the meta device, before weights are loaded.
 """
 
 import math
@@ -37,7 +37,7 @@ WHERE = "trainer.lora.targets"
 def find_adapter(folder: str | Path, *, rank: int, alpha: int, targets: tuple[str, ...]) -> Adapter:
     """The adapter that settings describe, of the model in a folder. Reads all of its weights once, for their hash.
 
-    targets: see `named_adapter`. Raises ConfigError for what cannot be adapted.
+    targets: see `named_adapter`. Raises ConfigError for a target or a model that cannot be adapted.
     """
     adapter = named_adapter(folder, rank=rank, alpha=alpha, targets=targets)
     return msgspec.structs.replace(adapter, base=base_hash(folder))
@@ -46,8 +46,8 @@ def find_adapter(folder: str | Path, *, rank: int, alpha: int, targets: tuple[st
 def named_adapter(folder: str | Path, *, rank: int, alpha: int, targets: tuple[str, ...]) -> Adapter:
     """`find_adapter` without the hash of the base, from config.json alone.
 
-    targets: ends of module names, or "all-linear" for every linear module but the output matrix. Raises ConfigError for what
-    cannot be adapted.
+    targets: ends of module names, or "all-linear" for every linear module but the output matrix. Raises ConfigError for
+    a target or a model that cannot be adapted.
     """
     module: Any = meta_model(folder)
     within = _text_model(module)
@@ -77,7 +77,7 @@ def put_adapter(module: "torch.nn.Module", adapter: Adapter, *, with_reference: 
     names = (REFERENCE, ACTIVE) if with_reference else (ACTIVE,)  # peft trains the last
     for name in names:
         if hasattr(module, "peft_config"):
-            del module.peft_config  # else peft warns of what is meant here
+            del module.peft_config  # else peft warns of the second adapter
         inject_adapter_in_model(_peft_config(adapter), module, adapter_name=name)
         _begin(adapter_parameters(module, name), seed)
 
@@ -200,7 +200,7 @@ def _linear(module: Any, within: str) -> "dict[str, torch.nn.Linear]":
 
 
 def _ending(name: str) -> str:
-    """The end of a module's name that says what it is.
+    """The end of a module's name that names its kind.
 
     >>> _ending("model.layers.0.self_attn.q_proj"), _ending("model.layers.0.mlp.0")
     ('q_proj', 'mlp.0')

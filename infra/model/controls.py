@@ -1,9 +1,9 @@
-"""Control tokens (what separates turns and roles) in text that people, tools and tasks write: they are spelled, not obeyed.
+"""Control tokens (separators of turns and roles) in text that people, tools and tasks write: they are spelled, not obeyed.
 
-A tokenizer finds the names of its special tokens wherever they are in a text. Here only those count that the chat template
-wrote itself. A text with such a name, or with a part of one at its edge, is cut within the name by digits that nobody can guess
-before it is rendered; the names that the tokenizer then still finds are the template's. A copy of the tokenizer that obeys no
-special token gets these under secret names, and the digits are taken out before.
+A tokenizer finds the names of its special tokens anywhere in a text. Here only names that the chat template wrote count. A
+text with such a name, or with a part of a name at its edge, is cut within the name by digits that nobody can guess before it is
+rendered; the names that the tokenizer then still finds are the template's. A copy of the tokenizer that obeys no special token
+gets these under secret names, and the digits are taken out before.
 
 Guarantees: the control tokens of a conversation are exactly the template's, also where two fields make up a name together;
 without them the ids say the very text; innocent text has the ids of the plain tokenizer; no text raises UnicodeError.
@@ -61,7 +61,7 @@ class Controls:
         _ids(self._copy, "")
 
     def encode_rendered(self, given: Any, render: Callable[[Any], str]) -> list[int]:
-        """Ids of what a template makes of `given`: texts, within lists and dictionaries. Raises what `render` raises."""
+        """Ids of the text that `render` makes of `given`: texts, in lists and dictionaries. Raises the errors of `render`."""
         apart = self._all_apart(given)
         if apart == given:
             return _ids(self._backend, render(given))
@@ -89,7 +89,7 @@ class Controls:
         ]
 
     def _apart(self, text: str, *, edges: bool = True) -> str:
-        """The text, cut within each name, and within what may become a name together with the text around it."""
+        """The text, cut within each name, and within parts that may become a name together with the text around it."""
         text = whole(text)
         if edges:
             text = self._inserted(text, self._edges(text))

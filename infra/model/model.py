@@ -1,7 +1,7 @@
 """Models, classifiers and tokenizers from a folder: safetensors and JSON only; nothing is fetched, no code there is run.
 
-Guarantees: what computes is chosen here, never by a folder's config.json; the control tokens of a conversation are those that
-its chat template writes, whatever its messages and tools say (see `infra.model.controls`).
+Guarantees: the code that computes is chosen here, never by a folder's config.json; the control tokens of a conversation are
+exactly the tokens that its chat template writes, for any messages and tools (see `infra.model.controls`).
 """
 
 import mmap
@@ -49,13 +49,13 @@ class Tokenizer:
         self.template = dict(template)
         self.writing = detect_writing(str(tokenizer.chat_template), *parsers)
         self.wrapped = tokenizer
-        # Asked itself: what transformers puts around it takes longer than it does, and alters it, so that threads clash.
+        # Called directly: the wrapper of transformers takes longer than the backend, and alters it, so that threads clash.
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = tokenizer.split_special_tokens
         self._controls = Controls(self._backend, also=tuple(tokenizer.all_special_tokens))
-        self.num_tokens = len(tokenizer)  # it counts them anew each time it is asked
+        self.num_tokens = len(tokenizer)  # `len` counts the tokens at each call
         self.eos_ids = eos_ids
         self.takes_images = vision is not None
         self._vision = vision
@@ -245,9 +245,9 @@ def gpu_bytes() -> int:
 
 
 def own_kernels(folder: str | Path) -> Any:
-    """A folder's configuration without what it says of kernels: a name there may be that of a repository with code.
+    """A folder's configuration without its choice of kernels: a name there may be that of a repository with code.
 
-    Which attention computes is then what transformers takes by itself. Raises OSError, ValueError.
+    Transformers then chooses the attention by itself. Raises OSError, ValueError.
     """
     from transformers import AutoConfig, PretrainedConfig
 
@@ -270,7 +270,7 @@ def model_tensors(module: "torch.nn.Module", blocks: Blocks | None = None) -> di
 def load_into(module: "torch.nn.Module", tensors: Mapping[str, Tensor], *, partial: bool = False) -> None:
     """Copy tensors into a model in place, converting to its dtype; nothing changes unless all of them fit.
 
-    partial: names of the model may be absent. ValueError names what does not fit.
+    partial: names of the model may be absent. ValueError names the tensor that does not fit.
     """
     import torch
 

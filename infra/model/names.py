@@ -9,8 +9,8 @@ Of a model with an adapter (see `infra.model.adapter`) the adapter alone is publ
 
     model.layers.0.self_attn.q_proj.lora_A.default.weight  ──  base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
 
-Guarantees: what is named is a view, so that writing to it writes to the model; a model without fused experts keeps the names
-it has.
+Guarantees: each named tensor is a view, so that writing to it writes to the model; a model without fused experts keeps its
+names.
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ def published(module: "torch.nn.Module", state: Mapping[str, "torch.Tensor"]) ->
 
 
 def adapter_name(name: str) -> str:
-    """The name that peft gives in a file to what the model calls `name`."""
+    """The name in peft's files of the parameter that the model calls `name`."""
     return f"base_model.model.{name}"
 
 

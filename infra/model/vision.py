@@ -34,7 +34,7 @@ class Vision:
     """Image inputs of one model. family: one of FAMILIES. token: the id at a part of a picture. num_places: how many of it make
     a picture.
 
-    patch: pixels a side of what the vision tower makes one feature of.
+    patch: side, in pixels, of the square that becomes one feature of the vision tower.
     """
 
     def __init__(self, family: str, token: int, num_places: int, patch: int, processor: Any) -> None:
@@ -173,7 +173,7 @@ def vision_if_any(folder: str | Path) -> Vision | None:
 def model_inputs(
     module: Any, tokens_BT: "torch.Tensor", places: npt.NDArray[np.int64] | None, pictures: Prepared | None
 ) -> Mapping[str, "torch.Tensor"]:
-    """Inputs of the model's forward pass: the tokens, and what the images become.
+    """Inputs of the model's forward pass: the tokens, and the features of the images.
 
     places [I * num_places]: indexes into B*T, picture after picture. pictures [I, 3, H, W]. Gradients reach the tower.
     """

@@ -1,7 +1,7 @@
 """Formats of a model's tool calls and of its reasoning.
 
 A parser's name says it. `hermes` and `think` are headrace's own and need nothing; the other names are vLLM's, for its parsers
-of tool calls and of reasoning. `none` leaves what was written as text.
+of tool calls and of reasoning. `none` leaves the model's output as text.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import msgspec
 
 HERMES, THINK, NONE = "hermes", "think", "none"
 OWN_TOOLS, OWN_REASONING = (HERMES, NONE), (THINK, NONE)
-# What a chat template says, and the parser it speaks for; the first that holds. All of the words must be there.
+# Words of a chat template, and the parser that they imply; the first match counts. All of the words must be there.
 TOOLS_BY_TEMPLATE = (
     (("<|channel|>", "<|call|>"), "openai"),
     (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),
@@ -31,7 +31,7 @@ REASONING_BY_TEMPLATE = (
     (("<|channel>",), "gemma4"),
     (("[THINK]",), "mistral"),
 )
-# What a call begins with, by parser: text without it holds no call.
+# Beginnings of a call, by parser: text without any of them holds no call.
 CALL_MARKS: Mapping[str, tuple[str, ...]] = {
     HERMES: ("<tool_call>",),
     "openai": ("to=functions.",),
@@ -45,14 +45,14 @@ CALL_MARKS: Mapping[str, tuple[str, ...]] = {
     "llama3_json": ("<|python_tag|>", '{"name"', '{"type"'),
     "phi4_mini_json": ("functools",),
 }
-# What a call ends with, of parsers that take one that breaks off for a whole one.
+# End of a call, for parsers that take a truncated call for a whole call.
 CALL_ENDS: Mapping[str, str] = {
     "functiongemma": "<end_function_call>",
     "gemma4": "<tool_call|>",
     "qwen3_coder": "</function>",
     "qwen3_xml": "</function>",
 }
-# What an answer begins with that must call a tool, any or the one called {name}; of other parsers none is known.
+# Beginnings of an answer that must call a tool: any tool, or the tool {name}. Other parsers have no known beginning.
 FORCED: Mapping[str, tuple[str, str]] = {
     HERMES: ('<tool_call>\n{{"name": "', '<tool_call>\n{{"name": "{name}", "arguments": '),
     "llama3_json": ('{{"name": "', '{{"name": "{name}", "parameters": '),
@@ -83,7 +83,7 @@ class Writing(msgspec.Struct, frozen=True):
 
 
 def detect_writing(template: str, tool_parser: str = "", reasoning_parser: str = "") -> Writing:
-    """Formats of a model. template: its chat template. tool_parser, reasoning_parser: what the settings say, "" for nothing.
+    """Formats of a model. template: its chat template. tool_parser, reasoning_parser: from the settings, "" where unset.
 
     >>> detect_writing("… <tool_call> … <function= …").tools
     'qwen3_coder'
@@ -94,8 +94,8 @@ def detect_writing(template: str, tool_parser: str = "", reasoning_parser: str =
 
 
 def as_template_takes(message: Mapping[str, Any], writing: Writing) -> dict[str, Any]:
-    """A message of a client, for the chat template. What an assistant thought is in its content, between marks, and once more
-    as `reasoning`: a template that writes thoughts in another way gets it as a field, under the names that such templates read.
+    """A message of a client, for the chat template. An assistant's thoughts are in its content, between marks, and again as
+    `reasoning`: a template that writes thoughts in another way gets them as a field, under the names that such templates read.
     """
     found = dict(message)
     thought = found.pop("reasoning", "")

@@ -1,7 +1,7 @@
-"""Every alarm: what `status --check` says, the rule by which Prometheus raises it, and its section of the runbook. One table.
+"""Every alarm in one table: its words in `status --check`, its rule in Prometheus, and its section of the runbook.
 
 `infra/deploy/alerts.yml` is written from it (`python -m infra.cli.docs`). Each line of `status` belongs to one alarm; the
-master reports those that it alone sees in the gauge `alarm_raised`.
+master reports the alarms that it alone sees in the gauge `alarm_raised`.
 """
 
 import re
@@ -17,9 +17,9 @@ SERVES = '{role="serve"}'
 
 class Alarm(NamedTuple):
     """One alarm. title: of its section. says: found in the lines that `status` prints. rule: PromQL, true for as long as
-    `wait` before it is raised. summary: what the alert says, of the labels of the rule. counter: one that should stand still.
+    `wait` before it is raised. summary: text of the alert, with labels of the rule. counter: a counter that should stand still.
 
-    name: in Prometheus. wait: for how long the rule has to be true. severity: "page" for what cannot wait.
+    name: in Prometheus. wait: for how long the rule has to be true. severity: "page" for an alarm that cannot wait.
     """
 
     name: str

@@ -4,8 +4,8 @@ stop, delay or fail the process.
     HEADRACE_FAILPOINTS="batches.batch.after_send=kill@3,store.write=tear" headrace train …
 
 Armed by that variable alone, never by configuration. Unarmed, `reach` is one cached call that returns. Each entry is
-name=action or name=action@n, for the n-th time the place is reached (1 unless said); it happens once. What happened is
-written to stderr as `failpoint NAME ACTION` before it does.
+name=action or name=action@n, for the n-th time the place is reached (1 unless said); it happens once. The process
+writes `failpoint NAME ACTION` to stderr before the action.
 
     kill    SIGKILL of this process              raise   the error that its surroundings must expect there
     stop    SIGSTOP; another process continues   delay   DELAY_S of standing still, event loop included
@@ -33,7 +33,7 @@ ACTIONS = (*WITH_ERROR, "tear", "full")
 
 
 class Point(NamedTuple):
-    """One failpoint. actions: those that make sense there. error: what "raise" raises."""
+    """One failpoint. actions: the actions that make sense there. error: the error of "raise"."""
 
     actions: tuple[str, ...] = ANYWHERE
     error: type[HeadraceError] = StoreError
@@ -105,7 +105,7 @@ def check() -> None:
 
 
 def parse(entry: str) -> tuple[str, str, int]:
-    """Name, action and count of `name=action@n`; raises ConfigError naming what is wrong and the nearest there is."""
+    """Name, action and count of `name=action@n`; raises ConfigError naming the fault and the nearest name or the actions."""
     name, _, rest = entry.partition("=")
     action, at, number = rest.partition("@")
     if name not in POINTS:

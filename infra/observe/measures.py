@@ -119,7 +119,7 @@ MEASURES = (
     _counter("store_bytes", "all", "bytes written to the store (put) and read from it (get)", "verb"),
     _counter("store_seconds", "all", "durations of store requests, summed; parallel requests each count", "verb"),
     _counter("store_failed", "all", "failed store requests", "verb"),
-    # what a host keeps of the store
+    # version files of a host
     _counter("version_files_no_room", ENGINES, "versions that did not fit into a place in memory or on disk"),
     _counter("version_files_damaged", ENGINES, "versions in shared memory with wrong bytes; the engine rewrites them"),
     # streams

@@ -1,7 +1,7 @@
 """Metrics of one role: a Prometheus registry of its own, served over HTTP with a health check.
 
 Guarantees: names and labels are created on first use and never clash between roles in one process; `/healthz` answers
-200 only while every registered check passes, and names those that do not. `infra.observe.measures` has the names in Prometheus
+200 only while every registered check passes, and names the failing checks. `infra.observe.measures` has the names in Prometheus
 and their meanings. Every sample has the label `app`, so that rules and dashboards distinguish the apps of one Prometheus.
 """
 
@@ -66,7 +66,7 @@ class Metrics:
         return self._under(Histogram, name, labels, buckets=buckets)
 
     def check(self, name: str, state: Callable[[], str]) -> None:
-        """Have `/healthz` ask `state`: "" is healthy, anything else says what is wrong."""
+        """Have `/healthz` ask `state`: "" is healthy, any other text is the fault."""
         with self._lock:
             self._checks[name] = state
 
@@ -83,7 +83,7 @@ class Metrics:
         return {name: state for name, state in states.items() if state}
 
     def counters(self) -> dict[str, float]:
-        """Value of every counter, as `name` or `name{label=value,…}`: what a Progress record carries."""
+        """Value of every counter, as `name` or `name{label=value,…}`, for Progress records."""
         return self._values(Counter)
 
     def gauges(self) -> dict[str, float]:

@@ -10,9 +10,9 @@ n₀, n: tokens of the floor and of the probe. Assumed of honest programs: (1) a
 most DRIFT; (2) the logarithm of either figure over n tokens is normal with a standard deviation of at most SPREAD/√n. For
 independent half-normal e the mean has 0.76/√n and the percentile 0.95/√n; tokens of one sequence share their noise: a random
 model of 12 layers under varied batch shapes had 2.4/√n and 3.9/√n. Then an honest version is refused with probability at most
-2·Q(SIGMAS) = 6e-5. A fault is refused where it makes either figure K times what rounding does: 4 at 252 tokens. Less cannot
-be seen so: a learning rate of 1e-6 moves logprobs less than bfloat16 rounds them, and a matrix × 1.01 by about as much. An
-engine that can read its weights back does that too.
+2·Q(SIGMAS) = 6e-5. A fault is refused where it makes either figure K times the figure of rounding: 4 at 252 tokens. The check
+cannot find less: a learning rate of 1e-6 moves logprobs less than bfloat16 rounds them, and a matrix × 1.01 by about as much.
+An engine that can read its weights back does that too.
 
 float32 rounds so little that one bound on the largest difference finds every fault: LARGEST.
 """
@@ -40,7 +40,7 @@ class Agreement(msgspec.Struct, frozen=True):
     largest: float
 
 
-# Before anything was measured a version may be so far off, and no floor is below what a forward in this dtype rounds away.
+# MOST bounds the distance before the first measurement; no floor is below LEAST, the rounding of a forward in this dtype.
 MOST = {"bfloat16": Agreement(0, 0.1, 0.4, 0.0), "float16": Agreement(0, 0.02, 0.1, 0.0)}
 LEAST = {"bfloat16": Agreement(0, 2**-8, 2**-6, 0.0), "float16": Agreement(0, 2**-11, 2**-9, 0.0)}
 
@@ -91,7 +91,7 @@ def bounds(tokens: int, floor: Agreement | None, dtype: str) -> tuple[float, flo
 
 
 def joined(floor: Agreement | None, found: Agreement) -> Agreement:
-    """The floor with what was accepted now, until it is made of FLOOR_TOKENS; then it stays, so that no fault can raise it."""
+    """The floor with the accepted `found`, until it is made of FLOOR_TOKENS; then it stays, so that no fault can raise it."""
     if floor is None or not floor.tokens:
         return found
     if floor.tokens >= FLOOR_TOKENS:

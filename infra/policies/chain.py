@@ -1,4 +1,4 @@
-"""The way back from a version to what it is rebuilt from: deltas, and the held version or an anchor at their beginning."""
+"""The way back from a version to its sources: deltas, and the held version or an anchor at their beginning."""
 
 import msgspec
 

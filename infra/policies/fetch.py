@@ -1,9 +1,9 @@
 """Fetches published versions and keeps the newest in memory as the base of the next delta.
 
 Nothing unverified leaves this module: the event's sha256 vouches for the manifest, the manifest's digests for every object and
-for the state of every tensor, and all values are finite. What fails is PolicyRefused, naming the tensor or the object,
-and the shadow copy stays as it was; where the held copy cannot be moved on, or is too far behind, the version is rebuilt from
-what is whole in the store.
+for the state of every tensor, and all values are finite. A failed check is PolicyRefused, naming the tensor or the object, and
+the shadow copy stays as it was; where the held copy cannot be moved on, or is too far behind, the version is rebuilt from an
+anchor in the store.
 """
 
 import logging
@@ -181,7 +181,7 @@ def verified(manifest: PolicyManifest, tensors: dict[str, Tensor]) -> dict[str, 
 
 
 def _check_looks(manifest: PolicyManifest, found: Mapping[str, tuple[Tensor, Look]]) -> None:
-    """Raise PolicyRefused, naming a tensor, unless what was seen of all of them is exactly the manifest's, and finite."""
+    """Raise PolicyRefused, naming a tensor, unless the found tensors are exactly the manifest's, and finite."""
     entries = tuple(TensorEntry(name, tensor.dtype, tensor.shape, look.xxh3) for name, (tensor, look) in found.items())
     if difference := first_difference(entries, manifest.tensors, values=True):
         raise PolicyRefused(difference)

@@ -1,4 +1,4 @@
-"""State of every policy, folded from the records of `policies`: its versions, and those that customers are served. Pure.
+"""State of every policy, folded from the records of `policies`: its versions, and the versions that serve customers. Pure.
 
     policies   0 ……………… 811 │ 812 … end
     store      a summary of all below 812: a reader begins there, and not at the first record
@@ -14,7 +14,7 @@ Guarantees: a fold that begins with a summary and reads on equals one that read 
 `known_from`; a summary names the last of its records by a digest, so a log that lost records does not match it. A trainer that
 lost its lease publishes nothing, and a master that was overtaken moves nothing: its decision lies behind the lease of the later
 one. People's words always hold. An engine goes forward only, unless it follows the stable channel; the version an evaluation
-waits for is not skipped while it is known. Bound: twice `window` versions a policy, and those that its channels serve.
+waits for is not skipped while it is known. Bound: twice `window` versions a policy, and the versions that its channels serve.
 """
 
 from collections.abc import Collection, Iterable
@@ -124,7 +124,7 @@ class PolicySummary(msgspec.Struct, frozen=True):
     """State of one policy.
 
     token: of the newest trainer's lease. newest: highest version with weights. known_from: first version from which on all are
-    here; of older versions only those that a channel serves are. events: versions that an engine may load. published: versions
+    here; an older version is here only if a channel serves it. events: versions that an engine may load. published: versions
     as a trainer counts them, "published" or "orphaned".
     """
 

@@ -42,7 +42,7 @@ class DeltaPart(msgspec.Struct, frozen=True):
 
 
 class WeightSource(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to obtain the version: full tensors (anchor), or what changed since `base` (delta).
+    """One way to obtain the version: full tensors (anchor), or the changes since `base` (delta).
 
     parts: of a delta; a tensor without one is unchanged. num_changed: values that differ from the base.
     """
@@ -72,7 +72,7 @@ class TensorEntry(msgspec.Struct, frozen=True):
 class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
     """A version. anchor: the newest version with one. num_deltas: since then. tensors: all of them.
 
-    sources: ways to obtain them. probe: what an engine checks itself by. adapter: what the tensors are an adapter of;
+    sources: ways to obtain them. probe: with it an engine checks itself. adapter: settings of the adapter that the tensors are;
     None where they are the whole model.
     """
 

@@ -73,7 +73,7 @@ def publish(
 
     previous: the tensors of its parent; None makes an anchor. HashedTensors are not hashed again.
     Raises PolicyRefused where a tensor is not finite or the version exists with other content, StoreError, and ValueError
-    where the parent's tensors are not what was published.
+    where `previous` differs from the published parent.
     """
     folder = check_key(folder_of(new.policy, new.token))
     weights, old = _hashed(tensors), None if previous is None else _hashed(previous)

@@ -36,10 +36,10 @@ def in_threads(
     size: Callable[[Item], int] = lambda item: 0,
     same: Callable[[Item], Hashable] | None = None,
 ) -> list[Result]:
-    """`work` of each item, in order. Raises what the first item that failed raised; what has not begun then is left out.
+    """`work` of each item, in order. Raises the error of the first item that failed; items not begun then are left out.
 
-    most: threads, where what one item needs is not small. size: the largest begin, so that none of them is left for the end.
-    same: items of which it gives the same are worked on once, such as tied matrices under each of their names.
+    most: threads, for items that need much memory. size: the largest items begin, so that none of them is left for the end.
+    same: items with equal results of it are worked on once, such as tied matrices under each of their names.
     """
     listed = list(items)
     if same is not None:
@@ -118,7 +118,7 @@ def bits(tensor: Tensor) -> np.ndarray:
 
 
 def chunks(tensor: Tensor) -> Iterator[np.ndarray]:
-    """Views of the raw patterns in order, small enough that what is made of one stays in the processor's cache."""
+    """Views of the raw patterns in order, small enough that arrays made of a view stay in the processor's cache."""
     patterns = bits(tensor)
     for start in range(0, patterns.size, CHUNK_VALUES):
         yield patterns[start : start + CHUNK_VALUES]
@@ -138,7 +138,7 @@ def are_finite(patterns: np.ndarray, dtype: str) -> bool:
 
 def from_numpy(array: np.ndarray) -> Tensor:
     """A copy of an array. ValueError for dtypes safetensors does not have."""
-    # ascontiguousarray would make a scalar one-dimensional; tobytes writes row-major whatever the layout.
+    # ascontiguousarray would make a scalar one-dimensional; tobytes writes any layout as row-major.
     little_endian = array.astype(array.dtype.newbyteorder("<"), copy=False)
     name = little_endian.dtype.str
     if name not in _FROM_NUMPY:
@@ -278,7 +278,7 @@ class _Entry(msgspec.Struct):
 
 
 def load_tensors(data: bytes | memoryview) -> dict[str, Tensor]:
-    """The tensors of one safetensors file, as views of `data`. ValueError names what does not hold."""
+    """The tensors of one safetensors file, as views of `data`. ValueError names the fault."""
     view = memoryview(data).toreadonly()
     if len(view) < 8:
         raise ValueError(f"safetensors: got {len(view)} bytes, expected at least 8")

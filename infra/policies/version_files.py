@@ -6,8 +6,8 @@
 Guarantees: a place without room for the whole file is passed over, and so is one whose room others take meanwhile: the room
 of a tensor is reserved before its first byte. A file gets its name once it is filled and matches its manifest. A process that
 finds a file checks it again, and removes one that does not match. A named file is never written to. It loses its name with the
-last process that holds any of its tensors: each keeps a lock on it, which the kernel takes from a killed process, and what that
-process left goes when the next version is placed. A process that asks for a version which another one fills waits for it, at
+last process that holds any of its tensors: each keeps a lock on it, which the kernel takes from a killed process, and files
+that it left go when the next version is placed. A process that asks for a version which another process fills waits for it, at
 most `wait_s`. Where no place can be used, the tensors are the process's own.
 """
 
@@ -75,7 +75,7 @@ class VersionFiles:
     def place(self, sha256: str, entries: Sequence[TensorEntry], fill: Fill, check: Check) -> FileTensors | None:
         """The tensors of a version in a file: one that is there, or made with `fill`. None where there is no place for it.
 
-        Blocks. sha256: of its manifest. Raises what `fill` raises.
+        Blocks. sha256: of its manifest. Raises the errors of `fill`.
         """
         self._remove_left()
         for folder in self._folders:
@@ -170,8 +170,8 @@ def _filled(file: int, header: bytes, places: Mapping[str, tuple[int, int]], num
 def _putting(file: int, mapped: mmap.mmap, places: Mapping[str, tuple[int, int]]) -> Put:
     """Puts each tensor into its place of a file. PolicyRefused for a tensor without a place, or of another size.
 
-    The room of a tensor is reserved before: a mapping of what is not there would kill the process. It is written, since a
-    mapping that is written to costs a fault for each new page.
+    Space for a tensor is reserved first: without space, access to its mapped pages would kill the process. A tensor is put
+    with `pwrite`, since a write to the mapping costs a page fault for each new page.
     """
     view = memoryview(mapped)
 

@@ -2,7 +2,7 @@
 
 glibc takes blocks up to 32 MiB from a heap once one of that size was freed, and a heap shrinks at its end alone: weights and
 moments of a few MiB, freed between others that stay, would be held for good. And threads that allocate get heaps of their own,
-up to eight a core, of which each holds what its busiest moment took.
+up to eight a core; each heap holds the memory of its busiest moment.
 """
 
 import ctypes
@@ -16,15 +16,15 @@ NEW_OBJECTS = 50_000
 
 
 def give_back_large_blocks() -> bool:
-    """Have each block of LARGE_BYTES or more in a mapping of its own from now on; whether the allocator can. What
-    MALLOC_MMAP_THRESHOLD_ says in the environment stays.
+    """Have each block of LARGE_BYTES or more in a mapping of its own from now on; returns whether the allocator can.
+    A MALLOC_MMAP_THRESHOLD_ in the environment stays.
     """
     return _told("MALLOC_MMAP_THRESHOLD_", THRESHOLD, LARGE_BYTES)
 
 
 def share_heaps(number: int) -> bool:
-    """Have threads that begin to allocate share at most `number` heaps from now on; whether the allocator can. What
-    MALLOC_ARENA_MAX says in the environment stays.
+    """Have threads that begin to allocate share at most `number` heaps from now on; returns whether the allocator can.
+    A MALLOC_ARENA_MAX in the environment stays.
     """
     return _told("MALLOC_ARENA_MAX", HEAPS, number)
 
@@ -38,7 +38,7 @@ def search_seldom() -> None:
 
 
 def give_back_freed() -> None:
-    """Give the machine what smaller blocks left free in the heaps, where the allocator can."""
+    """Give the machine the memory of freed smaller blocks in the heaps, where the allocator can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -45,7 +45,7 @@ EXIT_STUCK = 75  # EX_TEMPFAIL: the supervisor starts the process again
 
 
 def exit_stuck(what: str, seconds: float) -> None:
-    """Say what did not end in time, what every thread is doing, and end the process at once."""
+    """Print the name of the late task and the stack of every thread, and end the process at once."""
     print(f"headrace: {what} did not end within {seconds:g} s; the process ends at once", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=sys.stderr)
     os._exit(EXIT_STUCK)

@@ -1,4 +1,4 @@
-"""The rights of each role at the broker and in the bucket, and what is made from them: ACLs, bucket policies.
+"""The rights of each role at the broker and in the bucket, and the ACLs and bucket policies made from them.
 
 A role is a Kafka user and a bucket user of its own, both with the role's name. `operator` is the user of the commands.
 Every role may describe the topics of its app and list the names in the bucket: without the second, an object that is not there
@@ -16,7 +16,7 @@ from schemas.topics import Topic
 
 SNAPSHOTS = "snapshots/"  # may hold texts
 SUMMARIES = "snapshots/*/policies/"  # hold none
-CHECKS = "checks/"  # what `headrace check --connect` puts and removes
+CHECKS = "checks/"  # objects that `headrace check --connect` puts and removes
 PREFIXES = ("policies/", "checkpoints/", SNAPSHOTS, SUMMARIES, BLOBS, FOLDER, API_KEYS, SECRET, "identity/", CHECKS)
 ACTIONS = {
     "get": ("s3:GetObject",),
@@ -24,7 +24,7 @@ ACTIONS = {
     "delete": ("s3:DeleteObject",),
 }
 LISTS = ("s3:ListBucket", "s3:GetBucketLocation", "s3:ListBucketMultipartUploads")
-# Where the compose file keeps what is made here, its app, its bucket, and the folder of its store in the bucket.
+# The compose file's folder for the files made here, its app, its bucket, and the folder of its store in the bucket.
 COMPOSE, APP, BUCKET, STORE = "compose", "headrace", "headrace", "main"
 ACLS = "/opt/kafka/bin/kafka-acls.sh --bootstrap-server 127.0.0.1:9094 --add"
 PREFIXED = "--resource-pattern-type prefixed"

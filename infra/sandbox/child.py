@@ -2,8 +2,8 @@
 
 Guarantees: when `close` returns, every process of the run is gone: the first of its process namespace is killed and
 waited for, and the kernel ends a namespace with its first process. Should this process die instead, the sandbox dies
-with it. A flood of output ends the run at its limit; what is read is never more than that. So does memory: while it is
-waited for, all processes of the run are looked at every LOOK_S.
+with it. A flood of output ends the run at its limit, and no output beyond it is kept. So does memory: while this process
+waits for the run, it checks all processes of the run every LOOK_S.
 """
 
 import json
@@ -147,7 +147,7 @@ class SandboxChild:
     def _write(self) -> None:
         try:
             self._pending = self._pending[os.write(self._in.fileno(), self._pending[:CHUNK_BYTES]) :]
-        except (BrokenPipeError, BlockingIOError):  # it has closed its input: what it did not read is not missed
+        except (BrokenPipeError, BlockingIOError):  # it has closed its input: unread bytes are not missed
             self._pending = b""
 
     def _read(self, descriptor: int) -> bool:
@@ -188,9 +188,9 @@ class SandboxChild:
 def used_bytes(pid: int, tmp_bytes: int) -> int:
     """Bytes that a process and all below it hold for themselves, and that the names of its files take in the kernel.
 
-    The contents of files have limits of their own. What a fork shares with its parent is counted for both. A process that has
-    ended counts for nothing. A kernel that names no children (built without CONFIG_PROC_CHILDREN) has the first process alone
-    counted.
+    The contents of files have limits of their own. Memory that a fork shares with its parent is counted for both. A process
+    that has ended counts for nothing. A kernel that names no children (built without CONFIG_PROC_CHILDREN) has only the first
+    process counted.
     """
     total = 0
     for folder in WRITABLE:

@@ -8,7 +8,7 @@ user that bubblewrap has, since only then may that one's death end it.
 
 As root each run has a user id of its own, so that its limit of processes is its own, and no user namespace is needed; as
 any other user bubblewrap makes one, in which the program has the user id 65534. Either way it ends up without capabilities,
-unable to gain any (no_new_privs), and sees no network, no /proc, no host file but the runtime below and what it is given,
+unable to gain any (no_new_privs), and sees no network, no /proc, no host file but the runtime below and its given files,
 read-only. In a user namespace the limit of processes does not hold: a program may raise it for itself and for the first
 process. Memory, CPU time and wall time end such a run.
 """
@@ -98,7 +98,7 @@ def confined(
 def _namespaces(as_root: bool) -> list[str]:
     shared = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     shared += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--as-pid-1"]
-    if as_root:  # setpriv gives up what it needs itself: to change the user and to empty the bounding set
+    if as_root:  # setpriv needs these to change the user and to empty the bounding set, and gives them up
         kept = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
         return [*shared, "--cap-drop", "ALL", *(word for right in kept for word in ("--cap-add", right))]
     user = str(UNPRIVILEGED_USER)
@@ -112,7 +112,7 @@ def _mounts(limits: SandboxLimits, files: Mapping[str, int], readable: Sequence[
     bound: list[str] = []
     size = str(limits.tmp_bytes)
     mounts = ["--dev", "/dev", "--size", size, "--perms", "1777", "--tmpfs", "/dev/shm"]
-    mounts += ["--size", size, "--perms", "1777", "--tmpfs", "/tmp"]  # first: what is readable may lie below it
+    mounts += ["--size", size, "--perms", "1777", "--tmpfs", "/tmp"]  # first: readable paths may lie below it
     for path in dict.fromkeys(paths):
         if not os.path.lexists(path) or any(path.startswith(f"{folder}/") for folder in bound):
             continue

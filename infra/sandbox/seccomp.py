@@ -2,7 +2,7 @@
 
 Guarantees: a call of another architecture kills the process (also the x32 one, whose numbers would slip past a list);
 calls in DENIED fail with EPERM; a clone that asks for a namespace fails with EPERM; clone3, whose flags a filter cannot
-see, and calls of kernels newer than this list fail with ENOSYS, which makes the C library fall back to what is known.
+see, and calls of kernels newer than this list fail with ENOSYS, which makes the C library fall back to older calls.
 
 Limit: record locks (fcntl F_SETLK) stay, since SQLite takes them; of a file of the host that is readable inside, a program
 can hold one for reading until its end.
@@ -12,7 +12,7 @@ import errno
 import struct
 
 ARCHITECTURE = 0xC000003E  # AUDIT_ARCH_X86_64
-LAST_KNOWN = 462  # mseal: whatever came later is not there
+LAST_KNOWN = 462  # mseal: later calls are not there
 X32_BIT = 0x4000_0000
 CLONE = 56
 CLONE3 = 435
@@ -21,10 +21,10 @@ IOCTL = 16
 NAMESPACES = 0x80 | 0x0002_0000 | 0x0200_0000 | 0x0400_0000 | 0x0800_0000 | 0x1000_0000 | 0x2000_0000 | 0x4000_0000
 TERMINAL_INJECTION = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
 FCNTL = 72
-# F_SETLEASE and F_NOTIFY hold up other processes that open a file of the host; F_SETPIPE_SZ enlarges what no limit counts.
+# F_SETLEASE and F_NOTIFY hold up other processes that open a host file; F_SETPIPE_SZ enlarges pipes, which no limit counts.
 HOLDS = (1024, 1026, 1031)
 
-# Name and number (x86-64) of what nothing in a sandbox needs, and what attacks on kernels and neighbours begin with.
+# Names and numbers (x86-64) of calls that nothing in a sandbox needs, and that attacks on kernels and neighbours begin with.
 DENIED = {
     # other processes
     "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "process_madvise": 440, "kcmp": 312,
@@ -44,7 +44,7 @@ DENIED = {
     "mbind": 237, "set_mempolicy": 238, "migrate_pages": 256, "move_pages": 279, "mlock": 149, "mlock2": 325,
     "mlockall": 151, "remap_file_pages": 216, "vmsplice": 278, "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190,
     "setsockopt": 54,  # larger buffers
-    # what reaches files of the host that can only be read
+    # calls that reach read-only files of the host
     "flock": 73, "inotify_init": 253, "inotify_init1": 294, "inotify_add_watch": 254, "cachestat": 451,
     # the machine
     "kexec_load": 246, "kexec_file_load": 320, "init_module": 175, "finit_module": 313, "delete_module": 176,
@@ -85,7 +85,7 @@ def seccomp_filter() -> bytes:
 
 
 def _when(test: Instruction, error: int) -> list[Instruction]:
-    """If `test` holds of what was loaded, fail with `error`; else go on."""
+    """If `test` holds for the loaded value, fail with `error`; else go on."""
     code, _, _, operand = test
     return [(code, 0, 1, operand), (_RETURN, 0, 0, _ERROR | error)]
 

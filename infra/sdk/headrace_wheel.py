@@ -21,7 +21,7 @@ class Below(BuildHookInterface):  # type: ignore[type-arg]
     """The hook that hatchling calls around the build of a wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Make what is packed, in a folder of its own."""
+        """Copy the packages of the wheel into a folder of their own."""
         if version != "editable":
             self.made = Path(tempfile.mkdtemp())
             copy_below(Path(self.root), self.made / "headrace")

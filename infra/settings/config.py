@@ -396,7 +396,7 @@ def words_of(expected: Any) -> str:
 
 
 def mismatch(value: object, expected: str, path: str, where: str) -> str:
-    """Message with the value and what was expected, at a place of a file. expected: in words."""
+    """Message with the value and its expected kind, at a place of a file. expected: in words."""
     kinds = {str: "string", int: "whole number", float: "number", bool: "boolean", list: "list", dict: "table"}
     shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
     kind = kinds.get(type(value), type(value).__name__)

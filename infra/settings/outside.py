@@ -17,7 +17,7 @@ from urllib.parse import SplitResult, urlsplit
 if TYPE_CHECKING:
     import httpx
 
-# What clouds call their metadata service, beside 169.254.0.0/16 and fe80::/10.
+# Names of the clouds' metadata services, beside 169.254.0.0/16 and fe80::/10.
 METADATA = ("metadata", "metadata.google.internal", "metadata.goog", "instance-data", "instance-data.ec2.internal")
 METADATA_ADDRESSES = (ipaddress.ip_address("100.100.100.200"), ipaddress.ip_address("fd00:ec2::254"))
 IDENTITY = {"Accept-Encoding": "identity"}  # request header: the answer is not compressed

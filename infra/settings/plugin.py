@@ -1,8 +1,8 @@
 """Plugins: `use = "module:name"` plus options becomes the thing itself, with its options checked and bound.
 
-Guarantee: a missing module or name, an unknown option and a wrong type are one ConfigError each; whatever is raised inside
-the plugin's own module, SystemExit too, is one with its cause. Only Ctrl-C passes.
-Names come from an operator's settings or flags. What came with data is looked at first: see
+Guarantee: a missing module or name, an unknown option and a wrong type are one ConfigError each; an error raised inside
+the plugin's own module, SystemExit too, is a ConfigError with its cause. Only Ctrl-C passes.
+Names come from an operator's settings or flags. Names that came with data are checked first: see
 `trainer.learners.learner.foreign_names`.
 """
 
@@ -22,7 +22,7 @@ from schemas.errors import ConfigError
 
 # Keyword-only parameters that are no options: the chain fills them in.
 RESERVED_PARAMETERS = frozenset({"memory", "record_offset"})
-# What ships is named by its folder in the repository. Where headrace is installed, that folder lies below `headrace`.
+# A shipped module is named by its folder in the repository. Where headrace is installed, that folder lies below `headrace`.
 SHIPPED = ("actors", "infra", "schemas", "streams", "trainer")
 BELOW = __name__.rpartition("infra.")[0]
 
@@ -88,7 +88,7 @@ def describe(error: BaseException) -> str:
 
 
 def option_defaults(function: object) -> dict[str, Any]:
-    """All options of a loaded plugin with the values they have: what `headrace check` prints."""
+    """All options of a loaded plugin with their values, as `headrace check` prints them."""
     if isinstance(function, msgspec.Struct):
         return {name: getattr(function, name) for name in function.__struct_fields__}
     if not callable(function):

@@ -28,7 +28,7 @@ def read_secret(
         found = path.read_text("utf-8").strip()
     except OSError as error:
         raise ConfigError(f"{setting}_file: {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError:  # the error would show what it holds
+    except UnicodeDecodeError:  # the error would show the file's content
         raise ConfigError(f"{setting}_file: {path} holds no text") from None
     if not found:
         raise ConfigError(f"{setting}_file: {path} is empty")

@@ -1,8 +1,8 @@
 """Images that a record names: bytes in the object store under their hash, read back as pixels within bounds.
 
-Guarantees: what is read is what was named (size and hash are verified); nothing is decompressed before its number of pixels is
-known to be within `MAX_PIXELS`, and its scans within `MAX_SCANS`; whatever is wrong with an image is one BadImage with a short
-reason. Only the decoders of `FORMATS` ever see the bytes. Blocking, as the store is: call from a thread.
+Guarantees: a read image is the named image (size and hash are verified); nothing is decompressed before its number of pixels is
+known to be within `MAX_PIXELS`, and its scans within `MAX_SCANS`; every fault of an image is a BadImage with a short reason.
+Only the decoders of `FORMATS` ever see the bytes. Blocking, as the store is: call from a thread.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ def image_named(data: bytes, media_type: str = "image/png") -> Image:
 
 
 def deposit_image(store: Store, image: Image, data: bytes) -> None:
-    """Put the bytes of an image where readers look for them. Raises BadImage for what no reader would take."""
+    """Put the bytes of an image where readers look for them. Raises BadImage for bytes that no reader would take."""
     decode_image(image, data)
     store.put(BLOBS + image.sha256, data)
 
@@ -86,7 +86,7 @@ def check_size(image: Image) -> None:
 class ImageReader:
     """Images in a store as arrays, the last ones kept: the episodes of a group look at the same. Threads may share it.
 
-    prepare: makes of the pixels what is wanted; by default nothing else. max_kept_bytes: of arrays.
+    prepare: makes the array from the pixels; by default the array is the pixels. max_kept_bytes: of arrays.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ _STATUS = re.compile(r"HTTP status code (\d+)")
 class S3Keys:
     """Provider that the client asks for its keys before each request. Thread-safe.
 
-    retrieve_now: the keys as they are now; may block. what: where they come from, for errors.
+    retrieve_now: the keys as they are now; may block. what: source of the keys, for errors.
     """
 
     def __init__(self, retrieve_now: "Callable[[], Credentials]", what: str) -> None:

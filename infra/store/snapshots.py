@@ -1,15 +1,15 @@
-"""Snapshots of what a role has folded, in the store, each with the position in the log up to which it was folded.
+"""Snapshots of a role's folded state, in the store, each with the position in the log up to which it was folded.
 
     snapshots/<series>/parts/<position>-<hash>       compressed bytes, written first
     snapshots/<series>/manifests/<position>-<hash>   names every part with its hash, written last
 
-A state is a function of the log below its position, so every complete snapshot of a series is valid, whichever process wrote it
+A state is a function of the log below its position, so every complete snapshot of a series is valid, from any process
 and however late; the highest position is the newest. So writers need no lock: objects are never overwritten, and a
 writer that was overtaken adds an older snapshot, which is not taken.
 
 Guarantees: a snapshot is found whole or not at all; each part is checked against its hash when it is read; a part that
-has not changed since the snapshot before is not written again; what `prune` removes is named by no snapshot that is kept, nor
-by one that is being written at a position beyond those.
+has not changed since the snapshot before is not written again; `prune` removes no part named by a
+kept snapshot, or by a snapshot that is being written at a later position.
 """
 
 import itertools
@@ -36,7 +36,7 @@ class SnapshotDamaged(HeadraceError):
 
 
 class SnapshotPart(msgspec.Struct, frozen=True):
-    """One object. key: in the store. stored_bytes: as it lies there. num_bytes, digest: of what was given to `save`."""
+    """One object. key: in the store. stored_bytes: as it lies there. num_bytes, digest: of the bytes given to `save`."""
 
     key: str
     stored_bytes: int
@@ -45,7 +45,7 @@ class SnapshotPart(msgspec.Struct, frozen=True):
 
 
 class SnapshotManifest(msgspec.Struct, frozen=True):
-    """Manifest of a snapshot. position: of the log, everything below is in it. about: what else its role says of it."""
+    """Manifest of a snapshot. position: of the log, every record below is in it. about: more facts from its role."""
 
     series: str
     position: int
@@ -144,7 +144,7 @@ def missing(store: Store, snapshot: SnapshotManifest) -> str:
 def prune(store: Store, series: str, kept: int = KEPT) -> int:
     """Remove all but the `kept` newest whole snapshots, and parts that none of them names; how many objects. Raises StoreError.
 
-    What is written at or beyond the oldest that is kept stays: its manifest may be on the way.
+    Parts at or beyond the position of the oldest kept snapshot stay: their manifest may be on the way.
     """
     parts = list(store.keys(_folder(series, "parts")))
     stays = list(itertools.islice(candidates(store, series, lambda reason, line: None), kept))

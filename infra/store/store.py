@@ -52,7 +52,7 @@ class Store(ABC):
 
 
 class WrappedStore(Store):
-    """Passes every call to the store that `holder` names; a subclass overrides what it changes."""
+    """Passes every call to the store that `holder` names; a subclass overrides the calls that it changes."""
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner

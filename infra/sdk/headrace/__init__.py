@@ -6,7 +6,7 @@ Type checkers read `__init__.pyi`.
 
 from importlib import import_module
 
-# What is written → the module each name lives in. The reference of docs shows the names by these kinds.
+# Kind of code that you write → the module of each name. The reference in docs shows the names by these kinds.
 HOMES: dict[str, dict[str, str]] = {
     "records": {
         "Experience": "schemas.experience",
