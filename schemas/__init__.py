@@ -1,4 +1,4 @@
-"""Records of the log, and their bytes: what every other part of headrace speaks."""
+"""Records of the log, and their bytes: the common language of all other parts of headrace."""
 
 from schemas.errors import BadFrame, UnknownMajor
 from schemas.experience import Experience, make_experience

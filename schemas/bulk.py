@@ -3,9 +3,9 @@
 Sections are named columns of items, each compressed once, decompressed on first use and then shared; sections of unknown names
 stay unchanged.
 
-Guarantees: bulk from a frame is decoded on first use, once; what is wrong with it raises BadFrame then, naming the
+Guarantees: bulk from a frame is decoded on first use, once; invalid bulk raises BadFrame then, with the names of the
 experience and the field. Arrays are read-only. Nothing is decompressed before its declared size is known to be within
-MAX_SECTION_BYTES and to equal what the header says; a section that is not opened is neither decompressed nor deciphered.
+MAX_SECTION_BYTES and to equal the size in the header; a section that is not opened is neither decompressed nor deciphered.
 However often runs repeat or overlap, an experience has at most MAX_MESSAGES messages, and the experiences of a frame decode
 at most MAX_READ_BYTES of text together.
 """
@@ -49,7 +49,7 @@ class Column(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Seal(Protocol):
-    """A key that section bodies are sealed under, or what is left of one (see `infra.store.seal`).
+    """A key that section bodies are sealed under, or an unusable key with its fault (see `infra.store.seal`).
 
     fault: why it opens nothing, "" if it does.
     """
@@ -61,7 +61,7 @@ class Seal(Protocol):
         """A compressed section body, sealed. Raises Sealed where the key is gone."""
 
     def open(self, name: str, body: bytes | memoryview) -> bytes:
-        """The compressed body again. Raises Sealed where the key is gone, BadFrame for what it did not seal."""
+        """The compressed body again. Raises Sealed where the key is gone, BadFrame for a body that it did not seal."""
 
 
 FindSeal = Callable[[str], Seal]  # by key_id; may block
@@ -105,7 +105,7 @@ class Sections:
     """The sections of one frame, shared by the experiences decoded from it.
 
     columns, bodies: aligned, tokens, logprobs and text first. tail: lengths and bodies as they came. num_members:
-    experiences the frame held. sealed_under: key id, "" for plain ones. seal: what opens them, None where the reader looked
+    experiences the frame held. sealed_under: key id, "" for plain ones. seal: key that opens them, None where the reader looked
     for no key. texts: messages decoded so far, by their bytes' bounds.
     """
 

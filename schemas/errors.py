@@ -13,7 +13,7 @@
     ├── StoreError          the object store failed: retriable
     │   └── NotInStore      the key is not there
     ├── PolicyRefused       a policy that is incomplete, altered, unhealthy or not reproduced: keep serving the old one
-    ├── BadImage            an image that is missing, altered, too large or none: what shows it fails alone
+    ├── BadImage            an image that is missing, altered, too large or no image: only a record that shows it fails
     ├── FencedOut           a newer lease exists: this process must end
     └── SandboxUnavailable  code cannot be confined here: refuse to run it
 

@@ -15,7 +15,7 @@ Count = Annotated[int, Bounds(ge=0)]
 Number = Annotated[int, Bounds(ge=-1)]  # -1 for none
 Ids = Annotated[tuple[Id, ...], Bounds(max_length=65_536)]
 Counts = Annotated[dict[str, Count], Bounds(max_length=65_536)]
-Numbers = Annotated[dict[str, float], Bounds(max_length=4096)]  # measurements: infinite where what they measure is
+Numbers = Annotated[dict[str, float], Bounds(max_length=4096)]  # measurements: infinite where the measured quantity is
 
 Lane = Literal["usual", "live", "expert", "synthetic", "human"]
 LANES: tuple[Lane, ...] = get_args(Lane)
@@ -34,8 +34,8 @@ FeedbackKind = Literal["value", "label", "correction", "retraction"]
 CANARY_MISSING = "canary_missing_s"  # gauge of Progress: for how long no canary was heard of, 0 where that is no alarm
 VERSION_PASSED = "version passed"  # reason of a closure: no engine can answer this eval any more
 GROUP_OVER = "group over"  # reason of the drop markers of episodes that still ran or waited
-# What the event of a version keeps of the step before it, for as long as the log: values of these names, and of each lane
-# those that end so. Reports, which have all values, are kept for a day.
+# Values of the step before a version that the version's event keeps for as long as the log: values with these names, and
+# values of each lane with these endings. Reports, which have all values, are kept for a day.
 KEPT_FIGURES = (
     "reward_mean", "loss", "grad_norm", "/staleness_mean", "/entropy", "/k3", "/kl_reference", "/clip_positive",
     "/clip_negative", "/ess",
@@ -56,7 +56,7 @@ def is_kept_figure(name: str) -> bool:
     return name in KEPT_FIGURES or f"/{name.partition('/')[2]}" in KEPT_FIGURES
 
 
-HISTORY_REWRITTEN = "history rewritten"  # why a conversation does not go on from what was sampled
+HISTORY_REWRITTEN = "history rewritten"  # why a conversation does not continue from the sampled tokens
 
 Version = Annotated[int, Bounds(ge=-1)]
 

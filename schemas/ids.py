@@ -2,7 +2,7 @@
 
     group        <task>.<round>                       the key of every record about it, but for the gateway's
     experience   <group>.<attempt>-<episode>-<part>   unique; a redelivery repeats it, a new attempt does not
-    answer       hr-<experience>                      what a client of the gateway sees
+    answer       hr-<experience>                      the id that a client of the gateway sees
 
 The gateway has no tasks and no rounds: its group is one request, <session>.<producer epoch>-<sequence>; the request's choices
 are its episodes. So replicas that know nothing of each other never mint one id twice, and two turns of one session are two
@@ -12,8 +12,7 @@ groups. Their key is the session, so that one partition has all turns of a conve
     tenant, user    -> <subject>             32 letters
 
 These are HMAC-SHA-256 (RFC 2104) under the app's secret (`infra.store.seal.app_secret`). The check is a MAC of the rest, so a
-client cannot make up a session that was never served; it says too what the key that opened the session allows to be done
-with it.
+client cannot make up a session that was never served; it also tells the consent of the key that opened the session.
 """
 
 import hashlib
@@ -102,7 +101,7 @@ def session_of(group: str) -> str:
 
 
 def sessions_in(text: str) -> tuple[str, ...]:
-    """Sessions whose answers a text names, wherever in it their ids are; each once.
+    """Sessions whose answers a text names by id, at any place in it; each once.
 
     >>> sessions_in(f'{{"about": ["hr-{"mddrffqv" * 8}.7-3.0-0-0", "add-3745.2.0-7-0"]}}') == ("mddrffqv" * 8,)
     True
@@ -160,12 +159,12 @@ def keyed_subject(secret: bytes, tenant: str, user: str) -> str:
 
 
 def forgotten_mark(secret: bytes, subject: str) -> str:
-    """Name of a subject in a directive `forget`: a hash that only those who know the secret can compare."""
+    """Name of a subject in a directive `forget`: a hash that cannot be compared without the secret."""
     return pseudonym(secret, "forget", subject, letters=24)
 
 
 def keyed_session(secret: bytes, tenant: str, session: str, consent: str = "") -> str:
-    """A production session in ids. consent: what the key it was opened with allows; under another it is another session."""
+    """A production session in ids. consent: of the key that opened it; another consent makes another session."""
     name = _tag(secret, tenant) + pseudonym(secret, "session", tenant, session, consent, letters=NAME_LETTERS)
     return name + _check(secret, name, consent)
 
@@ -184,7 +183,7 @@ def tenant_in(group: str) -> str:
 
 
 def session_consent(session: str, secret: bytes, consents: Iterable[str]) -> str | None:
-    """The one of `consents` that a session was minted with; None for a session that was made up."""
+    """The consent, among `consents`, that a session was minted with; None for a session that was made up."""
     name, check = session[:-CHECK_LETTERS], session[-CHECK_LETTERS:]
     if len(session) != SESSION_LETTERS:
         return None

@@ -1,4 +1,4 @@
-"""The journal's records: what each optimizer step trained on, and what became of it. Evolution: see `schemas.records`."""
+"""The journal's records: batches of steps, skips, rollbacks and hashes of checkpoints. Evolution: see `schemas.records`."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
@@ -40,8 +40,8 @@ class BatchItem(Struct, frozen=True, array_like=True):
     """One experience as trained: its place in `buffer`, and the numbers that the loss used.
 
     id: of the experience. partition, offset: of its block. index: within its block. lane: that trains it. revision: of the
-    experience. advantage: of the whole experience. use: 0 the first time it is trained in the lane, as whichever revision.
-    min_version: oldest sampled token's of those that are trained. weight: multiplies its loss terms.
+    experience. advantage: of the whole experience. use: 0 the first time that any revision of it is trained in the lane.
+    min_version: oldest version among its trained tokens. weight: multiplies its loss terms.
     """
 
     id: Id
@@ -62,16 +62,16 @@ Digests = Annotated[tuple[Digest, ...], Bounds(max_length=65_536)]
 
 
 class Batch(Struct, frozen=True, tag_field="kind", tag="batch"):
-    """The journal: what one optimizer step trains on, in order, written before the step.
+    """The journal: the experiences of one optimizer step, in order, written before the step.
 
     run: whose journal it is. token: fencing token; the first record per (token, step) counts. step: from 0. version: policy
     version before the step. items: in the order of training. phase: "warmup" or "train". drops: reason to experiences dropped
     at the draw or in the batch chain. dropped: experiences of the draw that are wholly too old, and experiences that the batch
     chain took out of the step. dropped_because: one reason each. masked_below: usual tokens that a version below it sampled are
-    no targets of this step, -1 where there are none. masked: how many of those there are in what was drawn, without what is
-    wholly too old. seed: of everything random in the step. config_hash: of the settings that shape the step. blocks:
+    no targets of this step, -1 where there are none. masked: number of such tokens in the draw, without experiences that
+    are wholly too old. seed: of everything random in the step. config_hash: of the settings that shape the step. blocks:
     BLAKE2b-128 of each block's record in `buffer`, in the order in which `items` and then `dropped` first name them, so that
-    one that was altered since can be named.
+    an altered block can be named.
     """
 
     run: str
@@ -136,7 +136,7 @@ class Saved(Struct, frozen=True, tag_field="kind", tag="saved"):
 
     run, token: as in a Batch. step: -1 before the first. version: of these weights. sha256: of the state over names, dtypes,
     shapes and bytes, in order of the names; of the bytes the hashes of their chunks, where it begins with "chunks ". phase: of
-    the steps that follow. made_with: what the bits depend on besides the journal (code, libraries, device, threads), by name.
+    the steps that follow. made_with: inputs of the bits besides the journal (code, libraries, device, threads), by name.
     """
 
     run: str

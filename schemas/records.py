@@ -100,9 +100,9 @@ def together(waits: Iterable[FeedbackWait]) -> FeedbackWait:
 
 
 class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
-    """A role's report of itself, every few seconds; what `status` and the demo screen show.
+    """A role's report of itself, every few seconds; `status` and the demo screen show it.
 
-    What other roles decide from has a field of its own, which is None in logs written before it.
+    A value that other roles base decisions on has a field of its own, which is None in logs written before it.
 
     role: its name. instance: its name for one run of the process. version: that it holds, -1 for none. counters: for people
     alone, by the names of the Prometheus metrics; they only grow within one `instance`. gauges: likewise, present values.
@@ -111,7 +111,7 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     partitions it holds. holds: of an explorer, the groups and eval tasks it runs or waits with, to their attempts; in some
     reports only, and at most MAX_HELD of them. answered: of a gateway, its newest versions. refused: of an engine, newest
     versions that it does not serve since its start, to the reason. reason: why a role that says "failed" has ended. alarms:
-    what an operator should look at, a sentence each. release: of headrace, "" of older ones.
+    conditions that need an operator, a sentence each. release: of headrace, "" of older ones.
     """
 
     role: str
@@ -271,7 +271,7 @@ class Closure(Struct, frozen=True, tag_field="kind", tag="closure"):
     experiences: how many went on. mean_reward: over the episodes that have one, before anything was dropped. drops: reason to
     count of members. version: oldest policy that sampled any of it, -1 where nothing was sampled or it is unknown. trial: the
     version that was on trial in the canary channel when the gateway drew which of the two would answer, -1 where none was.
-    ratings: what people said of the answers themselves, at most 64, the newest; () for none, None in logs written before there
+    ratings: people's ratings of the answers themselves, at most 64, the newest; () for none, None in logs written before there
     were ratings. answered_ms: log-append time of the answer, -1 where it is not of production.
     """
 
@@ -334,7 +334,7 @@ class Directive(Struct, frozen=True, tag_field="kind", tag="directive"):
     """An order to or from a role, which outlives processes. The offset in `policies` orders it.
 
     order: lease (a master of this app begins: all earlier ones end, and its attempts are numbered from its offset), drain (no
-    new groups; what is outstanding is finished), pause (no new groups and no new steps; serving, recording and feedback
+    new groups; outstanding work is finished), pause (no new groups and no new steps; serving, recording and feedback
     continue), continue (takes a drain or a pause back), forget (a user's keys were destroyed) or open (a sealed answer was
     shown to its owner). The newest of drain, pause and continue holds. owner: the person or instance that ordered it. reason:
     why, for people. about: whom it forgets, as a keyed hash, or the answer that it opens.
@@ -405,9 +405,9 @@ class DeadLetter(Struct, frozen=True, tag_field="kind", tag="dead_letter"):
 class Received(Struct, frozen=True, tag_field="kind", tag="received"):
     """Input over HTTP about answers, as it came but redacted: a feedback source reads it.
 
-    path: where it came in, which says whose it is. body: JSON, with what people wrote sealed (`infra.store.seal`). tenant:
-    of the key that sent it, "" for a webhook. rater: who the gateway knows it is from, "" where the body says. ref: the
-    answer it is about, "" where only the body knows. id: unique; a source may use it.
+    path: endpoint that it came in by, which decides its source. body: JSON, with people's texts sealed (`infra.store.seal`).
+    tenant: of the key that sent it, "" for a webhook. rater: its sender, if the gateway knows it, "" where the body names it.
+    ref: the answer it is about, "" where only the body names it. id: unique; a source may use it.
     """
 
     path: str

@@ -35,7 +35,7 @@ EXPERIENCES = Topic("experiences", ("Block",), "group", None, "keep")
 EXPERTS = Topic("experts", ("Block",), "group", None, "forever")
 FEEDBACK = Topic("feedback", ("Received",), "group", None, "keep")
 VERIFIED = Topic("verified", ("Block", "DropMarker", "Feedback", "Tick"), "group", None, "keep")
-# Trimmed by delete_records below the oldest kept checkpoint, so time alone never removes what a resume needs.
+# Trimmed by delete_records below the oldest kept checkpoint, so time alone never removes records that a resume needs.
 BUFFER = Topic("buffer", ("Block",), "group", 1, "trimmed")
 # No retention: a master without a valid snapshot reads it from the beginning, and the gate compares with results of the stable
 # version, which in a quiet app are older than any retention.

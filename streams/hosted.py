@@ -36,7 +36,7 @@ Driver = WindowDriver | CollectDriver
 
 
 class OrderedEvent(faust.Event):  # type: ignore[misc]
-    """An event that only its driver acknowledges: Faust itself also acks what it skips during a rebalance."""
+    """An event that only its driver acknowledges: Faust itself also acks events that it skips during a rebalance."""
 
     released = False
 
@@ -157,7 +157,7 @@ class HostedStage:
             await self.app.start()
 
     async def stop(self) -> None:
-        """Finish what is in flight, commit and leave the group; what takes longer than STOP_S is delivered again."""
+        """Finish the records in flight within STOP_S, commit and leave the group; slower records are delivered again."""
         if not self.app.started:
             return
         abandoning = asyncio.create_task(self._abandon_late(STOP_S / 2))

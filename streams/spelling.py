@@ -2,7 +2,7 @@
 
 Only `tokenizer.json` and the names of the end token are read; text alone is spelled, no chat template is applied.
 
-Guarantee: text has no control tokens, whatever it says (see `infra.model.controls`).
+Guarantee: no text gives ids of control tokens (see `infra.model.controls`).
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """The Faust worker: one Faust app per stage, each feeding a driver that does not know Faust; its reports, and the watchdog that
 ends it when stuck.
 
-Guarantees: at least once. A record is acknowledged by its driver, after what it led to is confirmed. A worker ends within
-END_S of a signal, or of an error, whatever its broker does.
+Guarantees: at least once. A driver acknowledges a record after the record's outputs are confirmed. A worker ends within
+END_S of a signal, or of an error, in any state of its broker.
 
     faust (fetch, rebalance) ─> agent ─> WindowDriver (tasks, verify) or CollectDriver (collect) ─> infra.log ─> log
 """
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 ALL_STAGES: tuple[StageName, ...] = ("tasks", "verify", "collect")
 RUNNING, STOPPED = "running", "stopped"
-END_S = 60.0  # of all stages together, whatever Faust does
+END_S = 60.0  # of all stages together, in any state of Faust
 STUCK_S = 180.0
 Steps = dict[StageName, tuple[Step, ...]]
 REPORT_S = 2.0

@@ -51,7 +51,7 @@ class SettingsFile(msgspec.Struct, frozen=True):
 
 def file_umask(environment: Mapping[str, str]) -> int:
     """Umask of files that headrace makes: others may do nothing, unless HEADRACE_UMASK allows more (027 lets a group read).
-    Secrets are their owner's alone whatever it says.
+    Secrets are private to their owner at any value of HEADRACE_UMASK.
     """
     mask = environment.get(UMASK, "")
     return int(mask, 8) if mask and len(mask) <= 4 and set(mask) <= set("01234567") else OWNERS_ALONE
@@ -120,7 +120,7 @@ def exit_with(
 
 
 def _tell(error: Exception) -> int:
-    """Print what we raise on purpose as one line each and return the exit code; any other error deserves its traceback."""
+    """Print each HeadraceError as one line, any other error with its traceback; returns the exit code."""
     from infra.cli.terminal import printable
     from schemas.errors import HeadraceError, causes
 

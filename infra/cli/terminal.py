@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.segment import Segment
 from rich.table import Table
 
-# C0 but for tab and line feed, DEL and C1, what orders text from right to left, line separators, halves of characters.
+# C0 but for tab and line feed, DEL and C1, marks of text direction, line separators, halves of characters.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _IN_JSON = re.compile(
     "[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -27,7 +27,7 @@ _IN_JSON = re.compile(
 
 
 def printable(text: str) -> str:
-    r"""The text with what would move a terminal shown instead; tabs and line feeds stay.
+    r"""The text with control characters of terminals as escapes; tabs and line feeds stay.
 
     >>> printable("a\x1b]52;c;aGk=\x07b")
     'a\\x1b]52;c;aGk=\\x07b'

@@ -1,8 +1,8 @@
 """Block: 1 to 64 experiences of one group in one Kafka record, their shared prompt and equal texts stored once; and its bytes.
 
-Guarantee: sections that came in a frame leave as the same bytes while the members use at least half of them, so that a
-stage that edits headers neither decompresses nor compresses. Decoding checks the header whole; bulk is checked on first
-use (or by `validate`). What this module writes, it can read. Sections that came sealed never leave unsealed. Text and unknown
+Guarantee: sections that came in a frame leave as the same bytes while the members use at least half of them, so that a stage
+that edits headers neither decompresses nor compresses. Decoding checks the header whole; bulk is checked on first use (or by
+`validate`). This module can read every block that it writes. Sections that came sealed never leave unsealed. Text and unknown
 sections that came in a frame are copied as bytes, so that fields of a newer headrace survive an older one.
 
     body     header · section_len u32 x k · sections
@@ -118,7 +118,7 @@ def decode_block(
     sealed: bool = False,
     find: FindSeal | None = None,
 ) -> Block:
-    """A block from its header and what follows it; raises BadFrame, and what `find` raises."""
+    """A block from its header and the bytes after it; raises BadFrame, and the errors of `find`."""
     try:
         decoded = _header_decoder.decode(header)
     except msgspec.ValidationError as error:
@@ -169,8 +169,8 @@ def _bodies(columns: tuple[Column, ...], tail: memoryview) -> tuple[memoryview, 
 def encode_block(block: Block, find: FindSeal | None = None) -> tuple[bytes, bytes | memoryview, bool]:
     """Header bytes, the section lengths and bodies, and whether these are sealed.
 
-    They are where `find` is given and the members name a key, and wherever a member came sealed. Raises ValueError for
-    what could not be read back, Sealed where the key is gone, and what `find` raises.
+    They are sealed where `find` is given and the members name a key, and where any member came sealed. Raises ValueError for
+    a block that could not be read back, Sealed where the key is gone, and the errors of `find`.
     """
     experiences = encode_headers(block.experiences)
     bulks = [experience.held() for experience in block.experiences]
@@ -307,7 +307,7 @@ def _logprobs(bulks: Sequence[Bulk]) -> tuple[bytes, list[Ranges]]:
 
 
 def _texts(bulks: Sequence[Bulk]) -> tuple[bytes, list[Ranges]]:
-    """Encoded lists of messages: what all members made in this process begin with, and the rest of each."""
+    """Encoded lists of messages: the common beginning of all members made in this process, and the rest of each."""
     common = _common_messages(bulks)
     prefix = _encoded(common)
     chunks: list[bytes] = []

@@ -8,7 +8,7 @@
 A flag that readers must know comes with a higher format, so that older ones stop before the ack. A flag they do not know
 in a format they do is damage, and dead-lettered as such: one flipped bit must not stop a partition.
 
-Guarantee: `decode` raises BadFrame or UnknownMajor and nothing else, and never allocates what a frame only announces.
+Guarantee: `decode` raises only BadFrame or UnknownMajor, and never allocates memory for bytes that a frame only announces.
 """
 
 import struct
@@ -38,7 +38,7 @@ _control_decoder = msgspec.msgpack.Decoder(Control)
 def encode(record: Control | Block, find: FindSeal | None = None) -> bytes:
     """The frame of a record; raises ValueError for one that no reader would accept.
 
-    find: the key that a block's members name, to seal its sections under; whatever it raises is raised.
+    find: finds the key that a block's members name, to seal its sections under; its errors are raised.
     Putting members of several frames in one block opens their sections, so that BadFrame may be raised for these.
     """
     if isinstance(record, Block):
@@ -60,8 +60,8 @@ def is_sealed(data: bytes) -> bool:
 def decode(data: bytes | bytearray | memoryview, find: FindSeal | None = None) -> Control | Block:
     """The record in a frame; raises BadFrame, or UnknownMajor for a frame of a newer headrace.
 
-    find: the key of sealed sections; whatever it raises is raised. Without it they stay shut: the header can be read and
-    edited, and a look into them raises Sealed.
+    find: finds the key of sealed sections; its errors are raised. Without it they stay sealed: the header can be read and
+    edited, and a read of a section raises Sealed.
     """
     view = memoryview(data)
     if len(view) < _PREFIX.size:

@@ -36,7 +36,7 @@ def is_taught(experience: Experience) -> bool:
 
 
 def with_teacher_logprobs(experience: Experience, logprobs: Sequence[float] | npt.NDArray[np.float32]) -> Experience:
-    """The same experience with the teacher's logprobs of its sampled tokens. Raises ValueError for what does not fit."""
+    """The same experience with the teacher's logprobs of its sampled tokens. Raises ValueError for a wrong number or value."""
     values = np.asarray(logprobs, "<f4")
     if values.shape != (experience.num_sampled,):
         raise ValueError(f"experience {experience.id}: got {values.shape} logprobs, expected {experience.num_sampled}")

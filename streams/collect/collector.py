@@ -3,8 +3,8 @@
     records -> fold -> publish blocks, then closure (confirmed) -> state + next offset in one transaction -> acknowledge
 
 Guarantees: the file never runs ahead of published outputs. If the file is missing, older than the group's offset or of another
-log, the worker reads the log through the same fold. A closure that is in `progress` already is not sent again, whichever worker
-sent it: two workers may fold a partition during a rebalance.
+log, the worker reads the log through the same fold. A closure that any worker has sent to `progress` is
+not sent again: two workers may fold a partition during a rebalance.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ ClosureKey = tuple[str, int, int]
 class CollectSettings(msgspec.Struct, frozen=True):
     """Settings that the collectors of all partitions share.
 
-    folder: of the state files. rules: what collect waits for. steps: its chain. snapshots: when the state goes to the store.
+    folder: of the state files. rules: waits and limits. steps: its chain. snapshots: when the state goes to the store.
     """
 
     folder: Path
@@ -325,7 +325,7 @@ class Collector:
         return found, end
 
     async def _blocks_at(self, offsets: Sequence[int]) -> dict[int, Block]:
-        """Blocks of `verified` at these offsets; those that retention has removed are missing."""
+        """Blocks of `verified` at these offsets; blocks that retention has removed are missing."""
         blocks: dict[int, Block] = {}
         for offset, record in (await self._log.at(VERIFIED, self.partition, offsets)).items():
             message = await read(self._log, record)

@@ -66,8 +66,8 @@ def learned(
     open_text: OpenText | None,
     usual: Callable[[str], float],
 ) -> Experience:
-    """Return the member with what counts of it. waits: its lane waits for feedback. open_text: None where edits teach
-    nothing.
+    """Return the member with the scores and the edit of its feedback. waits: its lane waits for feedback. open_text: None where
+    edits teach nothing.
 
     usual: see `streams.collect.feedback.returns`.
     """
@@ -100,7 +100,7 @@ async def judged(
         drops["missing at deadline"] = attempt.group_size - attempt.num_done
     drops.update(member.lost for member in members if member.lost)
     outcome = ChainResult(kept=tuple(given), dropped=())
-    # Demonstrations are what they are: nothing is compared, nothing is rewarded.
+    # The chain neither compares nor rewards demonstrations.
     if given and not all(member.is_given for member in given):
         outcome = await chain(given, context)
     drops.update(gone.reason for gone in outcome.dropped)

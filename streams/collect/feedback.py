@@ -1,4 +1,4 @@
-"""Feedback on an answer: selects what counts, and computes values by source, scores, ratings and the newest edit.
+"""Feedback on an answer: selects the feedback that counts, and computes values by source, scores, ratings and the newest edit.
 
 Rules: feedback belongs to the answer that its ref names and, discounted, to the turns before it; absent feedback is not 0; the
 value of a source is the mean of its raters.
@@ -75,7 +75,7 @@ def mean_values(on_answer: AnswerFeedback | None) -> dict[str, float]:
 def ratings(answers: Iterable[AnswerFeedback]) -> tuple[Rating, ...]:
     """The ratings of answers that count, one for each (answer, source, rater), the newest `MAX_RATINGS`, in log order.
 
-    No credit of later turns is in them: they are for statistics of what people think.
+    They contain no credit of later turns: they are for statistics of people's opinions.
     """
     found: list[tuple[int, Rating]] = []
     for on_answer in answers:
@@ -131,7 +131,7 @@ class FeedbackRules(msgspec.Struct, frozen=True):
     window_ms: how long collect waits after the answer. default: the score when the window closes in silence, None leaves it
     absent. late: drop counts and forgets; amend sends the answer on again as a new revision in its lane, for copies that were
     not drawn yet; retrain sends it to be trained again, in the human lane; both only where the verdict changed. discount: γ of
-    what earlier turns of a session are credited with, 0 for nothing.
+    the credit to earlier turns of a session, 0 for no credit.
     """
 
     window_ms: int
@@ -183,7 +183,7 @@ def learn_usual(
         if count > USUAL_WINDOW:
             count, total = USUAL_WINDOW, total * (USUAL_WINDOW - 1) / USUAL_WINDOW
         mean = (total + (0.0 if new is None else new)) / count if count > 0 else 0.0
-        memory.discard(key)  # so that what is in use is not the first to be forgotten
+        memory.discard(key)  # so that a key in use becomes the newest, which the memory forgets last
         memory.set(key, [max(count, 0), min(1.0, max(0.0, mean))])
 
 

@@ -116,7 +116,7 @@ class _Fold:
             for turn in ended:
                 turn.is_over = True
                 self.state.touched.add(turn.id)
-            await self._credit_earlier(group, came=True)  # first: what is settled may be closed, with all its credit
+            await self._credit_earlier(group, came=True)  # first: a settled group may be closed, with all its credit
             await self._settle_first(group, arrived)
             if ended:
                 await self._close_over(group)

@@ -174,13 +174,13 @@ class CollectDriver:
             self._inbox(partition, generation)
 
     def retire(self, generation: int | None = None) -> None:
-        """A rebalance takes this generation's partitions (None: all): finish what is begun, hold nothing else."""
+        """A rebalance takes this generation's partitions (None: all): finish the records in progress, hold no others."""
         for inbox in self._inboxes.values():
             if generation is None or inbox.generation <= generation:
                 inbox.retire()
 
     def abandon(self) -> None:
-        """Do nothing: what is folded at this moment is finished."""
+        """Do nothing: the fold in progress is finished."""
 
     def num_in_flight(self) -> int:
         return sum(inbox.num_queued() for inbox in self._inboxes.values())

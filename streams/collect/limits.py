@@ -7,7 +7,7 @@ itself: P partitions allow P · rater_answers + rater_share of all.
 
 Guarantees: feedback beyond a limit counts neither for learning nor as a rating, and has a reason; a retraction is never
 held back; a decision follows from the records before it on its partition and their times, and the counters are in the state,
-so a rebuild decides alike. Counters are bounded: beyond the number of entries those that began longest ago start again.
+so a rebuild decides alike. Counters are bounded: beyond the number of entries the counters that began longest ago restart.
 """
 
 from infra.chain.processor import Memory

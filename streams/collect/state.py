@@ -111,8 +111,8 @@ class LoggedFeedback(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class AnswerFeedback(msgspec.Struct, array_like=True, gc=False):
     """The feedback on one answer. See `streams.collect.feedback`.
 
-    counted: what counts of it, in log order, one for each (source, rater, type). known: digests of the last feedback that was
-    taken, to recognize a redelivery. edits: how often a correction was made or taken back.
+    counted: the feedback that counts, in log order, one for each (source, rater, type). known: digests of the last feedback
+    that was taken, to recognize a redelivery. edits: how often a correction was made or taken back.
     """
 
     counted: list[LoggedFeedback] = []
@@ -123,7 +123,7 @@ class AnswerFeedback(msgspec.Struct, array_like=True, gc=False):
 class LaterCredit(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The credit of a later answer of the same session.
 
-    turns: how many turns later it was given. values: what counts of it, by source.
+    turns: how many turns later it was given. values: its values that count, by source.
     """
 
     turns: int

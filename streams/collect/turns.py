@@ -9,7 +9,7 @@ rating, does not end a turn's wait for its own feedback, and trains nothing a se
 answer identifies a turn, since gateways with a spool write out of order. A turn with several choices gives and gets no credit,
 since the choice that the session continued from is unknown.
 
-Turns of a session wait for each other and are closed together, so that what their prompts share is trained once.
+Turns of a session wait for each other and are closed together, so that the shared parts of their prompts are trained once.
 
     turn 1  ready ──────────────┐
     turn 2  waits for feedback ─┼─ the session is over and all are ready ──> closed in their order, joined

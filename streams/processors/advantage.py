@@ -2,20 +2,20 @@
 
 Sources: group mean and std is GRPO's (arXiv 2402.03300, section 4.1.2), the mean alone Dr. GRPO's (arXiv 2503.20783,
 section 3.2), leave-one-out RLOO's (arXiv 2402.14740). Turn by turn it is GRPO's with process supervision (section
-4.1.3): a turn that spoilt what went well before it pays for it alone.
+4.1.3): a turn that spoilt good turns before it pays for that alone.
 
     r~_j = (r_j - mean) / (std + epsilon) over the turn rewards of all episodes of the group
     A_t  = Σ r~_j of the turns that end at token t or later, across the parts of the episode
 
 It does not compare like with like: episodes of more turns sum more terms, which is right where rewards tell progress and the
-mean is near what a turn usually brings.
+mean is near the usual reward of a turn.
 
-Lone answers are compared with a running baseline, what answers like them got lately:
+Lone answers are compared with a running baseline, the recent rewards of similar answers:
 
     A = n / (n + n0) · (r - mean) / sqrt((n · variance + n0 · s0²) / (n + n0)),   cut to ±MAX_ADVANTAGE
 
 n: answers seen, at most `WINDOW`; mean and variance are theirs, exact over the first `WINDOW` and exponential after. The
-first factor shrinks what is compared with few towards 0, which is what is known of an answer with nothing to compare it
+first factor shrinks an advantage over few answers towards 0, the advantage of an answer that has no answers to be compared
 with; the variance is shrunk towards s0², that of verdicts of which half are 0 and half 1, so that a few rewards that
 happen to lie together make no large advantage. Both are the posterior means of a normal sample under a prior that weighs as
 much as n0 answers (Gelman et al., "Bayesian Data Analysis", 3rd edition, sections 2.5 and 3.3).
@@ -108,7 +108,7 @@ MEMORY = 4096  # answers that are known to have joined, and the baselines
 
 
 def compared(memory: Memory, key: str, answer: str, reward: float, *, scaled: bool = True) -> float:
-    """Advantage of an answer over what `memory` saw under `key`; then it joins, once, however often it is revised.
+    """Advantage of an answer over the answers in `memory` under `key`; then it joins them, once for all its revisions.
 
     answer: its id. scaled: divided by the spread. An answer that the last `MEMORY` have pushed out joins again.
     """
@@ -123,7 +123,7 @@ def compared(memory: Memory, key: str, answer: str, reward: float, *, scaled: bo
         moved = mean + share * (reward - mean)
         variance = (1.0 - share) * (variance + share * (reward - mean) ** 2)
         memory.set(joined)
-        memory.discard(f"k{key}")  # so that what is in use is not the first to be forgotten
+        memory.discard(f"k{key}")  # so that a key in use becomes the newest, which the memory forgets last
         memory.set(f"k{key}", [min(count + 1, WINDOW), moved, variance])
     return max(-MAX_ADVANTAGE, min(MAX_ADVANTAGE, trust * (reward - mean) / spread))
 

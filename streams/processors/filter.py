@@ -88,7 +88,7 @@ def dedupe_key(experience: Experience) -> str:
 
 @processor(version=1, memory=65_536, inline=True)
 def dedupe(experience: Experience, *, memory: Memory, record_offset: int) -> Experience | Drop:
-    """Drop what came before in another record; the same record again (a retry) is not a duplicate of itself.
+    """Drop an experience that came before in another record; the same record again (a retry) is not a duplicate of itself.
 
     A duplicate needs no drop marker: its first delivery has completed its place in the group.
     """

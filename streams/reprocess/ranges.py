@@ -42,7 +42,7 @@ def is_offset(place: str) -> bool:
 
 
 async def find_ranges(log: Log, topic: Topic, start: str = "beginning", stop: str = "end") -> list[Range]:
-    """The ranges between two places, without what retention took and without partitions that neither names.
+    """The ranges between two places, without records that retention deleted and without partitions that neither place names.
 
     Raises ConfigError for a place that cannot be read, a partition that does not exist, and offsets the log does not have.
     """
@@ -80,7 +80,7 @@ async def _offsets(log: Log, topic: Topic, place: str, begins: Offsets, ends: Of
 
 
 async def until_committed(log: Log, group: str, ranges: Sequence[Range]) -> tuple[list[Range], int]:
-    """The ranges up to what `group` has committed, and how many records lie behind that; untouched without a commit."""
+    """The ranges up to the committed offsets of `group`, and the number of records after them; unchanged without a commit."""
     cut: list[Range] = []
     for part in ranges:
         committed = await log.bus.committed(log.group(group), log.name(part.topic))

@@ -3,7 +3,7 @@
     recorded_by(stage)   the outcomes that the log records, one after the other
     steps_of(stage)      the outcomes of a range, as the workers' own code makes them now
 
-verify reads what the stage remembers from before the range, as a worker does that starts there. collect folds each
+verify rebuilds its memory from the records before the range, like a worker that starts there. collect folds each
 partition from its beginning in a state that is thrown away; outcomes before the range are not compared. If retention removed
 the beginning of a partition, groups that may have begun there are not compared either, since their state is not known.
 """
@@ -251,7 +251,7 @@ def _compared(
     missing = table.get(left_out(closure).key)
     for block in decision.blocks:
         for member in block.experiences:
-            # What the trimmed part of the buffer held was not dropped.
+            # Members in the trimmed part of the buffer were not dropped.
             is_own = member.group == closure.group and not is_trimmed
             pairs.append((kept_outcome(member), missing if is_own else None))
     for gone in decision.dropped:  # where nothing is recorded it was dropped then, too; the closures give the reasons

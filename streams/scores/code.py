@@ -45,7 +45,7 @@ class CallCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RunCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One run of the program.
 
-    stdout: what it has to print, but for spaces at the ends of lines. stdin: what it reads. arguments: of its command line.
+    stdout: expected output, but for spaces at the ends of lines. stdin: input. arguments: of its command line.
 
     Example: RunCase(stdin="2 3\\n", stdout="5\\n")
     """

@@ -20,7 +20,7 @@ FOLDER = "/program"  # where answer.py lies
 def main() -> None:
     requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what the answer prints is no reply
+    os.dup2(2, 1)  # the answer's own output is no reply
     name = json.loads(requests.readline())["function"]
     function = _loaded(name)
     for line in requests:

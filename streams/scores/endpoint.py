@@ -1,6 +1,6 @@
 """Questions to an OpenAI-compatible endpoint: within a deadline and a number of tries.
 
-Guarantees: whatever goes wrong is a reason, never an exception or a number. The key comes from the environment and goes into
+Guarantees: every failure becomes a reason, never an exception or a number. The key comes from the environment and goes into
 the request's header only.
 """
 
@@ -73,7 +73,7 @@ class Posted(msgspec.Struct, frozen=True):
 class Connection:
     """Posts requests to an endpoint, each with retries within a deadline; one event loop at a time.
 
-    who: what the endpoint is, for reasons and the log. key_env: environment variable with the key, "" for none.
+    who: kind of the endpoint, for reasons and the log. key_env: environment variable with the key, "" for none.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 """Feedback sources: events from outside, read by the user's function, become Feedback in `verified`.
 
-Delivery: at least once; what was published before a crash is published again with the same id, and collect absorbs it.
+Delivery: at least once; feedback published before a crash is published again with the same id, and collect absorbs it.
 Order: feedback about one group keeps the order of its events. Loss: an event that raises, hangs or makes no sense is
-dead-lettered and counted, and the next one is read; one whose key was destroyed is counted as forgotten. Privacy: what we
-write of an event, Feedback or dead letter, is redacted and sealed (see `infra.store.seal`), wherever it came from; what a
-topic or a file of another system holds we only read.
+dead-lettered and counted, and the next event is read; an event whose key was destroyed is counted as forgotten. Privacy: for
+events of every source, the written Feedback or dead letter is redacted and sealed (see `infra.store.seal`); topics and files
+of other systems are only read.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class EventSource(msgspec.Struct, kw_only=True):
 
     name: of its score. function: the user's, event to Feedback. topic: full name, "" for another kind of source. file: JSONL
     that grows. webhook: path at the gateway. langfuse: where scores are asked for. otlp: a message of the topic holds many
-    events. folder: of the TOML. timeout_s: of one call of the function. trouble: what hangs, and which errors were logged.
+    events. folder: of the TOML. timeout_s: of one call of the function. trouble: calls that hang, and errors that were logged.
     redactor: masks personal data in texts.
     """
 
@@ -114,7 +114,7 @@ async def _publish_portion(source: EventSource, events: Sequence[Event], log: Lo
 
 
 async def read_events(source: EventSource, events: Sequence[Event], keys: Keys | None = None) -> list[EventReading]:
-    """Read each event by the user's function; never raises for what that function does. Raises StoreError."""
+    """Read each event by the user's function; never raises the function's errors. Raises StoreError."""
     readings: list[EventReading | None] = []
     tables: list[dict[str, Any]] = []
     for event in events:
@@ -218,7 +218,7 @@ async def _publish_letter(source: EventSource, log: Log, event: Event, reading: 
         error=reading.brief if event.ours or sessions else source.redactor.mask(reading.error)[0],
     )
     value = await asyncio.to_thread(_kept, source, event, sessions, log.keys)
-    await log.publish(DEAD_LETTERS, msgspec.structs.replace(letter, value=value))  # what is sealed stays whole
+    await log.publish(DEAD_LETTERS, msgspec.structs.replace(letter, value=value))  # sealed bytes stay whole
 
 
 def _kept(source: EventSource, event: Event, sessions: Sequence[str], keys: Keys | None) -> bytes:

@@ -1,7 +1,7 @@
 """Feedback from a JSONL file that grows: one JSON object per line.
 
-Delivery: at least once; the position is saved after what it covers is published. On a full disk it is not, which is
-counted, and reading continues; a restart then publishes again, and ids absorb it. A line counts once its line end is there.
+Delivery: at least once; the position is saved after the events before it are published. On a full disk it is not saved, which
+is counted, and reading continues; a restart then publishes again, and ids absorb it. A line counts once its line end is there.
 A file that was replaced or cut is read from its beginning. One process per file: the others wait for its lock.
 """
 

@@ -40,7 +40,7 @@ MAX_SEEN = 100_000
 SHORTEST_MS = 1000
 LONGEST_WAIT_S = 300.0
 TIMEOUT_S = 30.0
-LANGFUSE = "langfuse:"  # what its events name as their topic
+LANGFUSE = "langfuse:"  # prefix of its events' topic
 ANSWER_NAMES = ("answer_id", "gen_ai.response.id")
 logger = logging.getLogger(__name__)
 

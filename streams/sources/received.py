@@ -84,7 +84,7 @@ async def take_once(
                 metrics.counter("feedback_events", source=by_path[received.path].name, outcome="repeated").inc()
                 continue
             came_now[received.id] = None
-        # Texts within are sealed by the gateway in what clients say; a webhook's body is sealed as a whole.
+        # The gateway seals the texts within clients' feedback, and a webhook's body as a whole.
         answer = received.ref.removeprefix(ANSWER_PREFIX) if received.path == FEEDBACK_PATH else ""
         events.setdefault(received.path, []).append(
             Event(received.body, FEEDBACK.name, message.partition, message.offset, answer, ours=True)

@@ -54,7 +54,7 @@ def build_sources(
 
 
 async def run_sources(sources: Sequence[EventSource], log: Log, metrics: Metrics, folder: Path) -> None:
-    """Listen to all sources until cancelled; `folder` keeps the positions in files. Raises what a reader raises."""
+    """Listen to all sources until cancelled; `folder` keeps the positions in files. Raises the readers' errors."""
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(run_received([source for source in sources if source.webhook], log, metrics))
         for source in sources:

@@ -2,7 +2,7 @@
 
 A built-in is a table of the same form as a user's [[processor]].
 
-Guarantee: what cannot be assembled (an unknown name, two steps of one name, a group processor in verify) is one
+Guarantee: a chain that cannot be assembled (an unknown name, two steps of one name, a group processor in verify) raises one
 ConfigError that names the table; nothing is skipped silently.
 """
 

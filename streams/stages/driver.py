@@ -7,7 +7,7 @@
 
     consumes        taskset.raw; experiences, experts (the stage collect, which has state: verified)
     produces        taskset; verified, evals (collect: buffer, progress); dead-letters
-    waits for       the memory of earlier records; confirmation of what a record led to
+    waits for       the memory of earlier records; confirmation of a record's outputs
     unblocked by    a record; an acknowledgement by the broker; a time limit of the record or of a step
     durable first   all outputs of a record, and all outputs of the records before it, before its offset
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 120.0
 CHUNK_RECORDS = 512
-FETCH_BYTES = 512 * 1024  # a chunk is about so much: more would be sent, and held, of what lies behind it
+FETCH_BYTES = 512 * 1024  # about the size of a chunk: a larger fetch would send, and hold, later records too
 YIELD_EVERY = 32  # records between two looks at everything else: heartbeats must not wait
 
 
@@ -129,7 +129,7 @@ class Window(Generic[Handle]):
             raise ValueError(f"limit: got {limit}, expected 1 or more")
         self.limit = limit
         self._lanes: dict[int, _Lane[Handle]] = {}
-        self._given_up = -1  # the newest generation of what was forgotten
+        self._given_up = -1  # the newest generation whose records were forgotten
 
     def is_full(self, partition: int, generation: int) -> bool:
         lane = self._lanes.get(partition)
@@ -272,7 +272,7 @@ class WindowDriver:
         return {}
 
     async def finish(self) -> None:
-        """Give up what is still in flight: it will be delivered again."""
+        """Give up the records in flight: Kafka delivers them again."""
         self.abandon()
         running = list(self._running)
         for task in running:
@@ -294,7 +294,7 @@ class WindowDriver:
         recalling = self._recalls[delivery.record.partition]
         try:
             message = await read(self._log, delivery.record)
-            if not recalling.done():  # to wait for what is done takes a turn of the loop
+            if not recalling.done():  # to wait for a done task takes a turn of the loop
                 await asyncio.wait((recalling,))
             if recalling.cancelled() or delivery.generation < self._generation:
                 return  # given up with everything in flight: it is delivered again

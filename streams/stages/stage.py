@@ -38,7 +38,7 @@ MAX_NAMED = 3  # causes of an end; the log has them all
 
 
 class Delivery(Protocol):
-    """One record, and what may be done about it exactly once. generation: grows with every rebalance."""
+    """One record, to acknowledge or abandon exactly once. generation: grows with every rebalance."""
 
     record: Record
     generation: int

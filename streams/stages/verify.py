@@ -1,4 +1,4 @@
-"""Stage verify: a block of experiences goes through the chain; what is kept is published as a block, the rest as drop markers.
+"""Stage verify: a block of experiences goes through the chain; kept experiences become a block, the rest drop markers.
 
 Guarantees: every experience of a readable block is either in the block that is published or has a drop marker with its reason,
 so its group can complete (a duplicate has none: its original is there); eval answers go to `evals`, scored, and are

@@ -1,4 +1,4 @@
-"""`headrace check`: are the settings sound, do the plugins load, and what runs in which order."""
+"""`headrace check`: tests the settings and the plugins, and shows the steps of each stage in their order."""
 
 import importlib.util
 import inspect
@@ -55,7 +55,7 @@ async def check(
 
 
 async def check_settings(settings: Settings, *, create: bool) -> int:
-    """Print what was resolved; raises ConfigError for what cannot hold."""
+    """Print the resolved settings and chains. Raises ConfigError for wrong settings."""
     from streams.sources.source import build_sources
     from streams.stages.chain_builder import build_collect, build_tasks, build_verify
     from trainer.batch.assemble import build_batch
@@ -97,7 +97,7 @@ async def check_settings(settings: Settings, *, create: bool) -> int:
 
 
 def check_plugins(settings: Settings) -> list[str]:
-    """Find the plugins outside the streams; returns what this machine cannot check. Raises ConfigError."""
+    """Find the plugins outside the streams; returns notes on parts that this machine cannot check. Raises ConfigError."""
     from actors.rollout.workflow import Workflows
 
     Workflows(settings.explore.workflow, settings.explore.options, settings.explore.workflows)
@@ -243,7 +243,7 @@ def check_secrets(settings: Settings, sources: Sequence[EventSource]) -> None:
 
 
 def check_engine(settings: Settings, use: Use, where: str) -> list[str]:
-    """Find an engine and compare its options with those it takes; what cannot be compared here. Raises ConfigError."""
+    """Find an engine and compare its options with its parameters; returns notes on unchecked options. Raises ConfigError."""
     found = find(use.use, where)
     implied = implied_options(settings, use)
     takes = inspect.signature(found).parameters if callable(found) else {}

@@ -1,6 +1,6 @@
-"""`headrace check --connect`: everything that the roles use is tried from here, and what is missing is printed.
+"""`headrace check --connect`: tests everything that the roles use from this machine, and prints the missing parts.
 
-Nothing is left behind: rights of topics are asked for, and one small object is put into the store, listed, read and removed.
+It leaves nothing behind: it queries rights of topics, and puts a small object into the store, lists, reads and removes it.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ OPERATOR = "operator"
 
 
 class Tried(NamedTuple):
-    """One thing that was tried. fault: what is missing and where to fix it, "" where all is well."""
+    """One test. fault: the missing part and where to fix it, "" where all is well."""
 
     what: str
     found: str
@@ -37,7 +37,7 @@ class Tried(NamedTuple):
 
 
 async def try_connections(settings: Settings, role: str = OPERATOR) -> int:
-    """Print what was tried; 1 where something that the role needs is missing. Raises ConfigError for what cannot hold."""
+    """Print the tests; returns 1 where a part that the role needs is missing. Raises ConfigError for wrong settings."""
     if role not in RIGHTS:
         raise ConfigError(f"--role: got {role}, expected one of {', '.join(RIGHTS)}")
     add_plugin_folders(settings.folder, settings.plugins)

@@ -68,7 +68,7 @@ class IndexState(msgspec.Struct, frozen=True):
 
 
 class Reading:
-    """Reads of a run. state: folder of the index. held_s: reuse of what was read."""
+    """Reads of a run. state: folder of the index. held_s: for how long a result is reused."""
 
     held_s = HELD_S
 
@@ -82,7 +82,7 @@ class Reading:
         self._hour = LastHour(log)
         self._held: dict[str, tuple[float, Any]] = {}
         self._tracing = asyncio.Lock()
-        self._readings: dict[str, asyncio.Task[Any]] = {}  # what is being read, which all who ask for it wait for
+        self._readings: dict[str, asyncio.Task[Any]] = {}  # reads in progress, by name; requests share them
 
     async def close(self) -> None:
         running = [*self._readings.values()]
@@ -143,8 +143,8 @@ class Reading:
         return await words_about(self.log, self.settings.policy.name, version)
 
     async def answer(self, ref: str) -> AnswerTrace:
-        """Everything the log says about an answer, as far as the index is. Raises NotInLog, and NotReadYet where it may be in
-        what is not read yet.
+        """Everything the log says about an answer, as far as the index reaches. Raises NotInLog, and NotReadYet where the
+        answer may be in records that the index lacks.
         """
         known = await self.look(PAGE_S)
         if known.is_whole:  # before, to look for a group would be to look at every row
@@ -172,8 +172,8 @@ class Reading:
         self, name: str, read: Callable[[], Awaitable[Found]], held_s: float | None = None, wait_s: float | None = None
     ) -> Found:
         """Result of `read`, called once for all requests within `held_s`; its last result while the log is away.
-        wait_s: longest wait for a reading that has begun, None for no limit: then what it returned last. Raises NotReadYet
-        where that is nothing.
+
+        wait_s: longest wait for a read in progress, None for no limit; then the last result, or NotReadYet if there is none.
         """
         known: tuple[float, Found] | None = self._held.get(name)
         if known is not None and time.monotonic() - known[0] < (self.held_s if held_s is None else held_s):

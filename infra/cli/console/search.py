@@ -33,9 +33,9 @@ _UNSPACED = re.compile(
 class Query(msgspec.Struct, frozen=True):
     """Conditions of a search. Fields that are "" or None ask nothing.
 
-    text: Words that all occur in what the index holds of the texts. version: Sampled any of it. learned: The version whose
-    steps trained it. low, high: Bounds of the score, or of the reward without one. said: Whether there is feedback, "yes"
-    or "no". fate: "pending", "trained" or a reason. made: "yes" for what a processor made. before: A number of the index.
+    text: Words that all occur in the indexed texts. version: Version that sampled any of it. learned: Version whose steps
+    trained it. low, high: Bounds of the score, or of the reward without one. said: Whether there is feedback, "yes" or "no".
+    fate: "pending", "trained" or a reason. made: "yes" for answers that a processor made. before: A number of the index.
     """
 
     text: str = ""
@@ -66,7 +66,7 @@ class Page(msgspec.Struct, frozen=True):
 
 
 def parse_query(asked: Mapping[str, str]) -> tuple[Query, dict[str, str]]:
-    """The query of a form's fields, and for each field that is left out what is wrong with it."""
+    """The query of a form's fields, and by name the fault of each field that is left out."""
     values: dict[str, object] = {}
     faults: dict[str, str] = {}
     for field in msgspec.structs.fields(Query):

@@ -63,7 +63,7 @@ async def console(chosen: SettingsFile) -> int:
 
 
 async def _open_pages(opened: AsyncExitStack, chosen: SettingsFile) -> tuple[ASGIApp, socket.socket]:
-    """The application and the socket that it is asked on, after the link was printed. opened: closes what is opened here."""
+    """Print the link; returns the application and its socket. opened: exit stack that closes them and the log."""
     settings = chosen.load()
     log, state = await opened.enter_async_context(reading(settings)), settings.folder / "state"
     sock = bound(settings.console.listen, "console.listen")
@@ -96,8 +96,8 @@ async def made(
     address: str,
     every_s: float = EVERY_S,
 ) -> AsyncIterator[tuple[ASGIApp, Reading]]:
-    """The application and what it reads. address: host:port that it is asked for. every_s: seconds between two readings of the
-    log into the index, which it does while no other process does.
+    """The application and its `Reading`. address: its host:port. every_s: seconds between two readings of the
+    log into the index, which this process does while no other process does.
     """
     host, port = address.lower().rpartition(":")[::2]
     known, index = Reading(settings, log, state), open_index(settings, state)

@@ -1,4 +1,4 @@
-"""Versions: when each was published, and what the gate decided on which numbers."""
+"""Versions: their publication times, and the decisions of the gate with their numbers."""
 
 import sqlite3
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from infra.cli.govern.words import PolicyWords
 
 SHOWN = 60
 MAX_DRAWN = 400  # versions and decisions of the timeline
-STABLE = "stable/"  # what the gate puts before a suite's name for the figure of the stable version
+STABLE = "stable/"  # the gate's prefix of a suite's name, for the stable version's value
 
 Row = dict[str, Any]
 
@@ -16,7 +16,7 @@ Row = dict[str, Any]
 def version_rows(
     history: PolicyWords, evaluated: Mapping[int, Sequence[sqlite3.Row]], before: int | None, *, every: bool
 ) -> list[Row]:
-    """The newest versions first, at most SHOWN, below `before`; unless `every`, those that were decided or evaluated, and the
+    """The versions below `before`, newest first, at most SHOWN; unless `every`, only decided or evaluated versions, and the
     newest. Each has `version`, `time_ms`, `event` (its publication), `decision` (the newest, or None) and `evals`.
     """
     newest = {decision.version: decision for decision in history.decisions if decision.version >= 0}

@@ -56,7 +56,7 @@ class TaskSource(msgspec.Struct, frozen=True):
         return self.dataset or self.use or str(self.file)
 
     def open(self, settings: "Settings") -> tuple[int | None, Callable[["OnBroken"], Iterable[Task]]]:
-        """The number of rows, None where it is not known, and what reads them. Raises ConfigError."""
+        """The number of rows, None where it is unknown, and a function that reads them as tasks. Raises ConfigError."""
         from actors.tasksets.files import as_rows, read_rows
         from actors.tasksets.hub import HubRows
         from actors.tasksets.loader import with_images

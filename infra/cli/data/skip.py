@@ -1,7 +1,7 @@
-"""`headrace skip GROUP`: go on behind what retention deleted before a stage had read it.
+"""`headrace skip GROUP`: continues after records that retention deleted before a stage had read them.
 
-A stage never skips a record by itself: one that was away for longer than the log keeps its input stops and names this
-command. What is lost is printed, and written to dead-letters as one letter a partition.
+A stage never skips a record by itself: a stage that was away for longer than the log keeps its input stops and
+names this command. The command prints the lost records, and writes one dead letter for each partition.
 """
 
 from typing import Annotated, NamedTuple
@@ -57,7 +57,7 @@ async def skip(
 
 
 async def skip_lost(log: Log, group: Group) -> list[Lost]:
-    """Commit the oldest kept offset wherever the group's offset is below it; what it will never read."""
+    """Commit the oldest kept offset where the group's offset is below it; returns the records that it will never read."""
     found: list[Lost] = []
     for topic in READS[group]:
         name = log.name(topic)

@@ -65,9 +65,9 @@ def convert(gguf: Path, folder: Path) -> None:
         with no_progress_bars():
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
             model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    except Exception as error:  # of a file from elsewhere the readers raise whatever its bytes lead to
+    except Exception as error:  # the readers may raise any error for a foreign file's bytes
         raise ConfigError(f"{gguf.name}: transformers cannot read it: {error}; {ELSEWHERE}") from error
-    model.hf_quantizer = None  # it has been undone, and transformers would not write what is quantized
+    model.hf_quantizer = None  # it has been undone, and transformers would not write a quantized model
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     with no_progress_bars():

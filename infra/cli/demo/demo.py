@@ -2,7 +2,7 @@
 
     settings ─> broker, model, tasks ─> roles, loads ─> read the log until the master is done ─> report
 
-This process starts the roles, reads the log and prints a line every five seconds. Nothing it does changes what is learned.
+This process starts the roles, reads the log and prints a line every five seconds. It has no effect on the training.
 Ctrl-C stops the roles in order; started again with the same folder, the run continues.
 """
 

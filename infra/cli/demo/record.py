@@ -13,11 +13,11 @@ READ = (topics.REPORTS, topics.POLICIES, topics.EVALS)
 
 @dataclass
 class RunRecord:
-    """A run, folded from its log. `read_on` takes in what has come since.
+    """A run, folded from its log. `read_on` takes in the newer records.
 
     results: of the evaluations, suite → version → result. reports: newest of each process. newest: newest of each role.
     stable: moves of the stable channel, in seconds since the start, and to which version. num_held: candidates that the gate
-    held back. history: gauges of the trainer's reports. done: the master of this start has said that it is.
+    held back. history: gauges of the trainer's reports. done: the master of this start has reported it.
     """
 
     started_s: float
@@ -33,7 +33,7 @@ class RunRecord:
     _nexts: dict[str, dict[int, int]] = field(default_factory=dict)
 
     async def read_on(self, log: Log) -> None:
-        """Take in what has come since the last call."""
+        """Take in the records since the last call."""
         for topic in READ:
             begins, ends = await log.bounds(topic)
             read = self._nexts.get(topic.name, {})

@@ -173,7 +173,7 @@ def read_seen(path: Path) -> list[Seen]:
 
 
 def traffic_values(run: RunRecord, users: Path, suite: str) -> dict[str, object]:
-    """The traffic demo's part of report.json. `requests_failed` is what users saw fail, not what the engine counted."""
+    """The traffic demo's part of report.json. `requests_failed` counts failures that users saw, not the engine's."""
     seen = read_seen(users)
     spammed = [answer for answer in seen if answer.habit == "spams"]
     answered = users_answers(seen)
@@ -287,7 +287,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def draw_plot(run: RunRecord, values: Values, path: Path) -> None:
-    """Left: accuracy over versions with its 95 % interval. Right, over time: what users got, or trained rewards."""
+    """Left: accuracy over versions with its 95 % interval. Right, over time: users' answers, or trained rewards."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
 """The demo's tasks and their settings: a real run's, sized for two cores.
 
 instructions.toml   a chat model follows instructions that can be checked: each kind shown alone, then learned from the score
-traffic.toml        users of a gateway teach the same model what they like, by ratings
+traffic.toml        users of a gateway teach the same model their preferences, by ratings
 add.toml            a toy, which the tests use: a character model of 0.9 M parameters learns two-digit addition (MIX loss)
 
 Each file is a headrace.toml with $model, $engine, $dtype, $seed and $minutes (traffic: $after_users) to be filled in.

@@ -1,12 +1,12 @@
-"""Simulated users of the traffic demo: they ask about a topic and say what they think of the answers. A reader likes an answer
-of one sentence that names the topic, and does not say so in the question.
+"""Simulated users of the traffic demo: they ask about a topic and give feedback on the answers.
 
     ask ─> answer ─> (think) ─> rate now or late, correct, withdraw, or say nothing
 
-The users belong to two tenants. The only user of a third is a spammer, who asks at once again and likes each answer.
+A user likes an answer of one sentence that names the topic, and does not say so in the question. The users belong to two
+tenants. The only user of a third tenant is a spammer, who asks at once again and likes each answer.
 
-A process that knows only the address of the gateway and three keys. No request is tried again, so that each failure is noted.
-It writes one line per answer to a JSONL file, in the order of time.
+The process knows only the address of the gateway and three keys. It retries no request, so that it notes each failure. It
+writes one line per answer to a JSONL file, in the order of time.
 
 python -m infra.cli.demo.users http://127.0.0.1:8000/v1 users.jsonl 4.0 0 0.05    minutes, seed, edits; keys in HEADRACE_KEYS
 """
@@ -35,7 +35,7 @@ TENANTS = ("acme", "initech", "spam")  # of a key each; the last is the spammer'
 Habit = Literal["silent", "rates", "rates late", "corrects", "withdraws", "spams"]
 HABITS: Mapping[Habit, float] = {"rates": 0.67, "silent": 0.10, "rates late": 0.15, "corrects": 0.05, "withdraws": 0.03}
 EDITS = HABITS["corrects"]
-MISTAKEN = 0.03  # share of ratings that say the opposite of what is true
+MISTAKEN = 0.03  # share of ratings that contradict the user's opinion
 LATE_S = (2.0, 8.0)
 THINK_S = 8.0  # between an answer and the same user's next question, on average
 SPAM_S = 0.5  # the same, of the spammer
@@ -88,7 +88,7 @@ async def ask(
     late_s: tuple[float, float] = LATE_S,
     spams: bool = False,
 ) -> None:
-    """Be one user: ask until it `is_over`, and rate. user: a name, which seeds what it draws. spams: it likes each answer."""
+    """Be one user: ask until it `is_over`, and rate. user: a name, which seeds its draws. spams: it likes each answer."""
     random = Random(user)
     async with asyncio.TaskGroup() as saying:
         while not is_over():
@@ -97,7 +97,7 @@ async def ask(
             try:
                 asked: Any = [{"role": "user", "content": prompt}]
                 answer = await client.chat.completions.create(model="main", messages=asked, user=user)
-            except Exception as error:  # whatever a user would see is noted
+            except Exception as error:  # any error that a user would see is noted
                 note(Seen(at_s=time.time(), error=shown(error)))
                 continue
             text = answer.choices[0].message.content or ""

@@ -1,4 +1,4 @@
-"""A run on one page: what the roles of a run do, top to bottom, with a log in memory and no server.
+"""A run on one page: the work of its roles, top to bottom, with a log in memory and no server.
 
     issue ─> sample ─> score ─> group ─> journal ─> step ─> publish ─> load and probe ─> issue …
 
@@ -93,7 +93,7 @@ class Walk:
         self.memories = new_memories(self.collect)
         self.learner = open_learner(TRAINER, model)
         self.fetcher = PolicyFetcher(self.store, "main")
-        self.published = self.learner.tensors()  # of the newest version: the next one is stored as what changed since
+        self.published = self.learner.tensors()  # of the newest version: the next version is stored as changes to it
 
     async def issue(self, step: int) -> None:
         """The master asks for groups of answers to one prompt, in an order that the trainer will keep (actors/master)."""
@@ -138,7 +138,7 @@ class Walk:
                 await self.log.publish(BUFFER, Block(outcome.kept))
 
     async def train(self, step: int) -> float:
-        """The trainer journals what it is about to train on, then makes the step (trainer/loop/step.py)."""
+        """The trainer journals the batch, then makes the step (trainer/loop/step.py)."""
         drawn = [
             (make_candidate(message.offset, message.value, uses=0), message.value)
             async for message in self.buffer.arrived()
@@ -155,7 +155,7 @@ class Walk:
         return mean
 
     async def publish(self, step: int) -> None:
-        """The trainer stores the new weights as a version, with what a loaded engine must compute (infra/policies)."""
+        """The trainer stores the new weights as a version, with a probe for engines that load it (infra/policies)."""
         tensors = self.learner.tensors()
         probe = self.learner.probe((tuple(self.tokenizer.encode("1+1=2")),))
         new = NewVersion(policy="main", token=0, version=step + 1, parent=step, step=step)

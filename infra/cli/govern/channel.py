@@ -1,4 +1,4 @@
-"""`headrace promote | pin | unpin | rollback | channel`: what customers are served, moved by hand, and who moved it when."""
+"""`headrace promote | pin | unpin | rollback | channel`: move the version that customers get; list moves, authors and times."""
 
 from collections.abc import Collection, Sequence
 from typing import Annotated

@@ -40,7 +40,7 @@ class ChannelDecision(msgspec.Struct, frozen=True):
 
 
 class PolicyWords(msgspec.Struct, frozen=True):
-    """Records of one policy and of learning. events: with their times, without what an overtaken trainer wrote. orders: of
+    """Records of one policy and of learning. events: with their times, without events of a fenced trainer. orders: of
     operators about learning. stable: state of the policy's channel after them. is_whole: no older record was left out.
     """
 

@@ -42,7 +42,7 @@ async def peek(
         place = topics.by_name(topic.removeprefix(f"{settings.app}."))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    # Records are read as they are, whatever the terminal's width.
+    # The terminal's width does not break records into lines.
     console = Screen(soft_wrap=True)
     async with reading(settings) as log:
         messages, following = await newest_and_next(log, place, last)

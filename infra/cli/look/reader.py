@@ -19,7 +19,7 @@ GONE_S = 15.0  # a role that has not reported for so long is silent
 STARTING_S = 60.0  # of the app's first report: a role that neither reported nor failed may still load a model
 OVER = ("stopped", "done", "failed")  # states of a role's last report
 
-# The consumer groups of an app, with the topics that each reads: a group's lag is what waits for it.
+# The consumer groups of an app, with the topics that each reads: a group's lag is the number of records that wait for it.
 Group = Literal["tasks", "explore", "verify", "collect"]
 READS: Mapping[Group, tuple[Topic, ...]] = {
     "tasks": (topics.TASKSET_RAW,),

@@ -27,7 +27,7 @@ from schemas.records import together
 
 RECENT = 2000  # records looked at in each topic: minutes of a busy system
 NEWEST = 64  # records of experiences looked at for the newest answer
-FAILED_SHARE = 0.05  # of what a stage handled in that time: a step that fails more often is an alarm
+FAILED_SHARE = 0.05  # of a stage's experiences in that time: a step that fails more often is an alarm
 OUTSTANDING = "outstanding_groups"  # gauge of the master
 
 _TOPIC_MISSING = re.compile(r"feedback_topic_missing\{source=(?P<source>[^,]*),topic=(?P<topic>.*)\}")
@@ -157,7 +157,7 @@ def trainer_words(role: State, groups: int, why: str) -> str:
 
 
 def role_state(reports: Sequence[tuple[Progress, float]], now_s: float) -> State:
-    """One process: its newest report, and what its counters did in the minute before it.
+    """One process: its newest report, and the growth of its counters in the minute before it.
 
     rates: of every counter, a second, by its whole name; none after its first report. per_s: those without labels that grew.
     """
@@ -187,7 +187,7 @@ def role_state(reports: Sequence[tuple[Progress, float]], now_s: float) -> State
 
 
 def failing(grown: Mapping[str, float]) -> list[str]:
-    """Steps of chains that failed at more than FAILED_SHARE, by what their stage's counters did: a line each."""
+    """Steps of chains that failed at more than FAILED_SHARE, by the growth of their stage's counters: a line each."""
     found = []
     for name, failed in sorted(grown.items()):
         match = _STEP_FAILED.fullmatch(name)
@@ -346,7 +346,7 @@ def no_version(state: State) -> list[str]:
 
 
 def canary_alarm(role: State) -> list[str]:
-    """The line of a role that waits for a canary, with what to do about it; none where it has one or wants none."""
+    """The line of a role that waits for a canary, with the remedy; none where the role has a canary or needs none."""
     if not (missing_s := role["gauges"].get(CANARY_MISSING, 0.0)):
         return []
     why, end = "a share of sessions is meant for one", "gateway.canary.share = 0"
@@ -362,7 +362,7 @@ def canary_alarm(role: State) -> list[str]:
 
 
 def show(console: Console, state: State) -> None:
-    """Print the state: a line for each role, then what differs from nothing. A usual run fits 80 columns and 24 lines."""
+    """Print the state: a line for each role, then version, lags, drops and alarms. A usual run fits 80 columns and 24 lines."""
     _show_roles(console, state["roles"])
     _show_versions(console, state)
     lags = ", ".join(f"{name} {value:,}" for name, value in state["lags"].items() if value is not None)

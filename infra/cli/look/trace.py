@@ -111,7 +111,7 @@ def answer_json(answer: AnswerTrace, waits: str) -> dict[str, object]:
 
 
 def show_answer(console: Console, answer: AnswerTrace, waits: str = "") -> None:
-    """Print a trace in the order of time. waits: what the answer waits for."""
+    """Print a trace in the order of time. waits: see `waits_for`."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim")
     rows.add_column()
@@ -176,7 +176,7 @@ def spans(answer: Experience) -> str:
 
 
 def waits_for(answer: AnswerTrace, settings: Settings) -> str:
-    """A clause about an answer that no published version has learned from: what comes next; "" where nothing does."""
+    """A clause about the next event of an answer that no published version has learned from; "" where none follows."""
     lasting = [use for use in answer.uses if not use.undone]
     if answer.first_version is not None or answer.dropped:
         return ""

@@ -1,6 +1,6 @@
-"""Memory and disk that the settings need for their model, from config.json alone, and what does not fit.
+"""Memory and disk that the settings need for their model, from config.json alone, and the parts that do not fit.
 
-Bytes of weights, gradients and optimizer are exact; kernels and allocators move what is marked "(rough)" by tens of percent. A
+Bytes of weights, gradients and optimizer are exact; kernels and allocators change values marked "(rough)" by tens of percent. A
 trained parameter has a weight, a float32 gradient, two float32 moments, and in bfloat16 a float32 master. ZeRO (arXiv
 1910.02054, figure 1) keeps 1/N of the masters and moments on each of N ranks from stage 1 on, of the gradients from stage 2 on,
 of the weights in stage 3. The base of an adapter has weights and nothing else.
@@ -34,7 +34,7 @@ AT_ONCE = 20_000_000  # values, of `trainer.learners.engines`
 PREFETCHED, KEPT_GATHERED = 50_000_000, 1_000_000_000  # values that ZeRO 3 gathers ahead, and keeps at most
 MAX_LOGITS = 2**26  # that a learner holds at once, in float32
 GPU_SHARE = 0.9  # of a card that vLLM takes, unless its option says otherwise
-MAX_WEIGHTS_SHARE = 0.8  # of what vLLM has: the rest is for keys and values
+MAX_WEIGHTS_SHARE = 0.8  # of vLLM's memory: the rest is for keys and values
 MAX_RANKS = 1024
 DELTA_SHARE = (
     1 / 120
@@ -190,7 +190,7 @@ def learner_state(size: ModelSize, plan: LearnerPlan) -> Needs:
 
 
 def step_bytes(size: ModelSize, plan: LearnerPlan) -> float:
-    """Bytes that come and go in a step: at the end of a forward, or in the update of AdamW, whichever needs more."""
+    """Bytes that come and go in a step: at the end of a forward, or in the update of AdamW, the larger of the two."""
     width, ranks = WIDTH[plan.dtype], plan.ranks
     kept = size.layers * size.hidden + size.kept if plan.recomputes else size.layers * size.kept
     # The gradient of the output matrix, until a microbatch is done.

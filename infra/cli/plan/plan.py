@@ -1,4 +1,4 @@
-"""`headrace plan`: what a model and rates need, before anything runs."""
+"""`headrace plan`: the capacity that a model and rates need, before anything runs."""
 
 import json
 

@@ -56,8 +56,8 @@ class PartNeed(msgspec.Struct, frozen=True):
     """Need of one kind of process.
 
     setting: Setting that says how many there are. has: How many it names, 0 for open. needs: None where a cost is unknown.
-    share: Work over what those do that are planned, 1 is all. unknown: Missing cost. problem: Why it would not keep up, and the
-    setting that mends it; "" where it would.
+    share: Work divided by the capacity of the planned processes, 1 is all of it. unknown: Missing cost. problem: Why the part
+    would not keep up, and the setting that fixes it; "" where it would.
     """
 
     part: str
@@ -79,7 +79,7 @@ class TopicNeed(msgspec.Struct, frozen=True):
 
 class RatesPlan(msgspec.Struct, frozen=True):
     """Needs of the rates. broker: Bytes that each broker writes a second and keeps, with as many brokers as copies. busiest:
-    The part that is full first, of what is known.
+    The part that is full first, among parts with a known share.
     """
 
     topics: dict[str, TopicNeed]
@@ -128,8 +128,8 @@ def keep_days(settings: Settings) -> float:
 
 
 def _worker_s(rates: RateFlags, settings: Settings, us: dict[str, float]) -> float:
-    """CPU seconds a second of verify and collect. Collect of lone answers was measured on a log in memory: a record of its own,
-    which costs what of a lone answer one of 16 in a record does not have, comes on top.
+    """CPU seconds a second of verify and collect. Collect of lone answers was measured on a log in memory: the cost of a
+    separate record is added, from the difference of verify between a lone answer and an answer in a record of 16.
     """
     tokens = rates.prompt + rates.answer
     record = max(0.0, us["verify_alone"] - us["verify_long"]) * IN_A_RECORD / (IN_A_RECORD - 1)

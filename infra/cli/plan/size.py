@@ -15,7 +15,7 @@ from infra.policies.policy import Adapter
 class ModelSize(msgspec.Struct, frozen=True):
     """Numbers of elements. trained: every parameter once, or the adapter's. published: every tensor, tied ones under each name.
 
-    kv: keys and values of one token in all layers. kept: what a forward keeps of one token for the
+    kv: keys and values of one token in all layers. kept: values of one token that a forward keeps for the
     backward, one layer (rough). layers: count.
     """
 
@@ -38,7 +38,7 @@ class ModelSize(msgspec.Struct, frozen=True):
 def model_size(folder: str | Path, adapter: Adapter | None = None) -> ModelSize:
     """Size of the model that a folder's config.json describes; nothing else of the folder is read. Raises ConfigError.
 
-    adapter: what is trained of it and published, None for all.
+    adapter: the part that is trained and published, None for the whole model.
     """
     module: Any = meta_model(folder)
     shapes = {name: tuple(value.shape) for name, value in published(module, module.state_dict()).items()}
@@ -65,7 +65,7 @@ def model_size(folder: str | Path, adapter: Adapter | None = None) -> ModelSize:
 
 
 def _kept(text: Any, queries: int, keys: int) -> int:
-    """Elements of one token that one layer keeps for its backward: what goes into each norm, matrix and product once."""
+    """Elements of one token that one layer keeps for its backward: the input of each norm, matrix and product once."""
     used = int(getattr(text, "num_experts_per_tok", 0) or 0)
     width = used * int(getattr(text, "moe_intermediate_size", 0) or 0) or int(text.intermediate_size)
     return 6 * int(text.hidden_size) + 3 * queries + 4 * keys + 4 * width

@@ -49,8 +49,8 @@ async def recover(chosen: SettingsFile, yes: Annotated[bool, typer.Option("--yes
 
 
 async def recover_log(log: Log, store: Store, floor: Floor, console: Console, *, agreed: bool) -> int:
-    """Look, say what is lost, ask, and begin a new journal. agreed: do not ask. Raises ConfigError where nothing can be
-    recovered.
+    """Compare log and store, print the losses, ask, and begin a new journal. agreed: do not ask. Raises ConfigError where
+    nothing can be recovered.
     """
     fit = await fit_of(log, store, floor)
     reason = fit.fault.partition(": ")[0]

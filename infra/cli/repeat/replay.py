@@ -34,9 +34,9 @@ SHOWN_HASH = 16
 class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a replay.
 
-    equal: Every checkpoint that was compared is. bits_promised: Nothing the bits depend on differs from the run. differs:
-    Name → (in the run, here). run_s: Seconds of the run for these steps, by log-append times. forgotten: Steps that trained on
-    what was forgotten since; without_key: on what is sealed under keys that are not here. The replay ends before these.
+    equal: Every checkpoint that was compared is. bits_promised: Nothing the bits depend on differs from the run. differs: Name
+    → (in the run, here). run_s: Seconds of the run for these steps, by log-append times. forgotten: Steps that trained on data
+    that was forgotten since. without_key: Steps that trained on data sealed under missing keys. The replay ends before these.
     """
 
     run: str
@@ -112,7 +112,7 @@ async def replay(
 
 
 def check_names(console: Console, source: ReplaySource, *, trusted: bool) -> None:
-    """Print what would be imported and does not ship, and let it be found. Raises ConfigError where it is not trusted."""
+    """Print foreign names that a replay imports, and add the plugin folders. Raises ConfigError where they are not trusted."""
     names = foreign_names(source.settings.trainer)
     if names and not trusted:
         raise ConfigError(
@@ -213,7 +213,7 @@ def summarize(console: Console, verdict: ReplayResult, *, verify: bool) -> None:
 
 
 def summarize_checkpoints(console: Console, verdict: ReplayResult) -> None:
-    """The sentence about all checkpoints, and what their bits promise."""
+    """Print the sentence about all checkpoints, and whether their bits are promised."""
     num, wrong = len(verdict.checkpoints), [each.step for each in verdict.checkpoints if not each.equal]
     if verdict.not_compared:
         console.print(f"{verdict.not_compared} checkpoints of steps that were rolled back later are not compared")
@@ -237,7 +237,7 @@ def summarize_checkpoints(console: Console, verdict: ReplayResult) -> None:
 
 
 def listed(steps: Sequence[int]) -> str:
-    """Steps in ascending order, those that follow one another as a range.
+    """Steps in ascending order, consecutive steps as a range.
 
     >>> listed((0, 1, 2, 3, 7, 9))
     '0 to 3, 7, 9'

@@ -1,4 +1,4 @@
-"""`headrace reprocess`: the order, a progress bar, and what came out as tables."""
+"""`headrace reprocess`: the order, a progress bar, and the results as tables."""
 
 import getpass
 from pathlib import Path

@@ -24,7 +24,7 @@ from infra.settings.config import Table, decode
 from infra.store.store import Store
 from schemas.errors import ConfigError
 
-# The tables that decide what a step does; nothing of the others, which hold addresses, is needed or exported.
+# The tables that decide the result of a step; the other tables hold addresses, and are neither needed nor exported.
 SHAPING = ("app", "run", "keep", "policy", "pacing", "trainer")
 UNPACKED_MODEL = "model"
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")

@@ -130,7 +130,7 @@ def _end_with(role: str, chosen: SettingsFile, override: str = "") -> None:
 
 
 async def run_role(role: str, chosen: SettingsFile) -> int:
-    """Run `role` until SIGTERM or SIGINT. Raises ConfigError, BrokerUnavailable and what else must be loud.
+    """Run `role` until SIGTERM or SIGINT. Raises ConfigError, BrokerUnavailable and the role's other errors.
 
     Returns 0, but for a role that a signal ended where CODE_VARIABLE names a code for that: so a supervisor can tell it
     from a role that came to its end.

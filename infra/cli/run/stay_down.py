@@ -1,9 +1,8 @@
-"""A role that ended with an error that a restart cannot fix, kept by something that starts again whatever ends: it waits to
-be stopped.
+"""A process in place of a role that a restart cannot fix, for a supervisor that restarts every ended process.
 
 python -I -S stay_down.py CODE      waits for SIGTERM or SIGINT, then ends with this code
 
-The waiting process has nothing of the role left: no memory, no card, no port. Its health check fails.
+It holds nothing of the role: no memory, no card, no port. Its health check fails.
 """
 
 import os

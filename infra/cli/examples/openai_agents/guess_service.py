@@ -18,12 +18,12 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 HIGH, TURNS = 16, 5
-SHAPED = 0.9  # of a hit's worth is given for what the guesses ruled out
+SHAPED = 0.9  # of a hit's worth is given for numbers that the guesses ruled out
 HTTP = DefaultAsyncHttpxClient(timeout=None)  # one for all games
 
 
 class Game:
-    """A number from 1 to HIGH, and what is left of the range."""
+    """A number from 1 to HIGH, and the rest of the range."""
 
     def __init__(self, number: int) -> None:
         self.number, self.least, self.most = number, 1, HIGH

@@ -28,7 +28,7 @@ TIMEOUT_S = 3600.0  # an episode has a time of its own, and its key ends with it
 
 
 class VerifiersClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
-    """Sends no field without a value: what is unknown is refused by name."""
+    """Sends no field without a value: headrace refuses unknown fields by name."""
 
     async def to_native_prompt(self, messages: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """The messages as they are sent."""
@@ -62,7 +62,7 @@ class Rollouts:
         ]  # fmt: skip
 
     async def run(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """One rollout, in the form that headrace reads. Raises whatever the environment raises."""
+        """One rollout, in the form that headrace reads. Raises the environment's errors."""
         meta = asked["task"]["meta"]
         row = dict(self.rows[meta["of"]][meta["example"]])
         async with AsyncOpenAI(base_url=asked["base_url"], api_key=asked["api_key"], timeout=TIMEOUT_S) as client:
@@ -78,7 +78,7 @@ class Rollouts:
             return JSONResponse({"error": f"got {length} bytes, expected 1 to {MAX_BODY_BYTES}"}, 413)
         try:
             return JSONResponse(await self.run(await request.json()))
-        except Exception as error:  # whatever an environment raises is that episode's
+        except Exception as error:  # any error of an environment fails only its episode
             print(f"episode failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
 
@@ -92,7 +92,7 @@ def to_messages(row: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def to_result(output: dict[str, Any]) -> dict[str, Any]:
-    """Rewards by name, and what was rewarded turn by turn. Raises RuntimeError for a rollout that failed."""
+    """Rewards by name, and the rewards of single turns. Raises RuntimeError for a rollout that failed."""
     if output.get("error"):
         raise RuntimeError(f"the rollout failed: {json.dumps(output['error'], default=str)[:1000]}")
     turns = [

@@ -7,7 +7,7 @@ from headrace import Message, Outcome, Task
 
 
 def numbers(*, high: int = 16) -> Iterator[Task]:
-    """One task for each number, in both splits. The answer is what the environment alone sees."""
+    """One task for each number, in both splits. Only the environment sees the answer."""
     question = Message(role="user", content=f"Guess my number, from 1 to {high}. Say one number at a time.")
     for split in ("train", "all-numbers"):
         for number in range(1, high + 1):
@@ -26,7 +26,7 @@ class Guess:
         return Outcome()
 
     def step(self, action: str) -> Outcome:
-        """Judge one guess: the last number in what was said."""
+        """Judge one guess: the last number in the action."""
         self._left -= 1
         found = re.findall(r"\d+", action)
         if not found:

@@ -1,4 +1,4 @@
-"""An agent that knows a base URL and a key. Its reward: the share of digits in what the policy says."""
+"""An agent that knows a base URL and a key. Its reward: the share of digits in the policy's answer."""
 
 from openai import AsyncOpenAI
 
