@@ -49,11 +49,11 @@ THRESHOLDS: Mapping[str, tuple[float, float]] = {
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """Observations of one forward for N sampled tokens; all [N].
 
-    logprob: log π_θ. behaviour: log μ as recorded. advantage: that the loss used. staleness: policy version before the step
-    minus behaviour version. version: of the behaviour policy. ratio: μ is the policy's own. clipped: what the loss silenced.
+    logprob: log π_θ. behaviour: log μ as recorded. advantage: as the loss used it. staleness: policy version before the step
+    minus behaviour version. version: of the behaviour policy. ratio: μ is the policy's own. clipped: silenced by the loss.
     exact: the trainer had the weights of the policy version itself, and the engine sampled the token with keys and values of
     that version, so at staleness 0 the ratio compares engine with trainer. lane: index into LANES. sequence: index into the
-    packed items. kl, entropy: what the lane's penalty measured, NaN where it has none.
+    packed items. kl, entropy: as measured by the lane's penalty, NaN without a penalty.
     """
 
     logprob: np.ndarray
@@ -197,7 +197,7 @@ def rolled_back(state: GuardState) -> GuardState:
 def collapses(
     state: GuardState, config: TrainerGuardConfig, *, entropy: float | None, reward: float | None
 ) -> tuple[str, ...]:
-    """Alarms for an entropy or a reward far below what it was."""
+    """Alarms for an entropy or a reward far below its median in earlier steps."""
     found = []
     for name, value, share, before in (
         ("entropy_collapse", entropy, config.entropy, state.entropies),

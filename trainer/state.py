@@ -7,7 +7,7 @@ A piece is a byte range of one tensor, row-major and little-endian, cut into chu
 is made of the hashes of its chunks: so ranks that cut the same tensors elsewhere give another hash.
 
 Guarantees: any byte range of any tensor can be read alone, by any number of ranks; nothing that is read is used before the
-hashes of its chunks agree; an error names what is missing or damaged and the rank that wrote it. The hash covers the adapter
+hashes of its chunks agree; an error names the missing or damaged object and the rank that wrote it. The hash covers the adapter
 that the state is of.
 """
 
@@ -177,7 +177,7 @@ def write_pieces(
 
 
 def joined_index(layout: Layout, parts: Iterable[Written]) -> Index:
-    """The index of a state from what all ranks wrote. ValueError naming a tensor that is not there whole."""
+    """The index of a state from the pieces of all ranks. Raises ValueError naming an incomplete tensor."""
     objects: list[StoredObject] = []
     pieces: dict[str, list[StoredPiece]] = {name: [] for name in layout}
     for part in parts:
@@ -284,7 +284,7 @@ def encode_index(index: Index) -> bytes:
 
 
 def open_state(store: Store, folder: str, key: str, sha256: str) -> StoredState:
-    """The state that an index names. Raises StoreError, ValueError naming what is missing or damaged."""
+    """The state that an index names. Raises StoreError, ValueError naming a damaged index or an incomplete tensor."""
     data = store.get(key)
     if hashlib.sha256(data).hexdigest() != sha256:
         raise ValueError(f"{key}: its bytes are not those the manifest names")

@@ -15,7 +15,7 @@
 Guarantees: a batch is journaled before its step; a checkpoint is written before the version that falls due with it is
 published; a killed trainer continues with the same batches, in one process on one model of CPU to the same bits. It waits for
 explorers only when the buffer has too little for a step; while an operator has paused learning it begins no step. Where a user
-is forgotten it lets go of what waits and writes a checkpoint. With a store that belongs to another log it does not begin.
+is forgotten it drops the user's waiting groups and writes a checkpoint. With a store of another log it does not begin.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ async def run_trainer(
     """Train until the role is stopped or `max_steps` are done. Raises FencedOut when a newer trainer takes the run,
     ConfigError where log and store do not belong together.
 
-    report: its counters. chain: what every drawn batch passes before it is journaled. image_inputs: of a model that takes
+    report: its counters. chain: processors of every drawn batch before it is journaled. image_inputs: of a model that takes
     pictures. max_tokens: of a sequence that the model takes, 0 for any.
     """
     log, floor = role.log, role.floor
@@ -105,7 +105,7 @@ def reported_version(run: Run) -> int:
 
 
 async def watch_policies(log: Log, lease: Lease, policy: str, intake: Intake, past: PoliciesFold) -> None:
-    """Hear what operators say, and fold all that comes.
+    """Take the operators' directives, and fold every record of `policies`.
 
     Raises FencedOut as soon as a newer trainer of this policy has announced itself.
     """

@@ -84,8 +84,8 @@ class Case(Started):
         self.by_version[policy.version] = dict(policy.tensors)
 
     def assert_reproduced(self, prompt: Sequence[int], completion: Completion, temperature: float) -> None:
-        """Every span's logprobs are its own version's, given the whole prefix; where it says that keys and values are
-        older, given those that the spans before it left.
+        """Every span's logprobs are its own version's, given the whole prefix; where the span names older keys and values,
+        given the keys and values that the spans before it left.
         """
         tokens = [*prompt, *completion.tokens]
         stop = 0

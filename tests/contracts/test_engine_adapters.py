@@ -56,7 +56,7 @@ class AdaptedCase(Case):
         super().__init__(use(str(model)), {}, reference, load_tokenizer(model).decode)
 
     def next_policy(self, *, scale: float = 1.0, only: str = "", probe: bool = True) -> Policy:
-        """A random adapter that moves every logprob; only: what its other matrices are zero but for."""
+        """A random adapter that moves every logprob. only: part of the names of its matrices that are not zero."""
         tensors = {
             name: from_numpy(
                 (self.random.normal(size=shape) * (0.3 * scale / np.sqrt(shape[1])) * (only in name)).astype(np.float32)

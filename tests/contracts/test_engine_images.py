@@ -48,7 +48,7 @@ class Case(Started):
         self.prompt = load_tokenizer(folder).encode_chat([message])
 
     def policy(self, name: str, *, probe: Probe | None = None, scale: float = 1.2) -> Policy:
-        """The served tensors with those of one part scaled."""
+        """The served tensors, with the tensors of one part scaled."""
         self.newest += 1
         tensors = {
             key: from_numpy(to_numpy(item) * np.float32(scale))
@@ -117,7 +117,7 @@ NO_TORCHVISION = pytest.mark.skipif(find_spec("torchvision") is None, reason="In
     ],
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    """Its matrices widened, so that what it sees matters."""
+    """An engine with larger entries in its matrices, so that the picture matters."""
     torch.set_num_threads(1)
     opened, family = request.param
     folder = build_eye_model(tmp_path_factory.mktemp("eye") / "model", family=family)
@@ -192,7 +192,7 @@ def test_a_prompt_with_other_images_than_places_is_refused(case: Case) -> None:
 
 
 def test_the_probe_of_a_policy_covers_the_vision_tower(case: Case) -> None:
-    """A tower that is not what the trainer published is refused, though no token's own embedding changed."""
+    """A tower with other weights than the trainer's tower is refused, though no token's own embedding changed."""
 
     async def check(case: Case) -> None:
         version = case.engine.version

@@ -121,7 +121,7 @@ def assert_true(case: Lived, completion: Completion) -> None:
     if case.kv == "rebuild":
         assert {span.kv for span in spans} == {-1} and len(set(versions)) == len(versions)
     for before, span in itertools.pairwise(spans):
-        # As old as what ran before, unless all was computed again after a refused version, or the answer was cut there.
+        # As old as in the span before, unless all were computed again after a refused version, or the answer was cut there.
         assert span.kv == -1 or oldest(before) <= span.kv < span.version
 
 

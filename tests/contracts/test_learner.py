@@ -101,7 +101,7 @@ def test_restore_continues_to_the_same_bits(model, lanes, steps_before):
         learner.step(batch(step), learning_rate=1e-3, seed=step)
     saved = learner.save()
     other = opened(model, lanes)
-    other.step(batch(50), learning_rate=1e-2, seed=1)  # whatever it did before is gone
+    other.step(batch(50), learning_rate=1e-2, seed=1)  # `restore` replaces this step
     other.restore(saved)
     for step in range(10, 13):
         learner.step(batch(step), learning_rate=1e-3, seed=step)

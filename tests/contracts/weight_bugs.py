@@ -4,7 +4,7 @@
                   └──────────┴── a bug is planted in one of these ──┘
 
 Each bug is shown twice. With the checks on, a version arrives with it while requests run: it has to be refused, and the version
-before answers the requests. With the checks off, answers are sampled and the learner scores them: what would have been trained.
+before answers the requests. With the checks off, answers are sampled and the learner scores them, as in training.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ MATRIX = "model.layers.1.self_attn.o_proj.weight"
 LEARNING_RATE = 1e-2  # so that one step of a random model matters
 SHARD_BYTES = 2**15  # so that a version lies in several objects
 LORA = LoraConfig(rank=3, alpha=7)
-KEEPERS = {  # and what each says
+KEEPERS = {  # check → words of its refusal
     "hash": "with digest",
     "finite check": "not finite",
     "read-back": "after the load",
@@ -58,8 +58,8 @@ KEEPERS = {  # and what each says
 
 
 class Bug(NamedTuple):
-    """A public bug. source: where it was told. keeper: what refuses it. plant: publishes the next version, with the bug on its
-    way. held: tensors that the engine would sample with, where the bug does not reach the engine by itself.
+    """A public bug. source: its public report. keeper: the check that refuses it. plant: publishes the next version, with the
+    bug on its way. held: tensors that the engine would sample with, where the bug does not reach the engine by itself.
     """
 
     name: str
@@ -123,7 +123,7 @@ class Room:
         self._fetcher = PolicyFetcher(self.store, "main", getattr(engine, "version_files", None))
 
     def publish(self, change: Callable[[Tensors], Tensors] = lambda tensors: tensors) -> PolicyEvent:
-        """Train a step and publish what it made. change: what becomes of the tensors before they are published."""
+        """Train a step and publish its weights. change: applied to the tensors before they are published."""
         self.number += 1
         self.before = self.learner.tensors()
         self.learner.step(batch(self.number), learning_rate=LEARNING_RATE, seed=self.number)
@@ -269,7 +269,7 @@ def in_workers(fault: Callable[[Any], None]) -> Callable[[Room], Awaitable[Polic
 
 
 def reads_experts_as_packed(worker: Any) -> None:
-    """The kernel of the experts stays, and takes the new weights for those that it packed."""
+    """The kernel of the experts stays, and reads the new weights as if they were packed."""
     from actors.engines.vllm import loading
 
     once(loading, "_experts_packed_again", lambda function, model: nullcontext())
@@ -431,7 +431,7 @@ def check_again(worker: Any) -> None:
     from actors.engines.vllm import worker as module
 
     module._refused = worker.headrace_refused
-    for cache in worker.model_runner.kv_caches:  # what an unrefused version computed may be no number
+    for cache in worker.model_runner.kv_caches:  # keys and values of an unrefused version may be NaN
         cache.zero_()
 
 

@@ -16,7 +16,7 @@ Key = tuple[str, int, int]
 
 
 class Expected(msgspec.Struct):
-    """One closure: superseded, or who was there. members: id → source → mean of what it said."""
+    """One closure: superseded, or with members. members: id → source → mean of its feedback."""
 
     superseded: bool = False
     members: dict[str, dict[str, float]] = {}
@@ -48,7 +48,7 @@ class Fate(msgspec.Struct):
 
 
 class CollectModel:
-    """expected: what progress must say. late: what feedback after the window does. sources: of feedback."""
+    """expected: closures that `progress` must have. late: effect of feedback after the window. sources: of feedback."""
 
     def __init__(
         self, *, deadline_ms: int, window_ms: int, late: str, sources: tuple[str, ...], session_ms: int = 0

@@ -1,7 +1,7 @@
 """Customers of the gateways, the HTTP wire to them, and traffic from outside: tasks, demonstrations, events, foreign bytes.
 
-A customer is honest: what was refused or broke off is sent again, to whichever gateway listens. What a customer was told
-is the independent side of the ledger: an answer that came is recorded unless its gateway was killed, feedback that was
+A customer is honest: it sends a refused or broken request again, to any gateway that listens. The replies to a customer
+are the independent side of the ledger: an answer that came is recorded unless its gateway was killed, feedback that was
 accepted is in the log, and nobody waits for training. The wire feeds the real server's protocol with bytes, in the simulated
 process's time: one connection per request, reset when the process dies."""
 
@@ -132,7 +132,7 @@ class CustomerEvent(msgspec.Struct, frozen=True, order=True):
 
 
 class CustomerTraffic:
-    """The customers of one seed. store: where a stranger puts what a record of theirs claims."""
+    """The customers of one seed. store: where a stranger puts the data that a record of theirs claims."""
 
     def __init__(self, scenario: Scenario, log: Log, store: Store) -> None:
         self.store = store
@@ -251,8 +251,8 @@ PAUSE_S = 0.2
 
 
 class Customers:
-    """The customers of one seed. answered: answers that came, with who gave them. times: when they were asked for, and when
-    they came. texts: what they said.
+    """The customers of one seed. answered: answers that came, with the gateway of each. times: of their requests, and of
+    their arrival. texts: of the answers.
 
     accepted: ids of feedback that a gateway has taken. private: sessions that must not be recorded.
     stood_still: until when each process was stopped last.
@@ -277,7 +277,7 @@ class Customers:
         self._said = 0
 
     async def run(self) -> None:
-        """Everybody, until the last has what they came for."""
+        """Run all customers until the last visit ends."""
         async with asyncio.TaskGroup() as everybody:
             for number in range(self.scenario.num_customers):
                 everybody.create_task(self._visit(number, self.random.random() * LIVE_S))

@@ -1,7 +1,7 @@
-"""Faults of one seed, and bytes from outside that would run code in whoever unpickles them (promise I7).
+"""Faults of one seed, and bytes from outside that would run code in a process that unpickles them (promise I7).
 
 Every seed draws its own mixture (some kinds off, some frequent), so that rare combinations come up. After `calm` nothing
-fails any more, and what was started must come to its end."""
+fails any more, and all started work must come to its end."""
 
 import enum
 import pickle
@@ -13,7 +13,7 @@ import msgspec
 
 from tests.simulator.virtual_loop import Process
 
-STRUCK: list[str] = []  # what ran is known to the whole process, whoever read the bytes
+STRUCK: list[str] = []  # the whole process sees a strike, no matter which role read the bytes
 
 
 def strike() -> None:

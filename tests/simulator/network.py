@@ -1,8 +1,8 @@
 """The simulated log and object store: one broker and one store in memory, and each process's own connections to them.
 
 A request travels, is applied at the broker in one instant, and its answer travels back; a process may die or stall in
-between. Requests of one process to one partition keep their order. What the broker stored is told to `RunWatch`. An object
-under `policies/` never changes, and a policy manifest is written after everything it names."""
+between. Requests of one process to one partition keep their order. The broker reports each stored record to `RunWatch`. An
+object under `policies/` never changes, and a policy manifest is written after everything it names."""
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ class SimulatedCluster(MemoryBus):
         self.watcher = watcher
         self.context = copy_context()
         self._sleepers: dict[str, list[asyncio.Future[None]]] = {}
-        self._archive: dict[str, list[Record]] = {}  # what was ever stored, trimmed or not
+        self._archive: dict[str, list[Record]] = {}  # all records ever stored, trimmed or not
         self._last: dict[tuple[str, Process, int], float] = {}
 
     def now_ms(self) -> int:
@@ -55,7 +55,7 @@ class SimulatedCluster(MemoryBus):
         return record
 
     def everything(self, topic: str) -> list[Record]:
-        """All records of a topic, in partition order, also those that were deleted since."""
+        """All records of a topic, in partition order, also records that were deleted since."""
         return sorted(self._archive.get(topic, ()), key=lambda entry: (entry.partition, entry.offset))
 
     def request(
@@ -138,7 +138,7 @@ class SimulatedCluster(MemoryBus):
 
 
 class ClientBus:
-    """A Bus: what one process has of the cluster."""
+    """A Bus: one process's connection to the cluster."""
 
     def __init__(self, cluster: SimulatedCluster, process: Process) -> None:
         self.cluster = cluster
@@ -279,7 +279,7 @@ class ClientReader:
         self._closed = True
 
     def _follow(self) -> None:
-        """Join again where the group gave this reader up; take over what the last rebalance dealt it."""
+        """Join again where the group gave this reader up; take over the partitions that the last rebalance dealt it."""
         if not self.topics or self._group is None:
             return
         group = self._cluster.group(self._group)
@@ -392,7 +392,7 @@ class ClientStore(Store):
             old = self._shared.get(key)
         except NotInStore:
             old = data
-        if old != data and data[: len(old)] != old:  # a torn object may be written anew
+        if old != data and data[: len(old)] != old:  # a torn object may be written again
             self._watch.complain("I3 one content", f"{key} was written before with other bytes")
         if "/manifests/" not in key:
             return

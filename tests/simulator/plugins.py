@@ -101,7 +101,7 @@ class TableLearner(ScriptedLearner):
     def step(
         self, batch: PackedBatch, *, learning_rate: float, seed: int, max_grad_norm: float = sys.float_info.max
     ) -> StepStats:
-        """Change a few entries by what the batch holds."""
+        """Change a few entries of the table, as a function of the batch."""
         self._stepping(seed)
         stats = super().step(batch, learning_rate=learning_rate, seed=seed, max_grad_norm=max_grad_norm)
         if stats.finite:
@@ -138,14 +138,14 @@ def logprobs_of(table: np.ndarray, tokens: Sequence[int]) -> tuple[float, ...]:
 
 
 class WatchedEngine(ScriptedEngine):
-    """The scripted engine. loaded: told what it serves after each load."""
+    """The scripted engine. loaded: called after each load with the version and weights that it serves."""
 
     def __init__(self, loaded: Callable[[int, Mapping[str, Tensor]], None], *, seed: int, token_s: float) -> None:
         super().__init__(seed=seed, num_vocabulary=VOCABULARY, token_s=token_s)
         self._loaded = loaded
 
     async def start(self) -> None:
-        """The model folder's weights, whatever the seed of the samples."""
+        """Begin with the model folder's weights, with any seed of the samples."""
         await super().start()
         self._table = first_table()
 

@@ -59,8 +59,8 @@ def settle_snapshots(world: World, log: Logged) -> None:
 
 
 def raced_evals(log: Logged) -> set[tuple[str, int]]:
-    """Evals of which a task has an answer and was refused as well, the one in one topic and the other in another: whichever a
-    master reads first decides.
+    """Evals with a task that has an answer in one topic and a refusal in another: the record that a master reads first
+    decides.
     """
     refused = {
         value.group
@@ -172,7 +172,7 @@ def effective(log: Logged, run: str) -> list[Any]:
 
 
 def check_account(world: World, log: Logged) -> None:
-    """I1: what senders were told is stored is in the log, and has a fate."""
+    """I1: every acknowledged experience or stub is in the log, and has a fate."""
     account = world.account
     assert isinstance(account, Account)
     stored = members(log, topics.EXPERIENCES).keys() | members(log, topics.EXPERTS).keys()
@@ -186,8 +186,8 @@ def check_account(world: World, log: Logged) -> None:
 
 
 def check_journal(world: World, log: Logged) -> None:
-    """I2: (id, use) is unique in a lane, but where late words have it trained again; uses count from 0; the journal's own
-    readers count what the design counts.
+    """I2: (id, use) is unique in a lane, except where late feedback has it trained again; uses count from 0; the journal's
+    own readers count the same records as the design.
     """
     counting = effective(log, world.scenario.floor.app)
     read_as, _ = journal.effective([entry for _, entry in log[topics.BATCHES.name]], world.scenario.floor.app)
@@ -220,7 +220,7 @@ def check_journal(world: World, log: Logged) -> None:
 
 
 def check_replay(world: World, log: Logged) -> None:
-    """I4: the journal alone, from the first weights, gives every published version; a rollback takes back what it says."""
+    """I4: the journal alone, from the first weights, gives every published version; a rollback undoes the steps it names."""
     blocks = {record.offset: value for record, value in log[topics.BUFFER.name]}
     scenario = world.scenario
     learner, config = TableLearner(fail_at=scenario.fail_at, poison_at=scenario.poison_at), scenario.trainer
@@ -289,7 +289,7 @@ def check_collect(world: World, log: Logged) -> None:
     buffered: dict[tuple[str, int], dict[str, Any]] = {}
     for block in values(log, topics.BUFFER, Block):
         for member in block.experiences:
-            if is_withdrawal(member):  # of the copy in another lane, in any order with what is sent in this one
+            if is_withdrawal(member):  # of the copy in another lane, in any order with the blocks of this lane
                 continue
             buffered.setdefault((member.group, member.revision), {})[member.id] = member
     for key, expected in model.expected.items():
@@ -316,7 +316,7 @@ def closure_fault(closure: Closure, expected: Expected, sent: dict[str, Any]) ->
 
 
 def check_letters(world: World, log: Logged) -> None:
-    """I6: what cannot be read is in the dead letters."""
+    """I6: records that cannot be read are in the dead letters."""
     letters = {
         (record.topic, record.partition, record.offset) for record in values(log, topics.DEAD_LETTERS, DeadLetter)
     }

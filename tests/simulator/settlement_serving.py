@@ -1,9 +1,9 @@
 """After the drain: evaluations, promotions, and the version that each gateway served, by independent readings of the log.
 
-Stable: what was stable when it had read so far, so an older one at most until it hears of the move; before the first
-promotion the newest published. Canary: the version on trial, and without one the stable. While it has not caught up with
-what was there when it began to read: what its folder served last. A version that was promoted and taken back before it heard
-of either is never among these."""
+A stable gateway serves the stable version of the records it has read, so an older version until it hears of the move; before
+the first promotion the newest published version. A canary serves the version on trial, without a trial the stable version.
+Until a gateway has read the records that were there when it began, it serves the version that its folder served last. It never
+serves a version that was promoted and taken back before it heard of either."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -60,7 +60,7 @@ def step(channel: ChannelState, event: PolicyEvent) -> ChannelState:
 
 
 def stands(policies: Iterable[Any]) -> list[Stand]:
-    """After none, one, two … of the records; what overtaken masters and trainers wrote moves nothing."""
+    """The stands after 0, 1, 2 … records; records of overtaken masters and trainers move nothing."""
     stand, lease, master = Stand(), -1, -1
     found = [stand]
     for offset, event in enumerate(policies):
@@ -102,7 +102,7 @@ def wrong_loads(
 
 
 def served_between(course: Sequence[Happened], from_s: float, to_s: float) -> set[int]:
-    """Versions that an engine may have sampled with in a time; 0 is what it began with."""
+    """Versions that an engine may have sampled with in a span of time; an engine begins with version 0."""
     loads = [
         (happening.at_s, happening.value)
         for happening in course
@@ -179,8 +179,8 @@ def check_verdicts(world: World, log: Logged) -> None:
 
 
 def check_served(world: World, log: Logged) -> None:
-    """Every gateway that is there serves what its channel says, once everything has been read; before the first promotion
-    one that read altered weights may have given up the newest.
+    """Every gateway that is there serves its channel's version, once everything has been read; before the first promotion
+    a gateway that read altered weights may have given up the newest version.
     """
     stand = stands(event for _, event in log[topics.POLICIES.name])[-1]
     refusing = {process.name for process, count in world.watch.altered.items() if count}

@@ -25,7 +25,7 @@ from tests.simulator.world import World
 
 NUM_FAST = 20
 NUM_SEEDS = 1_000
-# What a thousand seeds must have come across: a fault nobody meets proves nothing.
+# Events that a thousand seeds must have met: a fault that never happens proves nothing.
 MUST_BE_SEEN = {
     "dies", "stalls", "goes on", "loses the network", "is asked to stop", "finds an empty disk", "FencedOut", "StoreError",
     "BrokerUnavailable", "issued again", "superseded", "late", "missing at deadline", "Tick", "DeadLetter", "DropMarker",
@@ -81,11 +81,11 @@ def test_no_promise_is_broken_in_a_thousand_seeds() -> None:
 
 
 CYCLES = 100
-STOPS = 14  # of a run that never loses a request: what goes wrong here, zombies do
+STOPS = 14  # stalls of a run that never loses a request: zombies are its only fault
 
 
 def overtaken(role: str, **fields: object) -> Counter[str]:
-    """What came up in runs until a role has gone on overtaken CYCLES times. fields: of the scenario."""
+    """Counts of events in runs until a role has gone on overtaken CYCLES times. fields: of the scenario."""
     seen: Counter[str] = Counter()
     for seed in count():
         scenario = msgspec.structs.replace(draw_scenario(seed), **fields)
@@ -133,7 +133,7 @@ def place_of(edit: dict[str, str], source: Path) -> Path:
 
 
 def planted(bug: dict[str, Any], folder: Path) -> Path:
-    """A copy of the source with the bug in it. Its bytecode comes along: what is not edited is not compiled anew."""
+    """A copy of the source with the bug in it. The bytecode comes along: only edited files are compiled again."""
     for name in (*PATCHED, "tests/simulator"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("docs", "pictures"))
     for name in ("tests/__init__.py", "tests/role.py"):

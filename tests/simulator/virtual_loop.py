@@ -1,8 +1,8 @@
 """An event loop in virtual time that plays many processes: time jumps to the next timer, nothing waits for anything real.
 
-Deterministic: the same seed runs the same callbacks in the same order. Callbacks of one process keep asyncio's order,
-those of different processes that are ready together are shuffled by the seed. A dead process's callbacks are dropped, a
-stalled one's wait until it goes on: what SIGKILL and SIGSTOP do. Work for threads runs in this one, a moment later.
+Deterministic: the same seed runs the same callbacks in the same order. Callbacks of one process keep asyncio's order;
+the seed shuffles ready callbacks of different processes. As after SIGKILL, a dead process's callbacks are dropped; as after
+SIGSTOP, a stalled process's callbacks wait until it goes on. Work for threads runs in this thread, a moment later.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class VirtualTime(asyncio.BaseEventLoop):
         self._run_ready()
 
     def _run_ready(self) -> None:
-        """Call back what is ready, in asyncio's order."""
+        """Run the ready callbacks, in asyncio's order."""
         ready = list(self._ready)  # type: ignore[attr-defined]
         self._ready.clear()  # type: ignore[attr-defined]
         for handle in ready:
@@ -163,11 +163,11 @@ class VirtualLoop(VirtualTime):
         process.held = []
 
     def abandon(self) -> None:
-        """End what never ended, without a word: the processes it belonged to are gone."""
+        """Close unfinished tasks without a warning: their processes are gone."""
         for task in self._tasks:
             if not task.done():
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
-                with suppress(BaseException):  # whatever a dead process still says while it is put away
+                with suppress(BaseException):  # a dead process's coroutine may raise anything when it is closed
                     task.get_coro().close()  # type: ignore[union-attr]
         self._tasks.clear()
         self._ready.clear()
@@ -218,6 +218,6 @@ class OneThreadLoop(OneThread, VirtualLoop):
 
 
 def run_virtual(coroutine: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` in virtual time, for what waits for a log in memory and for no socket, thread or process."""
+    """`asyncio.run` in virtual time, for code that waits for a log in memory and for no socket, thread or process."""
     with asyncio.Runner(loop_factory=lambda: OneThreadLoop(Random(0))) as runner:
         return runner.run(coroutine)

@@ -1,6 +1,6 @@
 """The eyes of the simulation: every stored record, every confirmation, every step and load, checked as it happens.
 
-What is checked here needs the moment (what was there before what); what needs the whole log is in `settlement.py`.
+The checks here need the moment (the order of events); the checks that need the whole log are in `settlement.py`.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ class Happened(msgspec.Struct, frozen=True):
 
 
 class Violation(msgspec.Struct, frozen=True):
-    """A promise, and what broke it."""
+    """A broken promise, with the evidence."""
 
     promise: str
     what: str
@@ -68,7 +68,7 @@ class RunWatch:
         self.last: deque[str] = deque(maxlen=LAST_EVENTS)
         self.verbose: Callable[[str], None] | None = None
         self.hash = hashlib.sha256()
-        self.seen: Counter[str] = Counter()  # what came up at all, so that silence is not taken for safety
+        self.seen: Counter[str] = Counter()  # counts of events, so that silence is not taken for safety
         self.began_s: dict[Process, float] = {}
         self.acknowledged: set[str] = set()  # experiences whose senders were told that they are stored
         self.acknowledged_stubs: set[str] = set()
@@ -192,7 +192,7 @@ class RunWatch:
     # ---- checks
 
     def _once(self, promise: str, name: Identity | None, process: Process, value: object) -> None:
-        """Nobody repeats what was there when it began, nor what it was told is stored."""
+        """No process repeats a record that was there when it began, nor a record that it was told is stored."""
         assert name is not None
         if name not in self._first:
             self._first[name] = (self.clock(), process, value)
@@ -237,7 +237,7 @@ class RunWatch:
             self.complain("I4 same bits", f"version {event.version} was orphaned: its steps gave other weights")
         elif event.event == "published":
             self._published(process, event)
-        elif event.owner == "gate" and event.token >= self._master:  # what an overtaken one decided is decided again
+        elif event.owner == "gate" and event.token >= self._master:  # verdicts of an overtaken gate are decided again
             self._once("I6 one verdict", identity(event), process, None)
 
     def _published(self, process: Process, event: PolicyEvent) -> None:
@@ -302,7 +302,7 @@ def content_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def described(value: object) -> str:
-    """A record in a line, without what depends on the machine."""
+    """A record in a line, without fields that depend on the machine."""
     if isinstance(value, Block):
         return "block " + " ".join(f"{member.id}r{member.revision}" for member in value.experiences)
     return f"progress {value.role} {value.state}" if isinstance(value, Progress) else str(value)[:220]

@@ -31,7 +31,7 @@ from tests.simulator.watch import RunWatch, members_of
 
 SESSION_S = 2.0  # after which the group deals a silent member's partitions to others
 GIVE_UP_S = 240.0  # of virtual time, for everything to drain
-ENDINGS = (BrokerUnavailable, FencedOut, StoreError)  # what a role may end for: it is started again
+ENDINGS = (BrokerUnavailable, FencedOut, StoreError)  # errors that a role may end for: it is started again
 
 Main = Callable[["World", Process], Coroutine[None, None, None]]
 
@@ -122,7 +122,7 @@ class World:
         if not await self._until(self._is_drained):
             account = self._accounted()
             self.watch.complain("I1 after a drain nothing is pending", f"{account.pending_ids} and {self._behind()}")
-        await self._sleep(1.0)  # for gateways to read what moved the channels last
+        await self._sleep(1.0)  # for gateways to read the last moves of the channels
         living = [(process, life) for process, life in self.gateways.items() if not process.is_dead]
         self.served = {process.name: life.engine.version for process, life in living}
 
@@ -262,7 +262,7 @@ class World:
                 self._start(slot)
 
     def _later(self, delay_s: float, callback: Callable[..., None], *args: object) -> None:
-        """Call it whoever is dead by then."""
+        """Call it later, even if processes are dead by then."""
         self.loop.call_later(delay_s, callback, *args, context=self.cluster.context)
 
     # ---- processes
@@ -331,7 +331,7 @@ class World:
         return self.metrics.setdefault(process, Metrics(process.name))
 
     def draw_seed(self) -> int:
-        """For what a process draws itself."""
+        """A seed for the draws of a process."""
         return self.random.randrange(1 << 30)
 
 

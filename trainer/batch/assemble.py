@@ -202,7 +202,7 @@ def learning_rate_at(config: TrainerConfig, phase: Literal["warmup", "train"], s
 
 
 Key = tuple[str, int]  # id and revision
-LOGGED = ("num_tokens", "spans", "end", "lane", "reward", "bulk")  # what the log says, and a batch cannot
+LOGGED = ("num_tokens", "spans", "end", "lane", "reward", "bulk")  # fields that the batch chain must not change
 ALONE = "nothing of the paced lane left in the batch"
 
 

@@ -53,9 +53,9 @@ class Microbatch(msgspec.Struct, frozen=True, kw_only=True):
     not sampled with keys and values of older ones (`Span.kv`). lane_N: index into LANES. sequence_N: index into the packed
     items. pair_N: 2p for the chosen, 2p + 1 for the rejected side of the step's pair p, -1 for a token outside any pair.
     teacher_N: float32, the teacher's logprob, NaN without a teacher. reward_N: float32, the sequence's reward at its last
-    sampled token (NaN where it has none), 0 elsewhere and where it is bootstrapped. bootstrap_N: index into B*T where what
-    follows the last sampled token of such a sequence is valued, -1 elsewhere. pixels_I3HW: float32, its pictures. places_P:
-    indexes into B*T of their tokens, picture after picture, equally many each.
+    sampled token (NaN where it has none), 0 elsewhere and where it is bootstrapped. bootstrap_N: index into B*T where the
+    critic values the state after the last sampled token of such a sequence, -1 elsewhere. pixels_I3HW: float32, its pictures.
+    places_P: indexes into B*T of their tokens, picture after picture, equally many each.
     """
 
     tokens_BT: np.ndarray
@@ -329,7 +329,7 @@ def count_sequences(microbatches: Sequence[Microbatch]) -> dict[Lane, int]:
 
 
 SHARED_ROW_TOKENS = 512  # short trees share rows of at most this width
-ATTENTION_TOKENS = 1024  # row width at which attention costs about what the rest of a small model does
+ATTENTION_TOKENS = 1024  # row width at which attention costs about as much as the rest of a small model
 
 
 def fill_rows(trees: Sequence[Tree], lanes: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -40,7 +40,7 @@ class ImageInputs:
         return Pictures(names=tuple(image.sha256 for image in images), places_P=places, pixels=pixels)
 
     def shown(self, items: Sequence[TrainItem]) -> list[TrainItem]:
-        """The items with their pictures. Raises BadFrame naming what cannot be shown."""
+        """The items with their pictures. Raises BadFrame naming an experience or image that cannot be read."""
         try:
             return [msgspec.structs.replace(item, pictures=self.pictures(item.experience)) for item in items]
         except BadImage as error:

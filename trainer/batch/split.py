@@ -151,7 +151,7 @@ def _paths(rows: Microbatch) -> Iterator[np.ndarray]:
     for node in read.tolist():
         row, at = divmod(node, num_T)
         reach_T = rows.reach_BT[row]
-        # Of what follows a node in its tree something is read, since a sequence ends at its last sampled token.
+        # If nodes follow a node in its tree, some of them are read, since a sequence ends at its last sampled token.
         if reach_T[at] == at + 1:
             yield row * num_T + np.flatnonzero(reach_T[: at + 1] > at)
 

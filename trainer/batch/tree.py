@@ -1,7 +1,7 @@
 """Trees of shared prefixes: the sequences of a group laid out depth first, with pictures at their nodes.
 
-Guarantees: what sequences share is laid out once, a shared picture is computed once, and every place of a picture is in the row
-that holds it.
+Guarantees: a prefix that sequences share is laid out once, a shared picture is computed once, and every place of a picture is
+in the row that holds it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,7 +50,7 @@ class Tree(NamedTuple):
 
 
 def in_order(branches: Sequence[Branch]) -> list[Branch]:
-    """Sort branches, so that those that share more are nearer to each other."""
+    """Sort branches, so that branches with longer common prefixes are nearer to each other."""
     if len(branches) < 2:
         return list(branches)
     # Big-endian, so that bytes sort as tokens do.
@@ -80,7 +80,7 @@ def _grow_one(branches: Sequence[Branch], max_tokens: int) -> tuple[Tree, int]:
     reach, position, path = (np.zeros(size, np.int64) for _ in range(3))
     ranges = np.arange(size)
     predecessors, ends, firsts = [], [], []
-    node = depth = 0  # nodes so far, and how many of `path` are those of the sequence before
+    node = depth = 0  # nodes so far, and how many nodes of `path` belong to the sequence before
     for branch, shared in taken:
         num = len(branch.tokens)
         stop = node + num - shared

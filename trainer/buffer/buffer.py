@@ -215,7 +215,7 @@ class Buffer:
         return blocks
 
     def lost(self, candidates: Iterable[Candidate]) -> list[tuple[Candidate, str]]:
-        """Those that can no longer be opened, with the reason. Blocks where a key has to be looked up."""
+        """Candidates that can no longer be decrypted, with the reason. Blocks where a key has to be looked up."""
         if self._find_seal is None:
             return []
         return [
@@ -271,7 +271,7 @@ class Buffer:
         return sum(candidate.num_experiences for candidate in self._candidates.get(lane, ()))
 
     def num_heard(self, lane: Lane) -> int:
-        """Experiences held in a lane, and those that were and have no use left."""
+        """Number of experiences held in a lane, plus former experiences of the lane without a use left."""
         return self.num_experiences(lane) + self._used_up.get(lane, 0)
 
     def num_bytes(self) -> int:

@@ -395,6 +395,6 @@ def _weights(chance_N: np.ndarray, stratum_N: np.ndarray, unit_N: np.ndarray, ta
     _, number_N = np.unique(stratum_N, return_inverse=True)
     expected_S = np.bincount(number_N, weights=unit_N * chance_N)
     even_S = expected_S / np.maximum(np.bincount(number_N, weights=unit_N), 1.0)
-    drawn = float(unit_N[taken].sum()) / max(float(expected_S.sum()), CLOSE)  # the loss divides by what was drawn
+    drawn = float(unit_N[taken].sum()) / max(float(expected_S.sum()), CLOSE)  # the loss divides by the drawn total
     weight_T: np.ndarray = even_S[number_N[taken]] / chance_N[taken] * drawn
     return weight_T

@@ -76,7 +76,7 @@ class Intake:
         return self.keep(message.offset, block_frame(message, block), block, record_digest(message))
 
     def keep(self, offset: int, frame: bytes, block: Block, digest: bytes) -> str:
-        """`take_block` for what an earlier process may have read."""
+        """`take_block` for a block that an earlier process may have read."""
         reason = self.buffer.add(offset, frame, block, digest)
         sequence = block.experiences[0].sequence
         if sequence >= self.floor:

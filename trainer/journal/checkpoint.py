@@ -311,7 +311,7 @@ class CheckpointTime(msgspec.Struct, frozen=True, order=True):
 
 
 def kept(marks: Iterable[CheckpointTime], *, newest: int, keep_ms: int, slots: int = SLOTS) -> set[CheckpointPlace]:
-    """Those that stay: never more than newest + slots + 2, of which the newest `newest` always.
+    """The checkpoints that stay: at most newest + slots + 2, always the newest `newest` among them.
 
     Spans begin at multiples of their length since the epoch, so that the first checkpoint of a span does not change later.
     """
@@ -341,9 +341,9 @@ def trim_below(manifests: Iterable[Manifest], stay: Collection[CheckpointPlace])
 def journal_begin(manifests: Iterable[Manifest], stay: Collection[CheckpointPlace], keep_ms: int) -> tuple[int, int]:
     """Offset of `batches` that the journal may begin with, and the token it must have; (0, -1) while all of it is needed.
 
-    The record before the first one that a kept checkpoint continues with, so that a reader from there on knows the lease
-    in force. All below was written before the horizon: so it is 0 until a checkpoint is older than that, whatever other
-    runs have written there.
+    It is the record before the first record that a kept checkpoint continues with, so that a reader from there on knows the
+    lease in force. All records below were written before the horizon: so the offset is 0 until a checkpoint is older than the
+    horizon, even if other runs have written there.
     """
     left = [manifest for manifest in manifests if manifest.place in stay]
     begins_ms = max((manifest.time_ms for manifest in left), default=0) - keep_ms
@@ -356,8 +356,8 @@ def journal_begin(manifests: Iterable[Manifest], stay: Collection[CheckpointPlac
 def uses_below(manifests: Iterable[Manifest], stay: Collection[CheckpointPlace], keep_ms: int) -> int:
     """Offset of `buffer` below which everything was delivered before the horizon, so that nothing brings it again.
 
-    Collect knows an answer no longer than the horizon, and what a restart reads again is either held or lies above. 0 while
-    no checkpoint is older than the horizon: what the first one had read may still be delivered again.
+    Collect knows an answer no longer than the horizon, and a record that a restart reads again is held or lies above. 0 while
+    no checkpoint is older than the horizon: records that the first checkpoint had read may still be delivered again.
     """
     left = [manifest for manifest in manifests if manifest.place in stay]
     begins_ms = max((manifest.time_ms for manifest in left), default=0) - keep_ms

@@ -1,7 +1,7 @@
 """The origin of a run's bits besides its journal: code, libraries, device, threads, settings.
 
-Each checkpoint records it, so that a replay can say what differs here and what can still be promised. The code is every source
-file that may decide the weights of a journaled batch: headrace's, and the files next to the plugins that train.
+Each checkpoint records it, so that a replay can name the differences and the guarantees that still hold. The code is every
+source file that may decide the weights of a journaled batch: headrace's, and the files next to the plugins that train.
 """
 
 import functools
@@ -31,7 +31,7 @@ def config_hash(config: TrainerConfig, floor: Floor, chain: Sequence[Step] = ())
     """Hash of the settings that shape a step, so that the journal shows where they changed."""
     steps = [[step.stamp, repr(option_defaults(step.function))] for step in chain]
     pacing = msgspec.to_builtins(floor.pacing)
-    del pacing["groups_in_flight"]  # of what is issued, and no step depends on that
+    del pacing["groups_in_flight"]  # limits issued groups, and no step depends on it
     shaping = {"trainer": msgspec.to_builtins(config), "pacing": pacing, "batch": steps}
     return hashlib.sha256(msgspec.json.encode(shaping, order="deterministic")).hexdigest()[:16]
 

@@ -72,7 +72,7 @@ async def _written(log: Log, store: Store, lease: Lease, found: Checkpoint, vers
         journal_token=lease.token,
         settled=0,
     )
-    # Groups are numbered from 0 again: what was trained under such a name is another one.
+    # Groups are numbered from 0 again: a group trained under such a name is another group.
     state = msgspec.structs.replace(found, position=position, uses=Uses(), references=())
     index = None
     if isinstance(learner, StoredState):

@@ -95,7 +95,7 @@ def dense_mask(reach_BT: torch.Tensor) -> torch.Tensor:
 
 
 def take_tree(module: Any) -> bool:
-    """Let a transformers model call `tree_attention`; calls without a tree compute what they did, if that was SDPA.
+    """Let a transformers model call `tree_attention`; calls without a tree compute the same as before, if that was SDPA.
 
     True if its layers do call it.
     """

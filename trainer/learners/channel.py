@@ -1,4 +1,4 @@
-"""Bytes between the ranks of a learner, over gloo and never pickled; with one process every call returns what it is given."""
+"""Bytes between the ranks of a learner, over gloo and never pickled; with one process every call returns its own bytes."""
 
 from collections.abc import Iterable
 from datetime import timedelta
@@ -63,7 +63,7 @@ class Channel:
             distributed.all_reduce(value)
 
     def answer(self) -> None:
-        """Meet all ranks. RuntimeError on rank 0 names those that did not answer in time."""
+        """Wait for all ranks. RuntimeError on rank 0 names the ranks that did not answer in time."""
         limit = timedelta(seconds=self.timeout_s)
         distributed.monitored_barrier(self._group, timeout=limit, wait_all_ranks=True)
 

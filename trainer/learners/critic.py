@@ -124,7 +124,7 @@ class ValueModel:
 
 
 class CriticEngine(Protocol):
-    """A value model and what trains it, in one process or on each rank. Calls are collective.
+    """A value model with its optimizer, in one process or on each rank. Calls are collective.
 
     collective: a backward of every microbatch is needed, also of one without chosen tokens.
     """
@@ -207,7 +207,7 @@ class Values:
         lanes = [LANES.index(lane) for lane, objective in objectives.items() if objective.critic]
         self._chosen = [[np.isin(rows.lane_N, lanes) for rows in part.mine] for part in parts]
         self._estimates, self._counts = estimate(critic, parts, self._chosen)
-        # As the lanes' denominators: a token weighs the same whichever minibatch it falls into.
+        # Like the lanes' denominators: a token weighs the same in every minibatch.
         self._num_tokens = sum(self._counts) / len(parts)
         self._losses: list[float] = []
         self._pending = False

@@ -121,7 +121,7 @@ class DeepSpeedLearner:
             try:
                 self._obey(order)
             except (StoreError, ValueError) as error:
-                if order.name not in ("verify", "load"):  # what rank 0 knows of as well
+                if order.name not in ("verify", "load"):  # rank 0 raises the errors of these two as well
                     raise
                 logger.warning("%s: %s", order.name, error)
         self._end()
@@ -215,7 +215,7 @@ class DeepSpeedLearner:
         return found | {PHASE: Kind("U8", ())} | find_layout(self._adapter_state)
 
     def _call(self, order: Order, given: Any = None) -> Any:
-        """Do an order on all ranks. given: what rank 0 alone has for it."""
+        """Do an order on all ranks. given: its argument, which rank 0 alone has."""
         if self.rank:
             raise ValueError(f"rank {self.rank}: got a call of {order.name}, expected follow(): only rank 0 is called")
         with self._orders.lock:

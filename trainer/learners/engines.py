@@ -1,7 +1,7 @@
 """DeepSpeed: its settings, and the engines of a learner with a model in each: policy, frozen reference, critic.
 
 At stage 3 each rank reads the whole model into the host's memory once, and keeps its shards on its device, one tensor after
-the other. Guarantee: the weights are those that one process loads, to the bit.
+the other. Guarantee: the weights equal the weights that one process loads, to the bit.
 """
 
 import functools
@@ -266,8 +266,8 @@ class Engines:
 
 
 def _let_go_in_forward(layer: torch.nn.Module) -> None:
-    """Have a linear layer remember its weight by itself between forward and backward: torch's own remembers a view, by which
-    what ZeRO 3 gathered would stay until the backward, and with it a whole model on every rank.
+    """Have a linear layer remember its weight itself between forward and backward: torch's own layer remembers a view, which
+    would keep the weight that ZeRO 3 gathered until the backward, and so a whole model on every rank.
     """
     if type(layer) is not torch.nn.Linear or "forward" in vars(layer):  # the head computes in its own way
         return

@@ -71,7 +71,7 @@ class PackedModel:
             self.find_reading()
 
     def find_reading(self) -> None:
-        """Find by what the model's rows are read: see `trainer.learners.opening`. Raises ConfigError."""
+        """Find the paths that read the model's rows, see `trainer.learners.opening`. Raises ConfigError."""
         self._family = find_abilities(self.module, self._folder, self._head.num_tokens, self._logprobs_by)
 
     def adapt(self, adapter: Adapter | None, *, with_reference: bool = False) -> None:
@@ -128,7 +128,7 @@ class PackedModel:
         return logprobs
 
     def states(self, rows: Microbatch) -> torch.Tensor:
-        """The last hidden state of every position, [B*T, D]; what is not read may be anything."""
+        """The last hidden state of every position, [B*T, D]; the state of a position that nothing reads may be anything."""
         path = reading_path(self.device.type, rows.tokens_BT.shape[1], self._family)
         return self._states(rows, row_path(rows.reach_BT, path, self._family))
 
@@ -172,7 +172,7 @@ class PackedModel:
         return torch.cat(states)[self._tensor(where)]
 
     def _side_by_side(self, group: Paths) -> torch.Tensor:
-        """The states of a group's tokens, [P, D]: no sequence sees what is beside it, nor the padding after it."""
+        """The states of a group's tokens, [P, D]: no sequence attends to its neighbours, nor to the padding after it."""
         inputs = dict(model_inputs(self.module, self._tensor(group.tokens_GL), group.places_P, group.pixels_I3HW))
         return self._hidden(inputs)[self._tensor(group.cell_P)]
 

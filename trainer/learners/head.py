@@ -2,8 +2,8 @@
 
 Guarantees: sums over the width of the model and over the vocabulary are float32; of the logits no more are held at once than
 allowed, and of a head in half precision neither a float32 copy nor a float32 gradient. In the backward of such a head the
-slopes of the logits are rounded to its precision before they are multiplied. Float32 heads compute by the model's own linear
-layer, bit for bit what they always did.
+slopes of the logits are rounded to its precision before they are multiplied. Float32 heads compute the model's own linear
+layer, to the same bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ class Head:
         self.softcap = softcap
         self._max_logits = max_logits
         self.total: Callable[[], torch.Tensor] | None = None
-        self._layer.forward = self._forward  # called as the module it is: what gathers its weights, hooks there
+        self._layer.forward = self._forward  # called as a module, since hooks of that call gather its weights
 
     @property
     def num_tokens(self) -> int:

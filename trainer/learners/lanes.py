@@ -1,8 +1,8 @@
-"""The lanes of one microbatch: each token's loss under its lane's objective, summed, and what was observed.
+"""The lanes of one microbatch: each token's loss under its lane's objective, summed, and the observations.
 
-Guarantee: every lane is divided by its tokens (sequences, pairs: what its loss is a mean over) in the whole step, so any
-cut into microbatches gives one gradient. A step of m minibatches divides each of them by an m-th of that: a token weighs
-m times what it weighs in one step, whichever minibatch it falls into, and so does a lane in their sum.
+Guarantee: every lane is divided by its number of tokens (sequences or pairs, if its loss is a mean over them) in the whole
+step, so any cut into microbatches gives one gradient. A step of m minibatches divides each of them by an m-th of that number:
+in any minibatch a token weighs m times its weight in one step, and so does a lane in their sum.
 """
 
 import math
@@ -27,7 +27,7 @@ class StepContext(msgspec.Struct, frozen=True, kw_only=True):
 
     objectives: by lane. denominators: of each lane, global: see `denominators`. num_tokens: sampled ones of each lane, global.
     version: policy version before the batch. exact: the weights are that version's. staleness_decay: λ of λ^staleness, 1 is
-    off. bounds: what losses measured over the whole step, and a lane's mean gain where its loss has a teacher.
+    off. bounds: by lane, the loss's bound over the whole step, or the lane's mean gain where its loss has a teacher.
     """
 
     objectives: Mapping[Lane, Objective]

@@ -1,8 +1,8 @@
 """The learner: holds the model and the optimizer, turns one packed batch into one optimizer step.
 
 Guarantees (one contract, every learner): a step whose loss or gradient is not finite changes nothing and says so;
-`save` then `restore` continues to the same bits in one process on one model of CPU; `tensors` are exactly what the forward
-uses.
+`save` then `restore` continues to the same bits in one process on one model of CPU; `tensors` are exactly the weights that
+the forward uses.
 """
 
 import sys
@@ -54,7 +54,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
 class Learner(Protocol):
     """One trainable policy. Not thread-safe; calls block for as long as they compute.
 
-    adapter: what `tensors` and the state are an adapter of, None for the whole model; it never changes.
+    adapter: the adapter that `tensors` and the state hold, None for the whole model; it never changes.
     """
 
     adapter: Adapter | None
@@ -67,7 +67,7 @@ class Learner(Protocol):
     ) -> StepStats:
         """Forward, backward and one optimizer step (m minibatch steps where a loss asks for them).
 
-        seed: of everything random in the step. max_grad_norm: before clipping; a larger one is as one that is not finite.
+        seed: of everything random in the step. max_grad_norm: before clipping; a larger norm counts as not finite.
         ValueError for an empty batch, a lane without an objective, or tokens without an importance ratio under a loss that
         forms one: nothing is changed then either.
         """
@@ -91,7 +91,7 @@ class Learner(Protocol):
         """Weights, optimizer state and phase: everything `restore` needs."""
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from `save`; ValueError names what does not fit, and nothing is changed then."""
+        """Continue from `save`; ValueError names a tensor or adapter that does not fit, and nothing is changed then."""
 
     def close(self) -> None:
         """Release all resources and end the other ranks; the last call."""
@@ -104,7 +104,7 @@ class Ranks(Protocol):
     rank: int
 
     def follow(self, store: Store) -> None:
-        """Do what rank 0 says until it closes. Blocks. store: where states lie, the same as rank 0's."""
+        """Execute the orders of rank 0 until it closes. Blocks. store: where states lie, the same as rank 0's."""
 
     def snapshot(self, store: Store, folder: str) -> Snapshot:
         """Copy the state to host memory, each rank its own pieces. folder: where the snapshot will be written."""

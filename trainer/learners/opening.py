@@ -1,8 +1,8 @@
 """Find how the rows of a model are read, once when it is opened, by comparing with the model's own logits.
 
 Guarantees: a model that would compute other logprobs of packed rows than of each sequence alone is read sequence by
-sequence; one that neither reading gives its own logprobs is refused by name. Differences are measured against what a
-leak between two sequences would make, so that the rounding of bfloat16 in deep models refuses none, and a leak is found
+sequence; a model whose own logprobs neither reading gives is refused by name. Differences are measured against the difference
+that a leak between two sequences would make, so that the rounding of bfloat16 in deep models refuses none, and a leak is found
 in small ones.
 """
 
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 SHARED = (5, 6, 7, 8, 9, 10)
 TAILS = ((11, 12, 13, 5, 7, 9, 11), (8, 5, 12, 6, 10, 7, 13))
-# Of what a leak makes, and least: how far two readings of one sequence may differ.
+# How far two readings of one sequence may differ: share of the difference that a leak makes, and least distance.
 TOLERANCES = {torch.float32: (0.01, 1e-5)}
 HALF = (0.25, 0.02)
-# What a forward raises that takes no such mask.
+# Errors of a forward that does not take such a mask.
 UNABLE = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
 
 

@@ -63,7 +63,7 @@ class Orders:
         self._channel.broadcast(msgspec.msgpack.encode(order))
 
     def next(self) -> Order:
-        """The others: what to do next. Heartbeats are answered here."""
+        """On the other ranks: wait for the next order and return it. Answers heartbeats."""
         while True:
             order = msgspec.msgpack.decode(self._channel.broadcast(None), type=Order)
             if order.name != "heartbeat":

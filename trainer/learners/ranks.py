@@ -4,8 +4,8 @@
     another one done      rank 0 asked it to, and is about to end; it has as long as a stop may take
     anyone dead           the group cannot go on (its next collective would never return): all are killed
 
-Guarantee: when the group has ended, nothing is left of it. Rank 0 alone touches the log; what it had journaled and
-checkpointed is where the next group continues. A supervisor restarts the role (`headrace up`, a container's policy).
+Guarantee: when the group has ended, no process of it is left. Rank 0 alone touches the log; the next group
+continues from its journal and checkpoints. A supervisor restarts the role (`headrace up`, a container's policy).
 
 torchrun does not replace this on one machine: it leaves its ranks behind when it is killed, and waits without a limit for a
 rank that stays when rank 0 is done. Over several machines torchrun starts the ranks.

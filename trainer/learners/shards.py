@@ -1,7 +1,7 @@
 """A rank's share of the state of a DeepSpeed engine at any ZeRO stage: weights, moments, a reference.
 
 Stage 0 keeps everything on every rank in a plain optimizer; stages 1 and 2 shard the optimizer, stage 3 the weights too. A
-rank reads and writes its own flat ranges in place; nothing is gathered but what is published, one tensor at a time.
+rank reads and writes its own flat ranges in place; ranks gather tensors only to publish them, one tensor at a time.
 `engine` and `deepspeed` come from the one module that may import the library.
 """
 
@@ -108,7 +108,7 @@ class Shards:
 
     @torch.no_grad()
     def keep(self) -> Callable[[], None]:
-        """A copy of what this rank holds; returns what puts it back, on all ranks together."""
+        """Copy this rank's state; returns a function that puts it back, on all ranks together."""
         held = [*self._fragments(moments=True, whole=True)]
         copies, num_steps = [fragment.values.clone() for fragment in held], self._num_steps
 
@@ -212,7 +212,7 @@ class Shards:
                 gradient.fill_(math.nan)
 
     def _fragments(self, *, moments: bool, whole: bool = False) -> Iterator[Fragment]:
-        """This rank's fragments. whole: also those that other ranks hold as well, and save."""
+        """This rank's fragments. whole: also fragments that other ranks hold as well, and save."""
         for name, value in self._named:
             for fragment in self._held(f"{self._prefix}{name}", value, None):
                 yield from self._shared(fragment, whole=whole or self.stage > 0)

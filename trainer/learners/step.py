@@ -29,7 +29,7 @@ from trainer.losses.offpolicy import effective_share, ess_learning_rate
 
 
 class StepEngine(Protocol):
-    """A policy and what trains it, in one process or on each rank. Calls are collective.
+    """A policy with its optimizer, in one process or on each rank. Calls are collective.
 
     model: reads rows. stage: of ZeRO; a reference of stage 3 computes on all ranks or on none.
     """
@@ -67,7 +67,7 @@ class StepEngine(Protocol):
         """Make the reference `decay` of itself and the rest the policy."""
 
     def keep(self) -> Callable[[], None]:
-        """Copy the state; returns what restores the copy."""
+        """Copy the state; returns a function that restores the copy."""
 
 
 def minibatches(objectives: Mapping[Lane, Objective], batch: PackedBatch, seed: int) -> list[PackedBatch]:

@@ -109,7 +109,7 @@ class TorchLearner:
         return self._saved(from_torch)
 
     def held(self) -> dict[str, Tensor] | None:
-        """What `save` copies, without a copy, until the next step; None on a GPU."""
+        """The state of `save` without a copy, until the next step; None on a GPU."""
         return self._saved(in_place) if self.model.device.type == "cpu" else None
 
     def _saved(self, taken: Callable[[torch.Tensor], Tensor]) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ async def restore_learner(run: Learning, state: Checkpoint) -> None:
 
 
 def check_kept(state: Checkpoint, adapter: Adapter | None) -> None:
-    """Raise ConfigError where [trainer.lora] or the model beneath it is not what the checkpoint was made with."""
+    """Raise ConfigError where the checkpoint was made with another [trainer.lora] or another model beneath it."""
     if (held := state_adapter(state.learner)) != adapter:
         raise ConfigError(
             f"trainer.lora: the checkpoint of step {state.position.step} is of {described(held)}, the settings ask for "

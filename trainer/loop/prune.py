@@ -18,9 +18,9 @@ _OBJECT = re.compile(r"(\d+)/(?:anchors|deltas)/(?:\d+-)?(\d+)/")
 
 
 def remove_unfinished(store: Store, policy: str, *, before: int) -> int:
-    """Remove what trainers of leases before this token began to publish and never finished; how many objects went.
+    """Remove unfinished versions of trainers with leases before this token; returns the number of removed objects.
 
-    No manifest names these objects, and none will: what such a trainer still sends counts for nothing.
+    No manifest names these objects, and none will: events that such a trainer still sends do not count.
     """
     folder = f"policies/{policy}/"
     manifests, objects = _listed(store, folder)
@@ -32,10 +32,10 @@ def remove_unfinished(store: Store, policy: str, *, before: int) -> int:
 
 
 def prune(store: Store, policy: str, *, oldest: int, needed: Collection[int] = ()) -> int:
-    """Remove every version older than what `oldest` is rebuilt from; how many objects went. needed: older versions that stay,
-    with all that they are rebuilt from.
+    """Remove every version older than the versions that `oldest` is rebuilt from; returns the number of removed objects.
 
-    A follower that holds a removed version continues from a version that is whole in the store.
+    needed: older versions that stay, with all versions that they are rebuilt from. A follower that holds a removed version
+    continues from a version that is whole in the store.
     """
     folder = f"policies/{policy}/"
     manifests, objects = _listed(store, folder)

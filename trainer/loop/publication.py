@@ -36,7 +36,7 @@ KNOWN_VERSIONS = 256  # newest versions with their events in memory
 
 
 class WeightPublisher:
-    """One trainer's way to the `policies` topic. events: what was published before, by version, from the first on that may be
+    """One trainer's way to the `policies` topic. events: of published versions, by version, from the first on that may be
     published again; after a publication, only the newest KNOWN_VERSIONS, and every lower number counts as used. past: the fold
     of the topic so far; its follower continues it. adapter: settings that all versions share, None for whole models.
     """
@@ -146,8 +146,8 @@ class WeightPublisher:
         return max((version for version, event in found.items() if event.event == "published"), default=-1)
 
     def prune(self, oldest: int) -> int:
-        """Remove older versions from the store, but those that `oldest` and the channels' versions are rebuilt from; how many
-        objects went. Blocking. The first time, also what trainers before this one left unfinished. oldest: -1 for none.
+        """Remove older versions from the store, but keep the chains of `oldest` and of the channels' versions; returns the
+        number of removed objects. Blocking. The first call also removes unfinished versions of old leases. oldest: -1 for none.
         """
         unfinished = 0
         if not self._tidied:

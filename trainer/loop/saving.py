@@ -1,4 +1,4 @@
-"""Writing a checkpoint: a snapshot, its upload, a record in the journal, then the removal of what the horizon no longer needs.
+"""Writing a checkpoint: snapshot, upload, record in the journal, then the removal of data that the horizon no longer needs.
 
 Order: snapshot (in host memory; the next step may begin) → state → Saved record (it counts) → manifest → older checkpoints →
 `buffer` and `batches` below all that stay → uses and policies of before the horizon. So a manifest belongs to a record that
@@ -102,7 +102,7 @@ async def store(run: Run, unwritten: Unwritten) -> None:
     )
     run.saving.saved_step = state.position.step
     await tidy(run)
-    await run.saving.in_thread(give_back_freed)  # copies of what was written lay between what stays
+    await run.saving.in_thread(give_back_freed)  # the written copies lay between blocks that stay
     run.report.add("checkpoints")
 
 
@@ -142,7 +142,7 @@ async def remove_old(run: Run, *, slots: int, replaced: int | None) -> None:
     if gone := run.supply.intake.buffer.forget_uses(uses_below(manifests, stay, keep_ms)):
         logger.info("uses forgotten groups=%d", gone)
     run.report.set("uses_remembered", len(run.supply.intake.buffer.uses))
-    # Executing journaled steps again compares what they give with what was published.
+    # Executing journaled steps again compares their weights with the published versions.
     oldest = min(manifest.position.version for manifest in manifests[-run.config.keep_checkpoints :])
     await run.saving.in_thread(run.publisher.prune, oldest if replaced is None else min(replaced, oldest))
 
@@ -152,7 +152,7 @@ def folders(run: Run) -> tuple[str, str]:
 
 
 def over_bound(run: Run) -> bool:
-    """True if versions and checkpoints, with those that come next, take more of a folder store than they may. Blocking."""
+    """True if versions and checkpoints, with the next of each, take more of a folder store than its bounds allow. Blocking."""
     usage = run.store.disk_usage()
     if usage is None or not run.floor.keep.store_gb:
         return False
@@ -174,7 +174,7 @@ def has_room(run: Run) -> bool:
 
 
 async def wait_for_room(run: Run) -> None:
-    """Remove what can go, and wait until the disk has room for the next checkpoint and version."""
+    """Remove data as `tidy` does, and wait until the disk has room for the next checkpoint and version."""
     if await run.saving.in_thread(has_room, run):
         return
     wait_s = FIRST_WAIT_S

@@ -31,8 +31,8 @@ Result = TypeVar("Result")
 class Learning:
     """A learner and its position: all that executing a journaled step takes, and nothing that could write.
 
-    floor: settings of every role. config: the trainer's. learner: that holds the model. report: counters of this process.
-    position: after what was executed last. image_inputs: what a model that takes pictures needs besides the log, None for text
+    floor: settings of every role. config: the trainer's. learner: holds the model. report: counters of this process.
+    position: after the step executed last. image_inputs: reads the pictures for a model that takes any, None for text
     alone. probe_sequences: token ids whose logprobs are compared between versions. executor: one thread for the learner, so
     that its CPU kernels keep their thread settings and the event loop keeps reading.
     """
@@ -113,11 +113,11 @@ class Saving:
 
 @dataclass(kw_only=True)
 class Run(Learning):
-    """One trainer. Its position changes only after what it says is confirmed.
+    """One trainer. Its position changes only after the facts in it are confirmed.
 
     log: of the app. store: of checkpoints and versions. lease: the right to write the journal. publisher: of versions. supply:
-    what waits to be trained. saving: how far checkpoints are. chain: what a drawn batch passes. published_probe: of the
-    version this process published last.
+    groups that wait to be trained. saving: how far checkpoints are. chain: processors of a drawn batch. published_probe: of
+    the version this process published last.
     """
 
     log: Log
@@ -134,7 +134,7 @@ class Run(Learning):
         return self.lease.run
 
     def settle(self, sequences: list[int]) -> None:
-        """Groups of these issue numbers are being trained: what was issued before them is waited for no longer."""
+        """Groups of these issue numbers are being trained: the trainer no longer waits for groups issued before them."""
         self.supply.intake.settle(sequences)
         self.advance(settled=max([self.position.settled, *(number + 1 for number in sequences)]))
 

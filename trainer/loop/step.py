@@ -94,8 +94,8 @@ async def execute(
 ) -> StepStats:
     """The optimizer step of a journaled batch (none where the batch chain left nothing); the position moves past it.
 
-    Resume and replay come through here too. max_grad_norm: a step with a larger one changes nothing; what the journal
-    calls trained is not asked again.
+    Resume and replay call it too. max_grad_norm: a step with a larger norm changes nothing; a batch that the journal calls
+    trained is not judged again.
     """
     if not items:
         run.advance(step=batch.step)
@@ -124,7 +124,7 @@ async def with_pictures(run: Learning, items: Sequence[TrainItem]) -> Sequence[T
 
 
 async def settle_verdict(run: Run, batch: Batch, stats: StepStats) -> None:
-    """Let the guard decide, then write and publish what is due."""
+    """Let the guard decide, then write the checkpoint and publish the version if they are due."""
     before, entropy, reward = run.position.guard, *condition(stats)
     raised = (*alarms(stats.values), *collapses(before, run.config.guard, entropy=entropy, reward=reward))
     for alarm in raised:
@@ -150,7 +150,7 @@ async def settle_verdict(run: Run, batch: Batch, stats: StepStats) -> None:
         await run.journal(Skip(run=run.name, token=run.lease.token, step=batch.step, reason=reason))
     if batch.phase == "train" and run.publication_due():
         with Stopwatch(run.report, "publish_wait_seconds"):
-            await run.saving.finished()  # the version before is out, and its probe is what this one is compared with
+            await run.saving.finished()  # the version before is out, and this version is compared with its probe
         weights = await run.in_thread(take_weights, run.learner)
         if reason := await fault(run, weights):
             await roll_back(run, batch, reason, newest=batch.step)
@@ -169,7 +169,7 @@ def mean_reward(items: Sequence[TrainItem]) -> float | None:
 
 
 def after(run: Learning, batch: Batch, stats: StepStats) -> GuardState:
-    """The guard's state after a step that changed the weights. The warm-up is no measure for what follows it."""
+    """The guard's state after a step that changed the weights. The warm-up is no measure for later steps."""
     if batch.phase == "warmup":
         return GuardState()
     entropy, reward = condition(stats)
@@ -185,8 +185,8 @@ async def fault(run: Run, weights: HashedTensors) -> str:
 
 
 async def write_and_publish_due(run: Run, weights: HashedTensors | None = None) -> None:
-    """Checkpoint before publication where both fall due, so that a version is never ahead of what a restart can reach; the
-    store gets both during the next steps.
+    """Checkpoint before publication where both fall due, so that a version is never ahead of the state that a restart can
+    reach; the store gets both during the next steps.
 
     weights: see `publish_now`.
     """
@@ -307,9 +307,9 @@ async def repeat(
     prepare: Prepare,
     begin_training: Callable[[], Awaitable[None]],
 ) -> AsyncGenerator[tuple[Pending | Rollback, StepStats | None], None]:
-    """Each entry after it was done, with what its step said where one was executed.
+    """Yield each entry after it was done, with the statistics of its step, None where no step was executed.
 
-    prepare: the items of a batch; asked for every batch in turn. begin_training: what ends the warm-up.
+    prepare: returns the items of a batch; called for every batch in turn. begin_training: ends the warm-up.
     """
     for entry in todo:
         if isinstance(entry, Rollback):

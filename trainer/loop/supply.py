@@ -25,9 +25,9 @@ QUIET_S = 2.0  # time without arrivals after which groups missing at the end of 
 class Supply:
     """The groups that wait to be trained, and the lanes' settings for drawing them.
 
-    config: the trainer's. pacing: how far training may lag behind. intake: what came of the log. seed: of the draws.
+    config: the trainer's. pacing: how far training may lag behind. intake: records read from the log. seed: of the draws.
     objectives: of the lanes, opened at the start. given_up: issue number to when it was first waited for, by the clock of the
-    intake. published_s: when this process took what it published last, by the same clock.
+    intake. published_s: when this process took the weights that it published last, by the same clock.
     """
 
     config: TrainerConfig
@@ -144,9 +144,9 @@ def split_fit(supply: Supply, lane: Lane, pool: Pool) -> tuple[Pool, list[tuple[
 
 
 def lane_share(config: LaneConfig, paced: LaneConfig) -> float:
-    """Sequences of a lane per sequence of the paced one: as many as its loss weighs, so that both are as noisy.
+    """Sequences of a lane per sequence of the paced lane: its share, or the ratio of the weights, so that both are as noisy.
 
-    A paced lane that weighs nothing counts as what is left of 1.
+    A paced lane without weight counts with the rest, 1 - the lane's weight, or with 1 where no rest is left.
     """
     return config.share or config.weight / (paced.weight or max(0.0, 1.0 - config.weight) or 1.0)
 

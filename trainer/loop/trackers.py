@@ -1,8 +1,8 @@
 """Experiment trackers next to TensorBoard: Weights & Biases, MLflow and trackio, each with a package and variables of its own.
 
 Guarantees: figures of steps and evaluations go out, no text and no weights; a tracker never holds up a step, since a thread
-of its own opens and writes it. While it is away MAX_WAITING points wait; what is beyond, and what it refuses, is counted, and
-one line says why.
+of its own opens and writes it. While it is away MAX_WAITING points wait; further points and refused points are counted as lost,
+and one line says why.
 """
 
 import contextlib
@@ -98,7 +98,7 @@ class Tracker:
             self._lost.inc()
 
     def close(self, limit_s: float = CLOSE_S) -> None:
-        """Write what waits, for a while."""
+        """Write the waiting points, for a limited time."""
         with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=limit_s)
         self._thread.join(limit_s)

@@ -49,7 +49,7 @@ async def next_draw(run: Run, stop: asyncio.Event) -> Draw | None:
 
 
 async def while_paused(run: Run, stop: asyncio.Event) -> None:
-    """Wait until an operator lets learning go on, or until asked to stop; what arrives meanwhile is kept."""
+    """Wait until an operator lets learning go on, or until asked to stop; records that arrive meanwhile are kept."""
     state, run.report.state = run.report.state, "paused"
     logger.info("paused step=%d", run.position.step)
     while run.supply.intake.paused and not stop.is_set() and not must_forget(run):
@@ -127,9 +127,9 @@ async def readable(run: Run, draw: Draw) -> Draw:
 
 
 async def admitted(run: Run, draw: Draw) -> Draw:
-    """The draw without what cannot be shown or has diverged; `wait` where nothing, or nothing of the paced lane, is left.
+    """The draw without unreadable or diverged groups; `wait` where no group, or no group of the paced lane, is left.
 
-    A newer revision may take an answer's place in the buffer while this waits: then the newer one is drawn another time.
+    A newer revision may take an answer's place in the buffer while this waits: then the newer revision is drawn another time.
     """
     draw = still_held(run, await readable(run, still_held(run, draw)))
     bounds = {lane: config.max_mean_abs_log_ratio for lane, config in run.config.lanes.items()}
@@ -152,7 +152,7 @@ async def admitted(run: Run, draw: Draw) -> Draw:
 
 
 def still_held(run: Run, draw: Draw) -> Draw:
-    """The draw without what a newer revision has replaced since; `wait` where nothing is left to train on."""
+    """The draw without groups that a newer revision has replaced since; `wait` where no group is left to train on."""
     taken = tuple(candidate for candidate in draw.taken if run.supply.intake.buffer.holds(candidate))
     return msgspec.structs.replace(draw, taken=taken, wait=draw.wait or not taken)
 

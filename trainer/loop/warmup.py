@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 async def warm_up(run: Run, stop: asyncio.Event) -> None:
-    """Run the warm-up to its end, from wherever the journal left it."""
+    """Run the warm-up to its end, from the step where the journal left it."""
     warmup = run.config.warmup
     if warmup is not None:
         run.report.state = "waiting for demonstrations"

@@ -1,7 +1,7 @@
-"""Objectives: a loss is a plain function of what was sampled, `loss(inputs, *, options) -> LossOutput`, loaded by name.
+"""Objectives: a loss is a plain function of sampled tokens, `loss(inputs, *, options) -> LossOutput`, loaded by name.
 
 Guarantees: no loss forms an importance ratio from a logprob that is not the policy's own; the value a lane adds is
-weight · Σ loss / (what the loss is a mean over: sampled tokens, sequences or pairs of the lane in the whole step),
+weight · Σ loss / (number of sampled tokens, sequences or pairs, as the loss asks, of the lane in the whole step),
 however the step was cut into microbatches and ranks. The MIX of lanes, (1-m)·L_RL(usual) + m·L_SFT(expert), is that sum
 with lane weights 1-m and m.
 
@@ -108,8 +108,8 @@ class Objective(msgspec.Struct, frozen=True):
 
     function: the loss. weight: multiplies the lane's mean. minibatches: optimizer steps per batch it asks for. proximal: ""
     (none), "recompute" (a forward before the first of them) or "log-linear" (made inside the loss). ratio, reference, mean,
-    teacher, critic, advantage: see Needs. bound: that of Needs with its options, None without one. kl, entropy: of the lane,
-    whatever its loss.
+    teacher, critic, advantage: see Needs. bound: the function of Needs with its options, or None. kl, entropy: of the lane,
+    for any loss.
     """
 
     function: Callable[[LossInputs], LossOutput]
@@ -150,7 +150,7 @@ def needs(
 def open_objective(lane: LaneConfig, where: str = "trainer.lanes") -> Objective:
     """The objective a lane names: a built-in loss or `module:name`. Raises ConfigError.
 
-    The mark (`needs`) of a loss, and the options that the mark names, say what it needs of the learner.
+    The mark (`needs`) of a loss, and the options that the mark names, state its requirements on the learner.
     """
     use = loss_use(lane.loss)
     if ":" not in use:
@@ -210,7 +210,7 @@ def lane_loss(
 
 
 def _with_options(bound: Bound | None, settings: dict[str, Any]) -> Callable[[np.ndarray, np.ndarray], float] | None:
-    """The function with those of the loss's options that it names."""
+    """The function, bound to the loss's options that it names."""
     if bound is None:
         return None
     named = {name: settings[name] for name in option_defaults(bound)}
@@ -224,7 +224,7 @@ KL_CAP = 5.0
 class Penalty(NamedTuple):
     """The penalties of a lane over N tokens.
 
-    loss: what it adds to the step's loss. kl, entropy: [N], as measured, without gradient; None where not asked for.
+    loss: the term it adds to the step's loss. kl, entropy: [N], as measured, without gradient; None where not asked for.
     """
 
     loss: torch.Tensor

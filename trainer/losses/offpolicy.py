@@ -88,9 +88,9 @@ def reference_k3(logprob: torch.Tensor, reference: torch.Tensor, weight: torch.T
     """w·k3(π_ref/π_θ), w = π_θ/μ: of samples of μ an unbiased estimate of KL(π_θ‖π_ref), and so is its gradient.
 
     DeepSeek-V3.2, arXiv 2512.02556 eq. 7. Without w, the gradient of k3 itself is that of KL(π_ref‖π_θ)
-    even on-policy, and its slope 1 - π_ref/π_θ has no bound; with w and its derivative it is w·log(π_θ/π_ref), which is
-    what is used here, so that a truncated w leaves a pull in the same direction. The states are those μ came to: only the
-    token is reweighted, not what led to it.
+    even on-policy, and its slope 1 - π_ref/π_θ has no bound; with w and its derivative it is w·log(π_θ/π_ref). This
+    function has the latter slope, so that a truncated w leaves a pull in the same direction. The states are sampled from μ: w
+    reweights the token alone, not its prefix.
     """
     distance = (logprob - reference).detach()
     return weight.detach() * (k3(-distance) + distance * (logprob - logprob.detach()))

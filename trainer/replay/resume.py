@@ -144,7 +144,7 @@ async def execute_again(run: Run, todo: list[Pending | Rollback]) -> None:
 
 
 async def count_and_read(run: Run, entry: Pending) -> list[TrainItem]:
-    """The items of a journaled batch; its groups are used, whatever became of its step, and the master gets its report."""
+    """The items of a journaled batch; its groups count as used in every fate of its step; the master gets its report."""
     used = (*entry.batch.items, *entry.batch.dropped)
     found = await read_blocks(run.log, {item.offset for item in used})
     await tell_drawn(run, entry.batch)
@@ -156,7 +156,7 @@ async def count_and_read(run: Run, entry: Pending) -> list[TrainItem]:
     items = journaled_items(entry.batch, found)
     kept = [item for item in items if not item.experience.lost]
     if len(kept) < len(items):
-        # What was published from the step on differs now, so that it gets new numbers.
+        # The versions from this step on differ from the published versions now, so that they get new numbers.
         logger.warning("resuming without what was forgotten step=%d items=%d", entry.batch.step, len(items) - len(kept))
         run.report.add("dropped", len(items) - len(kept), reason=FORGOTTEN)
     return kept
