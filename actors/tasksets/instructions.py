@@ -26,7 +26,7 @@ from schemas import Message, Task
 TRAIN, DEV, HELD_OUT, VALIDATION = "train", "dev", "held-out", "validation"
 UNSEEN_SHARE = 0.4
 SIZES = (0.25, 0.45, 0.30)  # shares of prompts with one, two and three instructions
-TRAIN_SIZES = (0.05, 0.30, 0.65)  # answers to one instruction soon score the same: such a group teaches nothing
+TRAIN_SIZES = (0.10, 0.45, 0.45)  # answers to one instruction soon score the same: such a group teaches nothing
 
 KINDS = ("word", "max_words", "sentences", "lower_case", "no_commas", "ending", "start", "bullets", "quotes", "json")
 SHOWN = ("sentences", "lower_case", "ending", "bullets", "quotes", "json")
