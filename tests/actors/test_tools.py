@@ -276,7 +276,7 @@ async def test_a_tool_of_a_server_is_described_and_called_as_our_own_are(transpo
         async with closing(McpServer(url=url)) if url else stdio_server() as server:
             tools = await server.tools()
             assert [tool.name for tool in tools] == ALL
-            assert tools[0].description == "What so many pieces cost."
+            assert tools[0].description == "Price of this many pieces."
             assert tools[0].parameters["required"] == ["item"]
             assert await asked(server, "price", item="chair", pieces=2) == ToolResult("10")
             wrong = await asked(server, "price", item="chair", pieces="two")
