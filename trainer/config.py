@@ -156,15 +156,13 @@ class LoraConfig(Section, frozen=True):
 
 
 class Schedule(Section, frozen=True):
-    """[trainer.schedule]: learning rate after the warm-up: a linear rise, constant, a linear decay, then constant.
+    """[trainer.schedule]: learning rate after the warm-up: constant, then a linear decay, then constant.
 
-    Example: Schedule(rise_steps=10, hold_steps=100, decay_steps=100, final=0.1)
+    Example: Schedule(hold_steps=100, decay_steps=100, final=0.1)
     """
 
-    rise_steps: NonNegative = 0
-    """Steps over which the rate rises linearly, by equal parts, to the rate of the schedule. 0 for no rise."""
     hold_steps: NonNegative = 0
-    """Steps before the decay."""
+    """Steps at the full learning rate."""
     decay_steps: Positive = 100
     """Steps of the linear decay."""
     final: Share = 1.0
