@@ -89,7 +89,7 @@ def is_metadata(host: str) -> bool:
     """True if a host is a link-local address, however it is spelled, or a cloud's metadata service."""
     if host.lower() in METADATA:
         return True
-    for read in (ipaddress.ip_address, socket.inet_aton):  # 2852039166, 0xa9fea9fe and 169.254.43518 are addresses too
+    for read in (str, socket.inet_aton):  # 2852039166, 0xa9fea9fe and 169.254.43518 are addresses too
         with suppress(ValueError, OSError):
             address = ipaddress.ip_address(read(host.partition("%")[0]))
             address = getattr(address, "ipv4_mapped", None) or address
