@@ -84,7 +84,7 @@ BUDGETS = {
     "streams": 8_565,
     "actors": 15_229,
     "actors/master/gate": 723,
-    "trainer": 10_800,
+    "trainer": 10_797,
     "tests": 53_897,
     "tests/bench": 3_969,
 }
