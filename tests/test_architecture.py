@@ -82,10 +82,10 @@ BUDGETS = {
     "infra/cli/console": 1_738,
     "infra/cli/demo": 1_182,
     "streams": 8_565,
-    "actors": 15_238,
+    "actors": 15_229,
     "actors/master/gate": 723,
-    "trainer": 10_788,
-    "tests": 53_911,
+    "trainer": 10_797,
+    "tests": 53_897,
     "tests/bench": 3_969,
 }
 MAX_PRODUCT_FILES, MAX_TEST_FILES = 352, 280

@@ -12,9 +12,7 @@ learned from the score. The same seed gives the same rows.
 """
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 from random import Random
@@ -105,24 +103,12 @@ HELD_OUT_ENDINGS = (
 )  # fmt: skip
 
 
-CLOSERS = (
-    "Everyone knows that.", "One could say more about it.", "That makes it special.", "Ask anyone you meet.",
-    "I think about it often.", "You can learn a lot from it.", "My sister knows all about it.", "It is good to know.",
+SAID = (
+    "Many people like {}.", "I often think about {}.", "There is a lot to say about {}.", "My day begins with {}.",
+    "Nothing is quite like {}.", "We talked about {} for an hour.", "A story about {} never gets old.",
+    "You can learn a lot from {}.", "Some songs are about {}.", "My sister knows everything about {}.", "I like {}.",
+    "Look at {}.", "Think of {}.", "{} is nice.", "Everyone knows {}.", "We all need {}.",
 )  # fmt: skip
-
-
-@cache
-def sentences() -> Mapping[str, str]:
-    """Two sentences about each of TOPICS."""
-    lines = (Path(__file__).parent / "sentences.txt").read_text("utf-8").splitlines()
-    return dict(line.split(": ", 1) for line in lines)
-
-
-@cache
-def _vocabulary() -> Sequence[str]:
-    """Words that prompts for training ask for."""
-    said = re.findall("[a-z]{3,}", " ".join(sentences().values()).lower())
-    return sorted({*f"{WORDS} {STARTS} {TOPICS}".split(), *said})
 
 
 def instructions(*, seed: int = 0, num_train: int = 3000, num_dev: int = 64, num_held_out: int = 200) -> Iterator[Task]:
@@ -187,7 +173,7 @@ def instruction(kind: str, random: Random, *, fresh: bool, taken: str) -> tuple[
 
     match kind:
         case "word":
-            word = pick(" ".join(_vocabulary()), HELD_OUT_WORDS)
+            word = pick(WORDS + TOPICS, HELD_OUT_WORDS)
             return word, random.choice((f'Include the word "{word}".', f'Use the word "{word}".'))
         case "max_words":
             most = random.randint(8, 15)
@@ -218,7 +204,7 @@ def instruction(kind: str, random: Random, *, fresh: bool, taken: str) -> tuple[
 
 def _ending(random: Random) -> str:
     """One of ENDINGS or, twice as often, two or three words that seldom follow each other: a model learns to copy them."""
-    words = " ".join(random.sample(_vocabulary(), random.randint(2, 3)))
+    words = " ".join(random.sample((WORDS + STARTS + TOPICS).split(), random.randint(2, 3)))
     return random.choice((random.choice(ENDINGS), words, words))
 
 
@@ -239,8 +225,8 @@ def demonstrations(*, seed: int = 0, num_train: int = 360, num_validation: int =
 
 def _said(topic: str, random: Random, *, always_lower: bool = False) -> list[str]:
     """Three sentences; three times in ten in lower case."""
-    own = [f"{sentence.rstrip('.')}." for sentence in sentences()[topic].split(". ")]
-    said = [*random.sample(own, 2), random.choice(CLOSERS)]
+    said = [sentence.format(topic) for sentence in random.sample(SAID, 3)]
+    said = [f"{sentence[0].upper()}{sentence[1:]}" for sentence in said]
     if always_lower or random.random() < 0.3:
         said = [sentence.lower() for sentence in said]
     return said

@@ -161,7 +161,7 @@ def test_a_block_of_any_other_lane_is_trained_whatever_its_age() -> None:
 
 FALLING = TrainerConfig(
     learning_rate=2.0,
-    schedule=Schedule(rise_steps=4, hold_steps=10, decay_steps=20, final=0.1),
+    schedule=Schedule(hold_steps=10, decay_steps=20, final=0.1),
     warmup=WarmupConfig(learning_rate=5.0),
 )
 
@@ -169,7 +169,7 @@ FALLING = TrainerConfig(
 @pytest.mark.parametrize(
     ("steps_done", "rate"),
     # 20 is half way down: 2 * (0.5 + 0.5 * 0.1)
-    [(0, 0.5), (2, 1.5), (3, 2.0), (10, 2.0), (20, 1.1), (30, 0.2), (1000, 0.2)],
+    [(0, 2.0), (10, 2.0), (20, 1.1), (30, 0.2), (1000, 0.2)],
 )
-def test_the_rate_rises_is_held_falls_on_a_line_and_is_held(steps_done: int, rate: float) -> None:
+def test_the_rate_is_held_then_falls_on_a_line_then_is_held(steps_done: int, rate: float) -> None:
     assert learning_rate_at(FALLING, "train", steps_done) == pytest.approx(rate)

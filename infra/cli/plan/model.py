@@ -139,7 +139,7 @@ def configured_adapter(settings: Settings) -> Adapter | None:
 
 def learner_plan(settings: Settings) -> LearnerPlan:
     """The learner's part of the settings. Raises ConfigError for a learner whose needs are unknown."""
-    from trainer.learners.lanes import reference_settings
+    from trainer.learners.lanes import reference_dtype
     from trainer.losses.loss import open_objectives
 
     config = settings.trainer
@@ -156,7 +156,7 @@ def learner_plan(settings: Settings) -> LearnerPlan:
         tokens=config.max_tokens_per_microbatch,
         recomputes=config.activation_checkpointing,
         offload=bool(options.get("offload", False)),
-        reference=WIDTH[reference_settings(config)["dtype"]] if compares else 0,
+        reference=WIDTH[reference_dtype(config)] if compares else 0,
         critic=config.critic is not None,
     )
 
