@@ -104,7 +104,7 @@ HELD_OUT_ENDINGS = (
 
 
 SAID = (
-    "Many people like {}.", "I often think about {}.", "There is a lot to say about {}.", "My day begins with {}.",
+    "Many people like {}.", "I often think about {}.", "You can say a lot about {}.", "My day begins with {}.",
     "Nothing is quite like {}.", "We talked about {} for an hour.", "A story about {} never gets old.",
     "You can learn a lot from {}.", "Some songs are about {}.", "My sister knows everything about {}.", "I like {}.",
     "Look at {}.", "Think of {}.", "{} is nice.", "Everyone knows {}.", "We all need {}.",

@@ -1,6 +1,7 @@
 """Tasks and demonstrations: files, generators, and the loader."""
 
 import json
+import re
 from itertools import combinations
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import pytest
 from actors.tasksets.files import Broken, read_rows, tasks
 from actors.tasksets.instructions import (
     CONFLICTS,
+    HELD_OUT_KEYS,
+    HELD_OUT_STARTS,
+    HELD_OUT_TOPICS,
+    HELD_OUT_WORDS,
     KINDS,
     SHOWN,
     UNSEEN_PAIRS,
@@ -286,6 +291,13 @@ def test_held_out_prompts_have_topics_words_and_pairs_of_kinds_that_training_nev
 def test_every_kind_is_in_a_tenth_of_the_prompts_for_training() -> None:
     asked = [task.meta["kinds"].split("+") for task in instructions() if task.split == "train"]
     assert all(sum(kind in kinds for kinds in asked) >= 0.1 * len(asked) for kind in KINDS)
+
+
+def test_no_prompt_for_training_and_no_demonstration_has_a_word_that_is_held_out() -> None:
+    held_out = {*f"{HELD_OUT_TOPICS} {HELD_OUT_WORDS} {HELD_OUT_STARTS} {HELD_OUT_KEYS}".split()}
+    prompts = [task.messages[0].content for task in instructions() if task.split != "held-out"]
+    shown = [text for row in demonstrations() for text in (row.messages[0].content, row.response)]
+    assert not {word for text in (*prompts, *shown) for word in re.findall("[a-z]+", text.lower())} & held_out
 
 
 def test_demonstrations_follow_their_instructions_and_show_single_kinds() -> None:
