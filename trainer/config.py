@@ -203,8 +203,6 @@ class TrainerConfig(Section, frozen=True):
     schedule: Schedule = Schedule()
     gradient_clip: Above0 = 1.0
     """Maximum norm of the gradient."""
-    freeze_embeddings: bool = False
-    """Whether the embeddings and the output matrix keep the weights of `policy.model`."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Coefficients β₁ and β₂ of AdamW."""
     weight_decay: AtLeast0 = 0.0

@@ -29,7 +29,7 @@ SIZES = (0.25, 0.45, 0.30)  # shares of prompts with one, two and three instruct
 TRAIN_SIZES = (0.10, 0.45, 0.45)  # answers to one instruction soon score the same: such a group teaches nothing
 
 KINDS = ("word", "max_words", "sentences", "lower_case", "no_commas", "ending", "start", "bullets", "quotes", "json")
-SHOWN = ("word", "sentences", "lower_case", "ending", "start", "bullets", "quotes", "json")
+SHOWN = ("sentences", "lower_case", "ending", "bullets", "quotes", "json")
 CONFLICTS = frozenset(
     frozenset(pair)
     for pair in (
@@ -241,10 +241,6 @@ def _shown(kind: str, argument: Any, topic: str, random: Random) -> str:
             return " ".join(said[:argument])
         case "lower_case":
             return some
-        case "word":
-            return f"{said[0]} {_said(argument, random)[0]}"
-        case "start":
-            return f"{argument.capitalize()}: {some[0].lower()}{some[1:]}"
         case "ending":
             return f"{said[0].rstrip('.')}, {argument}."
         case "bullets":

@@ -34,8 +34,6 @@ def run(asked: dict[str, Any]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(asked["model"], padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32)
     config = msgspec.convert(asked["trainer"], TrainerConfig)
-    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-        layer.requires_grad_(not config.freeze_embeddings)
     tasks = [msgspec.json.decode(line, type=Task) for line in Path(asked["tasks"]).read_bytes().splitlines()]
     rows = [
         {"prompt": msgspec.to_builtins(task.messages), "answer": task.answer, "split": task.split} for task in tasks

@@ -29,7 +29,7 @@ from trainer.batch.batch import Microbatch, PackedBatch, count_lanes, count_sequ
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.attention import Path as ReadingPath
 from trainer.learners.forward import PackedModel
-from trainer.learners.head import LinearLogprobs
+from trainer.learners.head import Head, LinearLogprobs
 from trainer.learners.torch import TorchLearner
 
 CPU, CUDA = "cpu", "cuda"
@@ -121,9 +121,13 @@ def head_apart(device: str, scale: CheckScale, dtype: torch.dtype, softcap: floa
     target_N = torch.randint(0, scale.vocabulary, (num_N,)).to(device)
     temperature_N = (0.5 + torch.rand(num_N)).to(device)
     slopes = torch.randn(2, num_N).to(device)
-    found = torch.stack(LinearLogprobs.apply(hidden, weight, bias, target_N, temperature_N, softcap, size))
-    (found * slopes).sum().backward()
-    given = (hidden, weight, bias)
+    head = Head(torch.nn.Linear(1, 1), softcap=softcap, max_logits=1)
+    found = torch.stack(LinearLogprobs.apply(hidden, weight, bias, target_N, temperature_N, head, size))
+    (found * slopes).sum().backward(retain_graph=True)
+    given, total = (hidden, weight, bias), torch.zeros_like(weight, dtype=torch.float32)
+    head.total = lambda: total
+    assert torch.autograd.grad((found * slopes).sum(), weight, allow_unused=True) == (None,)
+    assert torch.equal(total.to(dtype), weight.grad)
     exact = [value.detach().double().requires_grad_() for value in given]
     logits = torch.nn.functional.linear(*exact)
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits

@@ -58,7 +58,6 @@ CONFIGS = {
     "bound": config(LANES | {"usual": LaneConfig(loss="m2po", weight=0.9)}),
     "reference": config(REFERENCE, reference_decay=0.9),
     "penalty": config(PENALTY, reference_decay=0.9),
-    "frozen": config(REFERENCE, freeze_embeddings=True, dtype="bfloat16"),
     "bfloat16": config(dtype="bfloat16"),
     "refused": config(),
     "refused minibatch": config(DECOUPLED),

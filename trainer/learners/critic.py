@@ -163,10 +163,9 @@ class Critic:
 
     @torch.no_grad()
     def begin_as(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Take over the weights that a policy trains, by its names; the head stays."""
-        body = dict(self._model.packed.module.named_parameters())
-        for name, weight in weights.items():
-            body[name].copy_(weight)
+        """Take over a policy's body, by its names; the head stays."""
+        for name, value in self._model.packed.module.named_parameters():
+            value.copy_(weights[name])
 
     def all_values(self, rows: Microbatch) -> torch.Tensor:
         return self._model.all_values(rows)

@@ -22,7 +22,7 @@ from trainer.config import CriticConfig, TrainerConfig
 from trainer.learners.channel import Channel
 from trainer.learners.critic import ValueModel
 from trainer.learners.forward import PackedModel, ReferenceAdapter, open_reference, policy_settings
-from trainer.learners.lanes import reference_settings
+from trainer.learners.lanes import reference_dtype
 from trainer.learners.shards import Shards
 
 
@@ -128,10 +128,9 @@ class RankCritic:
 
     @torch.no_grad()
     def begin_as(self, policy: Shards) -> None:
-        """Take over the weights that a policy trains; the head stays. Collective; one weight at a time is whole."""
-        body = dict(self._model.packed.module.named_parameters())
-        for name, _ in policy.named:
-            self.shards.take(f"critic/{name}", body[name], policy.whole(name))
+        """Take over a policy's body; the head stays. Collective; one weight at a time is whole."""
+        for name, value in self._model.packed.module.named_parameters():
+            self.shards.take(f"critic/{name}", value, policy.whole(name))
         self.shards.use()
 
     def all_values(self, rows: Microbatch) -> torch.Tensor:
@@ -207,12 +206,12 @@ class Engines:
         """Open the reference: a second adapter of the policy's, or a model, whole on every rank below stage 3, sharded
         there.
         """
-        opening = reference_settings(self._config)
+        dtype = reference_dtype(self._config)
         settings = {
             "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "steps_per_print": 10**9,
-            "bf16": {"enabled": opening["dtype"] == "bfloat16"},
+            "bf16": {"enabled": dtype == "bfloat16"},
         }  # fmt: skip
-        opened = open_reference(policy.packed, functools.partial(self._packed, settings, **opening))
+        opened = open_reference(policy.packed, functools.partial(self._packed, settings, dtype=dtype))
         named = list(opened.trained.items())
         if isinstance(opened, ReferenceAdapter):
             return Opened(policy.packed, opened.through(policy.run), named)

@@ -36,8 +36,8 @@ class PackedModel:
     """A causal language model and how its sampled tokens are read. device: where it runs.
 
     max_logits: held at once; beyond it the head runs in pieces that are computed again in the backward.
-    activation_checkpointing: so do the layers. freeze_embeddings: neither they nor the output matrix train. module: the
-    folder's model; it is read only after `find_reading`.
+    activation_checkpointing: so do the layers. module: the folder's model; it is read only
+    after `find_reading`.
     """
 
     def __init__(
@@ -48,7 +48,6 @@ class PackedModel:
         device: str,
         max_logits: int = MAX_LOGITS,
         activation_checkpointing: bool = False,
-        freeze_embeddings: bool = False,
         module: Any = None,
     ) -> None:
         self.module: Any = module
@@ -58,9 +57,6 @@ class PackedModel:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
             self.module.train()  # transformers recomputes in training mode only; the model has no dropout to turn on
             _refuse_dropout(self.module, folder)
-        if freeze_embeddings:
-            for layer in (self.module.get_input_embeddings(), self.module.get_output_embeddings()):
-                layer.requires_grad_(False)
         self.device = torch.device(device)
         self._body = getattr(self.module, self.module.base_model_prefix)
         cap = getattr(self.module.config.get_text_config(), "final_logit_softcapping", None)
@@ -87,9 +83,20 @@ class PackedModel:
     @property
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """The parameters that the optimizer moves, by the model's own names, or the adapter's by published ones."""
-        if self.adapter is not None:
-            return adapter_parameters(self.module)
-        return {name: value for name, value in self.module.named_parameters() if value.requires_grad}
+        return dict(self.module.named_parameters()) if self.adapter is None else adapter_parameters(self.module)
+
+    def sum_gradient(self, value: torch.nn.Parameter, total: Callable[[], torch.Tensor]) -> None:
+        """Sum a parameter's gradients in float32. total: the sum, asked for in a backward.
+
+        The head adds to the sum itself, and on a CPU an embedding hands over the rows of its tokens alone: a gradient as
+        large as the vocabulary takes new memory at every microbatch.
+        """
+        embedding = self.module.get_input_embeddings()
+        if value is embedding.weight and isinstance(embedding, torch.nn.Embedding):
+            embedding.sparse = self.device.type == "cpu"
+        if value is self.module.get_output_embeddings().weight:
+            self._head.total = total
+        value.register_post_accumulate_grad_hook(functools.partial(_add_gradient, total))  # type: ignore[no-untyped-call]
 
     @property
     def reading(self) -> str:
@@ -173,9 +180,16 @@ class PackedModel:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
+def _add_gradient(total: Callable[[], torch.Tensor], value: torch.nn.Parameter) -> None:
+    if value.grad is not None and value.grad.is_sparse:
+        total().index_add_(0, value.grad._indices()[0], value.grad._values().float())
+    elif value.grad is not None:
+        total().add_(value.grad)
+    value.grad = None
+
+
 def policy_settings(config: TrainerConfig) -> dict[str, Any]:
-    taken = ("dtype", "activation_checkpointing", "freeze_embeddings")
-    return {name: getattr(config, name) for name in taken}
+    return {"dtype": config.dtype, "activation_checkpointing": config.activation_checkpointing}
 
 
 def _refuse_dropout(module: torch.nn.Module, folder: str) -> None:

@@ -17,12 +17,16 @@ ARRAYS = 3  # as large as a slice's logits, held while its gradient is computed
 
 
 class Head:
-    """The output layer of a model. softcap: of the logits, 0 for none (Gemma). max_logits: held at once."""
+    """The output layer of a model. softcap: of the logits, 0 for none (Gemma). max_logits: held at once.
+
+    total: a float32 sum [V, D] that takes the weight's gradient in half precision; None: a backward returns it.
+    """
 
     def __init__(self, layer: Any, *, softcap: float, max_logits: int) -> None:
         self._layer = layer
-        self._softcap = softcap
+        self.softcap = softcap
         self._max_logits = max_logits
+        self.total: Callable[[], torch.Tensor] | None = None
         self._layer.forward = self._forward  # called as a module, since hooks of that call gather its weights
 
     @property
@@ -73,8 +77,8 @@ class Head:
 
     def _logits(self, hidden_ND: torch.Tensor, temperature_N: torch.Tensor) -> torch.Tensor:
         logits_NV: torch.Tensor = self._layer(hidden_ND)
-        if self._softcap:
-            logits_NV = self._softcap * torch.tanh(logits_NV / self._softcap)
+        if self.softcap:
+            logits_NV = self.softcap * torch.tanh(logits_NV / self.softcap)
         if not temperature_N.is_cuda and bool((temperature_N == 1).all()):
             return logits_NV  # as the division would, to the bit; a GPU would have to be waited for
         scaled: torch.Tensor = logits_NV / temperature_N[:, None]
@@ -97,7 +101,7 @@ class Head:
         if target_N is not None:
             size = self._max_logits // (ARRAYS * max(1, len(hidden)))
             size = max(1, min(size, self.num_tokens if hidden.is_cuda else CPU_SLICE))
-            return LinearLogprobs.apply(hidden, weight_VD, bias_V, target_N, temperature_N, self._softcap, size)  # type: ignore[no-untyped-call]
+            return LinearLogprobs.apply(hidden, weight_VD, bias_V, target_N, temperature_N, self, size)  # type: ignore[no-untyped-call]
         if weight_VD.dtype != torch.float32:
             return product(hidden.flatten(0, -2), weight_VD, bias_V).reshape(*hidden.shape[:-1], -1)
         return torch.nn.functional.linear(hidden.float(), weight_VD, bias_V)
@@ -120,14 +124,14 @@ class LinearLogprobs(torch.autograd.Function):
         bias_V: torch.Tensor | None,
         target_N: torch.Tensor,
         temperature_N: torch.Tensor,
-        softcap: float,
+        head: Head,
         size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies. size: of a slice of the vocabulary."""
+        """Log-probabilities and entropies. head: its soft cap and `total` count. size: of a slice of the vocabulary."""
         chosen_N, sum_N, moment_N = torch.zeros((3, len(hidden_ND)), dtype=torch.float32, device=hidden_ND.device)
         largest_N = torch.full_like(sum_N, torch.finfo(torch.float32).min)
         for part in _slices(len(weight_VD), size):
-            logit_NS = _scaled(hidden_ND, weight_VD, bias_V, part, temperature_N, softcap)
+            logit_NS = _scaled(hidden_ND, weight_VD, bias_V, part, temperature_N, head.softcap)
             at_N1, is_here_N1 = _find(target_N, part)
             chosen_N += torch.where(is_here_N1, logit_NS.gather(1, at_N1), 0.0).squeeze(1)
             shift_N = largest_N - (largest_N := torch.maximum(largest_N, logit_NS.amax(-1)))
@@ -139,31 +143,34 @@ class LinearLogprobs(torch.autograd.Function):
         log_sum_N = sum_N.log()
         entropy_N, total_N = log_sum_N - moment_N / sum_N, largest_N + log_sum_N
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N, total_N)
-        ctx.softcap, ctx.size = softcap, size
+        ctx.head, ctx.size = head, size
         return chosen_N - total_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of hidden states, weight and bias; each is summed in float32 and rounded once."""
+        """Gradients of hidden states, weight and bias; each is summed in float32 and, where it is returned, rounded once."""
         hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N, total_N = ctx.saved_tensors
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         hidden_grad = torch.zeros_like(hidden_ND, dtype=torch.float32) if to_hidden else None
-        weight_grad = torch.empty_like(weight_VD) if to_weight else None
+        weight_grad = None
+        if to_weight:
+            weight_grad = torch.zeros_like(weight_VD) if ctx.head.total is None else ctx.head.total()
         bias_grad = torch.empty_like(bias_V) if to_bias else None
         for part in _slices(len(weight_VD), ctx.size):
-            logit_NS = _scaled(hidden_ND, weight_VD, bias_V, part, temperature_N, ctx.softcap)
+            logit_NS = _scaled(hidden_ND, weight_VD, bias_V, part, temperature_N, ctx.head.softcap)
             slope_NS = _slopes(logit_NS, total_N, entropy_N, *_find(target_N, part), *gradients)
             slope_NS /= temperature_N[:, None]
-            if ctx.softcap:
-                slope_NS *= 1 - (logit_NS * temperature_N[:, None] / ctx.softcap).square()
+            if ctx.head.softcap:
+                slope_NS *= 1 - (logit_NS * temperature_N[:, None] / ctx.head.softcap).square()
             if hidden_grad is not None:
                 hidden_grad += _matmul(slope_NS, weight_VD[part])
             if weight_grad is not None:
-                weight_grad[part] = _matmul(slope_NS.T, hidden_ND)
+                weight_grad[part] += _matmul(slope_NS.T, hidden_ND)
             if bias_grad is not None:
                 bias_grad[part] = slope_NS.sum(0)
         return (
-            None if hidden_grad is None else hidden_grad.to(hidden_ND.dtype), weight_grad, bias_grad,
+            None if hidden_grad is None else hidden_grad.to(hidden_ND.dtype),
+            weight_grad if ctx.head.total is None else None, bias_grad,
             None, None, None, None,
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ in any minibatch a token weighs m times its weight in one step, and so does a la
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -82,10 +82,9 @@ def phase_objectives(objectives: Mapping[Lane, Objective], phase: Phase) -> Mapp
     return {lane: msgspec.structs.replace(objective, weight=1.0) for lane, objective in objectives.items()}
 
 
-def reference_settings(config: TrainerConfig) -> dict[str, Any]:
-    """Settings of the reference's model. Small steps of a moving reference would be lost in bfloat16."""
-    dtype = config.dtype if config.reference_decay == 1.0 else "float32"
-    return {"dtype": dtype, "freeze_embeddings": config.freeze_embeddings}
+def reference_dtype(config: TrainerConfig) -> str:
+    """Dtype of the reference: the policy's, but a reference that moves in small steps would not move at all in bfloat16."""
+    return config.dtype if config.reference_decay == 1.0 else "float32"
 
 
 def looks_ahead(objective: Objective) -> bool:

@@ -59,7 +59,7 @@ class Shards:
         self._deepspeed = deepspeed
         self._engine = engine
         self._prefix = prefix
-        self.named = list(named)
+        self._named = list(named)
         self._reference = list(reference)
         self.stage = stage
         self._rank, self._world = distributed.get_rank(), distributed.get_world_size()
@@ -72,7 +72,7 @@ class Shards:
     @torch.no_grad()
     def forget(self) -> None:
         """An optimizer as new."""
-        for _, value in self.named:
+        for _, value in self._named:
             for key in MOMENTS:
                 for fragment in self._held("", value, key):
                     fragment.values.zero_()
@@ -83,8 +83,8 @@ class Shards:
         found: dict[str, Kind] = {}
         moments = self._num_steps > 0
         if of is not None:
-            moments = any(f"adam/step/{name}" in of for name, _ in self.named)
-        for name, value in self.named:
+            moments = any(f"adam/step/{name}" in of for name, _ in self._named)
+        for name, value in self._named:
             found[f"{self._prefix}{name}"] = Kind("F32", _shape(value))
             if moments:
                 found |= {f"adam/{key}/{name}": Kind("F32", _shape(value)) for key in MOMENTS}
@@ -103,7 +103,7 @@ class Shards:
             found.append(Piece(fragment.name, fragment.start * fragment.values.element_size(), memoryview(values)))
         if self._num_steps and not self._rank:
             step = torch.tensor(float(self._num_steps)).numpy().tobytes()
-            found += [Piece(f"adam/step/{name}", 0, step) for name, _ in self.named]
+            found += [Piece(f"adam/step/{name}", 0, step) for name, _ in self._named]
         return found
 
     @torch.no_grad()
@@ -128,14 +128,14 @@ class Shards:
         for fragment in self._fragments(moments=True, whole=True):
             held.setdefault(fragment.name, []).append(fragment)
         step = 0.0
-        steps = {f"adam/step/{name}" for name, _ in self.named}
+        steps = {f"adam/step/{name}" for name, _ in self._named}
         for name in names:
             source = find_source(name)
             if name in steps and not step:
                 step = float(torch.frombuffer(source.read(0, 4), dtype=torch.float32))
             for fragment in held.get(name, ()):
                 _fill(fragment, source)
-        if any(f"{self._prefix}{name}" in names for name, _ in self.named):
+        if any(f"{self._prefix}{name}" in names for name, _ in self._named):
             self._set_num_steps(int(step))
             if not step:
                 self.forget()
@@ -148,7 +148,7 @@ class Shards:
     @torch.no_grad()
     def move_reference(self, decay: float) -> None:
         """The reference as `decay` of itself and the rest the policy; at stage 3 each rank moves its own shards."""
-        for (_, reference), (_, value) in zip(self._reference, self.named, strict=bool(self._reference)):
+        for (_, reference), (_, value) in zip(self._reference, self._named, strict=bool(self._reference)):
             there, here = (reference, value) if self.stage < 3 else (reference.ds_tensor.data, value.ds_tensor.data)
             there.lerp_(here.to(there.dtype), 1.0 - decay)
         self._let_go_of_reference()
@@ -163,7 +163,7 @@ class Shards:
         """Over all ranks, after the last backward of a step and before `engine.step`; not finite where the gradient is not."""
         zero = self._engine.optimizer
         if not self.stage:
-            norms = [value.grad.float().norm() for _, value in self.named if value.grad is not None]
+            norms = [value.grad.float().norm() for _, value in self._named if value.grad is not None]
             return float(torch.stack(norms).norm())
         if self.stage < 3:
             zero._wait_for_offload_copies()
@@ -174,7 +174,7 @@ class Shards:
 
     def whole(self, name: str) -> torch.Tensor:
         """A trained weight in float32, on every rank. Collective."""
-        value = dict(self.named)[name]
+        value = dict(self._named)[name]
         found = value if not self.stage else self._deepspeed.utils.safe_get_full_fp32_param(value)
         whole: torch.Tensor = found.detach()
         return whole
@@ -213,7 +213,7 @@ class Shards:
 
     def _fragments(self, *, moments: bool, whole: bool = False) -> Iterator[Fragment]:
         """This rank's fragments. whole: also fragments that other ranks hold as well, and save."""
-        for name, value in self.named:
+        for name, value in self._named:
             for fragment in self._held(f"{self._prefix}{name}", value, None):
                 yield from self._shared(fragment, whole=whole or self.stage > 0)
             for key in MOMENTS if moments else ():
@@ -289,7 +289,7 @@ class Shards:
         """An optimizer makes them at its first step, but a restore must find them."""
         zero = self._engine.optimizer
         if not self.stage:
-            for _, value in self.named:
+            for _, value in self._named:
                 moments = {key: torch.zeros_like(value) for key in MOMENTS}
                 zero.state[value] = moments | {"step": torch.zeros(())}
             return

@@ -21,7 +21,7 @@ from trainer.config import TrainerConfig
 from trainer.learners.channel import Channel
 from trainer.learners.critic import open_critic
 from trainer.learners.forward import PackedModel, compared, open_adapter, open_reference, policy_settings
-from trainer.learners.lanes import check_step, phase_objectives, reference_settings
+from trainer.learners.lanes import check_step, phase_objectives, reference_dtype
 from trainer.learners.learner import Phase, StepStats
 from trainer.learners.numerics import numerics
 from trainer.learners.step import log_distance, minibatches, miss, optimizer_step, per_sequence, whole_rows
@@ -49,7 +49,7 @@ class TorchLearner:
         self.model = PackedModel(model, device=device, **policy_settings(config))
         with_reference = compared(self._objectives)
         self.model.adapt(self.adapter, with_reference=with_reference)
-        again = functools.partial(PackedModel, model, device=device, **reference_settings(config))
+        again = functools.partial(PackedModel, model, dtype=reference_dtype(config), device=device)
         self._reference = open_reference(self.model, again) if with_reference else None
         self.compare = None if self._reference is None else self._reference.logprobs
         self.critic = open_critic(model, config, self._objectives, device=device)
@@ -57,8 +57,7 @@ class TorchLearner:
         self._masters = {name: _master(value) for name, value in self._parameters.items()}
         for name, value in self._parameters.items():
             if (master := self._masters[name]) is not value:
-                into_master = functools.partial(_sum_into, master, torch.empty_like(master))
-                value.register_post_accumulate_grad_hook(into_master)  # type: ignore[no-untyped-call]
+                self.model.sum_gradient(value, functools.partial(_total, master, torch.empty_like(master)))
         self._blocks = Blocks()
         self._phase: Phase = "train"
         self._optimizer = self._fresh_optimizer()
@@ -223,11 +222,8 @@ def _master(value: torch.nn.Parameter) -> torch.nn.Parameter:
     return value if value.dtype == torch.float32 else torch.nn.Parameter(value.detach().float())
 
 
-def _sum_into(master: torch.nn.Parameter, room: torch.Tensor, value: torch.Tensor) -> None:
-    """room: of the master's gradient at every step; the kernel would clear new pages each time."""
-    assert value.grad is not None
+def _total(master: torch.nn.Parameter, room: torch.Tensor) -> torch.Tensor:
+    """The master's gradient. room: of every step's; the kernel would clear new pages each time."""
     if master.grad is None:
-        master.grad = room.copy_(value.grad)
-    else:
-        master.grad += value.grad
-    value.grad = None
+        master.grad = room.zero_()
+    return master.grad

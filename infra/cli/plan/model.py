@@ -114,8 +114,7 @@ def plan_model(settings: Settings, machine: Machine) -> ModelPlan:
     """Compute the needs of the settings on such machines. Raises ConfigError."""
     if not settings.policy.model:
         raise ConfigError("policy.model: missing, expected the folder or name of a model")
-    frozen, adapter = settings.trainer.freeze_embeddings, configured_adapter(settings)
-    size, plan = model_size(settings.model_path, adapter, freeze_embeddings=frozen), learner_plan(settings)
+    size, plan = model_size(settings.model_path, configured_adapter(settings)), learner_plan(settings)
     gateway = settings.gateway.engine if settings.gateway is not None else None
     uses = {"explore": settings.engine} | ({"serve": gateway} if gateway is not None else {})
     uses = {role: use for role, use in uses.items() if use.use.endswith((":VllmEngine", ":TorchEngine"))}
@@ -140,7 +139,7 @@ def configured_adapter(settings: Settings) -> Adapter | None:
 
 def learner_plan(settings: Settings) -> LearnerPlan:
     """The learner's part of the settings. Raises ConfigError for a learner whose needs are unknown."""
-    from trainer.learners.lanes import reference_settings
+    from trainer.learners.lanes import reference_dtype
     from trainer.losses.loss import open_objectives
 
     config = settings.trainer
@@ -157,7 +156,7 @@ def learner_plan(settings: Settings) -> LearnerPlan:
         tokens=config.max_tokens_per_microbatch,
         recomputes=config.activation_checkpointing,
         offload=bool(options.get("offload", False)),
-        reference=WIDTH[reference_settings(config)["dtype"]] if compares else 0,
+        reference=WIDTH[reference_dtype(config)] if compares else 0,
         critic=config.critic is not None,
     )
 
@@ -182,7 +181,7 @@ def learner_state(size: ModelSize, plan: LearnerPlan) -> Needs:
         "masters": 4 * size.trained * divided if width < 4 or zero else 0,
         "gradients": 4 * size.trained / (plan.ranks if plan.stage > 1 else 1),
         "moments": 8 * size.trained * divided,
-        "reference": plan.reference * min(size.computed, size.published) * whole,
+        "reference": plan.reference * size.trained * whole,
     }
     if plan.critic:
         alone = msgspec.structs.replace(plan, dtype="float32", reference=0, critic=False)
@@ -225,7 +224,7 @@ def _engine_needs(size: ModelSize, use: Use, plan: LearnerPlan) -> Memory:
 def _store_needs(settings: Settings, size: ModelSize, plan: LearnerPlan, step_s: float) -> Needs:
     version = size.published * WIDTH[plan.dtype]
     # In float32 nearly every value changes in every step, and in an adapter's, so that every version is stored whole.
-    is_whole = plan.dtype == "float32" or size.published < size.computed  # an adapter
+    is_whole = plan.dtype == "float32" or size.frozen > 0
     delta = version if is_whole else version * (1 / ANCHOR_EVERY + DELTA_SHARE)
     saved = MOMENTS_AND_WEIGHT + (4 if plan.reference else 0) + (MOMENTS_AND_WEIGHT if plan.critic else 0)
     versions = duration_s(settings.keep.replay) / (step_s * settings.pacing.steps_per_version)
@@ -286,7 +285,9 @@ def _ranks(found: ModelPlan, machine: Machine) -> int:
 def model_table(settings: Settings, machine: Machine, found: ModelPlan) -> Table:
     size = found.size
     shown = Table(
-        title=f"{settings.policy.model}: {size.computed:,} weights, {size.trained:,} trained, {size.layers} layers (computed)",
+        title=f"{settings.policy.model}: {size.frozen or size.trained:,} parameters, {size.layers} layers"
+        + (f"; an adapter of {size.trained:,} is trained" if size.frozen else "")
+        + " (computed)",
         show_header=False,
     )
     parts = {f"learner, each of {found.plan.ranks} rank(s)": found.learner}

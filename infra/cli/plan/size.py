@@ -13,10 +13,10 @@ from infra.policies.policy import Adapter
 
 
 class ModelSize(msgspec.Struct, frozen=True):
-    """Numbers of elements. published: every tensor, tied ones under each name.
+    """Numbers of elements. trained: every parameter once, or the adapter's. published: every tensor, tied ones under each name.
 
-    trained: parameters that the optimizer moves, each once. frozen: the others. kv: keys and values of one token in all
-    layers. kept: values of one token that a forward keeps for the backward, one layer (rough). layers: count.
+    kv: keys and values of one token in all layers. kept: values of one token that a forward keeps for the
+    backward, one layer (rough). layers: count.
     """
 
     trained: int
@@ -35,10 +35,10 @@ class ModelSize(msgspec.Struct, frozen=True):
         return self.trained + self.frozen
 
 
-def model_size(folder: str | Path, adapter: Adapter | None = None, *, freeze_embeddings: bool = False) -> ModelSize:
+def model_size(folder: str | Path, adapter: Adapter | None = None) -> ModelSize:
     """Size of the model that a folder's config.json describes; nothing else of the folder is read. Raises ConfigError.
 
-    adapter: the part that is trained and published, None for the whole model. freeze_embeddings: as in [trainer].
+    adapter: the part that is trained and published, None for the whole model.
     """
     module: Any = meta_model(folder)
     shapes = {name: tuple(value.shape) for name, value in published(module, module.state_dict()).items()}
@@ -51,10 +51,8 @@ def model_size(folder: str | Path, adapter: Adapter | None = None, *, freeze_emb
     parameters = dict(module.named_parameters())
     layers = int(text.num_hidden_layers)
     whole, announced = sum(value.numel() for value in parameters.values()), sum(map(math.prod, shapes.values()))
-    embeddings = (module.get_input_embeddings(), module.get_output_embeddings()) if freeze_embeddings else ()
-    frozen = sum({layer.weight: layer.weight.numel() for layer in embeddings}.values()) if adapter is None else whole
     return ModelSize(
-        trained=whole - frozen if adapter is None else announced,
+        trained=whole if adapter is None else announced,
         published=announced,
         largest=max(value.numel() for value in parameters.values()),
         vocabulary=int(text.vocab_size),
@@ -62,7 +60,7 @@ def model_size(folder: str | Path, adapter: Adapter | None = None, *, freeze_emb
         kv=2 * layers * kv_heads * head_dim,
         kept=_kept(text, heads * head_dim, kv_heads * head_dim),
         layers=layers,
-        frozen=frozen,
+        frozen=0 if adapter is None else whole,
     )
 
 
