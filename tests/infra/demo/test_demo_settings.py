@@ -45,7 +45,7 @@ def test_an_engine_a_task_does_not_run_on_is_refused(tmp_path: Path) -> None:
 def test_what_set_says_stands_in_the_file_that_other_commands_read(task: DemoTask, tmp_path: Path) -> None:
     options = DemoOptions(directory=tmp_path / "plain", task=task.name)
     sets = [
-        "trainer.lanes.usual.weight=0.9", "trainer.lanes.new={loss=\"sft\", weight=0.1}", "trainer.lora.rank=8",
+        "trainer.lanes.usual.weight=0.8", "trainer.lanes.new={loss=\"sft\", weight=0.1}", "trainer.lora.rank=8",
         'trainer.lora.targets=["q_proj", "v_proj"]', "reward={blend={teacher=1.0}}", "score.0.name=form", "app=other",
         "verify.teacher.url=http://127.0.0.1:8101/v1", "verify.teacher.model=teacher", "collect.difficulty.on=false",
         'processor=[{use="mine:short", options={min_tokens=8}}]', "master.evals.0.tasks=16", "kafka.partitions=3",
