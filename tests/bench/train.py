@@ -33,7 +33,7 @@ from tests.bench.report import ROOT, Row, compared
 from tests.bench.start import awaited_log, beside, ended_gently
 
 BEGIN_S = 600.0
-ALONE = "trainer.lanes.expert.weight=0"  # GRPOTrainer takes no demonstrations
+ALONE = ["trainer.lanes.usual.weight=1", "trainer.lanes.expert.weight=0"]  # GRPOTrainer takes no demonstrations
 
 
 class Arrival(NamedTuple):
@@ -68,8 +68,8 @@ def run(
 async def headrace(folder: Path, seed: int, minutes: float, at: float) -> Arrival:
     """The demo by its score alone, timed from the version after its warm-up on, whose weights are written to `begin`."""
     place, log = folder / "run", folder / "demo.log"
-    settings = load_settings(write_settings(DemoOptions(directory=place, seed=seed, minutes=minutes, sets=[ALONE])), [])
-    options = ("--dir", str(place), "--seed", str(seed), "--minutes", str(minutes), "--set", ALONE)
+    settings = load_settings(write_settings(DemoOptions(directory=place, seed=seed, minutes=minutes, sets=ALONE)), [])
+    options = ("--dir", str(place), "--seed", str(seed), "--minutes", str(minutes), *(f"--set={x}" for x in ALONE))
     argv = [sys.executable, "-m", "infra.cli.main", "demo", "--json", *options]
     child = start_watched(argv, log=log, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'infra' / 'sdk'}"})
     begin, accuracy, spent = (0.0, 0.0), 0.0, (0.0, 0.0)
