@@ -38,7 +38,7 @@ from trainer.state import Index, StoredState, encode_index, open_state, whole_ha
 LIMIT_S = 300
 LANES = {"usual": LaneConfig(loss="grpo", weight=0.9), "expert": LaneConfig(loss="sft", weight=0.1)}
 DECOUPLED = LANES | {"usual": LaneConfig(loss="decoupled", weight=0.9)}
-REFERENCE = LANES | {"usual": LaneConfig(loss="grpo", options={"kl": 0.1})}
+REFERENCE = LANES | {"usual": LaneConfig(loss="grpo", kl=0.1)}
 PENALTY = {
     "usual": LaneConfig(loss="gspo", weight=0.9, kl=0.1, entropy=0.05),
     "expert": LaneConfig(loss="sft", weight=0.1, entropy=0.05),

@@ -164,7 +164,7 @@ GROUPS = ((3, 3), (2, 2), (1, 2), (0, 3), (2, 3), (3, 2), (1, 1))  # stage, rank
 @pytest.mark.parametrize(("what", "groups"), [("shards", GROUPS), ("shards critic", ((3, 2), (2, 1), (0, 3), (3, 1)))])
 def test_any_number_of_ranks_and_any_stage_restores_what_any_other_wrote(agree, model, tmp_path, what, groups):
     """Each group reads the state of the one before with an equal hash, steps, and writes its own pieces for the next."""
-    lanes = {"usual": LaneConfig(loss="grpo", options={"kl": 0.1}), "expert": LaneConfig(loss="sft", weight=0.1)}
+    lanes = {"usual": LaneConfig(loss="grpo", kl=0.1), "expert": LaneConfig(loss="sft", weight=0.1)}
     is_critic = what == "shards critic"
     config, items = (CRITIC, rewarded) if is_critic else (TrainerConfig(lanes=lanes, threads=1), random_items)
     alone = TorchLearner(model, config, device="cpu")

@@ -157,11 +157,11 @@ def test_the_clip_of_the_decoupled_loss_acts_from_the_second_minibatch_on(model,
 def test_the_reference_is_the_policy_at_the_start_of_its_phase_and_is_saved(model):
     batch = pack(near_uniform(0, advantage=0.0), max_tokens=1000)
     other = pack(near_uniform(1), max_tokens=1000)
-    learner = opened(model, "grpo", {"kl": 1.0})
+    learner = opened(model, kl=1.0)
     # k3 has its minimum where π_θ is the reference: no gradient there, some after a step away from it.
     assert learner.step(batch, learning_rate=1e-4, seed=0).grad_norm < 1e-6
     learner.step(other, learning_rate=1e-3, seed=1)
-    restored = opened(model, "grpo", {"kl": 1.0})
+    restored = opened(model, kl=1.0)
     restored.restore(learner.save())
     away = learner.step(batch, learning_rate=1e-9, seed=2).grad_norm
     assert away > 1e-3
@@ -364,7 +364,7 @@ def answers(seed: int, *, teacher: float | None = None) -> list[TrainItem]:
 
 
 def test_a_moving_reference_moves_also_where_its_steps_are_below_the_policys_precision(model):
-    learner = opened(model, "grpo", {"kl": 0.1}, reference_decay=0.999, dtype="bfloat16")
+    learner = opened(model, kl=0.1, reference_decay=0.999, dtype="bfloat16")
     before = to_numpy(learner.save()["reference/lm_head.weight"])
     learner.step(pack(answers(0), max_tokens=1000), learning_rate=1e-3, seed=0)
     moved = to_numpy(learner.save()["reference/lm_head.weight"]) != before
@@ -373,7 +373,7 @@ def test_a_moving_reference_moves_also_where_its_steps_are_below_the_policys_pre
 
 @pytest.mark.parametrize("decay", [0.75, 1.0, 0.0])
 def test_the_reference_follows_the_policy_as_slowly_as_asked(model, decay):
-    learner = opened(model, "grpo", {"kl": 0.1}, reference_decay=decay)
+    learner = opened(model, kl=0.1, reference_decay=decay)
     name, expected = "lm_head.weight", None
     for step in range(3):
         before = to_numpy(learner.save()[f"reference/{name}"])

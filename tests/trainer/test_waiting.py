@@ -131,7 +131,7 @@ def test_a_step_that_could_teach_nothing_is_not_made_and_what_it_would_have_used
 
 
 @pytest.mark.parametrize(
-    "lane", [LaneConfig(loss="sft", min_sequences=1), LaneConfig(loss="grpo", min_sequences=1, options={"kl": 0.1})]
+    "lane", [LaneConfig(loss="sft", min_sequences=1), LaneConfig(loss="grpo", min_sequences=1, kl=0.1)]
 )
 def test_a_loss_that_learns_without_advantages_trains_where_they_are_0(lane: LaneConfig) -> None:
     assert taken(decide(run_of(live(0, advantage=0.0), lanes={"live": lane}), now_s=0.0)) == ["l0.0"]

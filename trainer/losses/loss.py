@@ -26,7 +26,7 @@ from trainer.losses.offpolicy import reference_k3, required, truncated_weight
 NEEDS_ATTRIBUTE = "__headrace_needs__"
 
 Mean = Literal["tokens", "sequences", "pairs"]
-Asked = Literal["minibatches", "proximal", "kl"]
+Asked = Literal["minibatches", "proximal"]
 Bound = Callable[..., float]
 Marked = Callable[["Loss"], "Loss"]
 
@@ -90,7 +90,7 @@ class Needs(msgspec.Struct, frozen=True):
     True if it needs log π_ref. teacher: True if it needs log π_T. critic: True if it needs token advantages from a critic.
     bound: function of log w [M] and A [M] of the whole step, and of the loss's options that it names, to `LossInputs.bound`.
     advantage: True if it learns nothing from advantages of 0. asks: its options that the learner reads: minibatches, proximal
-    (see Objective), kl (above 0: a reference).
+    (see Objective).
     """
 
     ratio: bool = True
@@ -171,15 +171,13 @@ def open_objective(lane: LaneConfig, where: str = "trainer.lanes") -> Objective:
             f"{where}.options.minibatches: got {minibatches}, expected 2 or more with a recomputed proximal policy "
             "(with one step π_θ is still π_p, and no clip acts), 1 or more without"
         )
-    if lane.kl > 0 and float(settings.get("kl", 0.0)) > 0:
-        raise ConfigError(f"{where}: got kl and options.kl, expected one of them; both penalties would add up")
     return Objective(
         function=bound,
         weight=lane.weight,
         ratio=wanted.ratio,
         minibatches=minibatches,
         proximal=proximal,
-        reference=wanted.reference or lane.kl > 0 or float(settings.get("kl", 0.0)) > 0,
+        reference=wanted.reference or lane.kl > 0,
         mean=wanted.mean,
         teacher=wanted.teacher,
         critic=wanted.critic,

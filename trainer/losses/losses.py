@@ -16,11 +16,9 @@ from trainer.losses.offpolicy import (
     deal,
     divergence_mask,
     dual_clip,
-    k3,
     log_linear_proximal,
     means,
     required,
-    score_function_k1,
     shared,
     sums,
     surrogate_clips,
@@ -40,35 +38,23 @@ def reinforce(inputs: LossInputs) -> LossOutput:
     return LossOutput(-inputs.advantage * inputs.logprob)
 
 
-@needs(asks=("minibatches", "kl"))
+@needs(asks=("minibatches",))
 def grpo(
     inputs: LossInputs,
     *,
     low: float = 0.2,
     high: float = 0.2,
-    kl: float = 0.0,
-    estimator: Literal["k1", "k3"] = "k3",
     minibatches: int = 1,
     dual_clip_at: DualBound | None = None,
 ) -> LossOutput:
-    """-min(wA, clip(w, 1-low, 1+high)A) + kl·KL(π_θ, π_ref). arXiv 2402.03300 eq. 3 and 4.
+    """-min(wA, clip(w, 1-low, 1+high)A). arXiv 2402.03300 eq. 3; the lane's `kl` adds a KL term.
 
-    low: Distance below 1 to which the ratio has a gradient. high: Distance above 1 to which the ratio has a gradient. kl:
-    Coefficient of the KL to the reference model. 0 for none. The lane's own `kl` works with any loss and is unbiased: prefer
-    it. estimator: Estimator of the KL. "k3": differentiated as in eq. 4, which is not the gradient of this KL. "k1": enters as
-    a weight of log π_θ, because its own gradient has mean 0 (arXiv 2506.09477). minibatches: Optimizer steps per batch.
-    dual_clip_at: Bound of `dual_clip`, 3 in its paper. Default: none.
+    low: Distance below 1 to which the ratio has a gradient. high: Distance above 1 to which the ratio has a gradient.
+    minibatches: Optimizer steps per batch. dual_clip_at: Bound of `dual_clip`, 3 in its paper. Default: none.
     """
     log_weight = inputs.log_weight
     weight = log_weight.exp()
     loss = -dual_clip(clipped_surrogate(weight, inputs.advantage, low, high), inputs.advantage, dual_clip_at)
-    if kl > 0:
-        if inputs.reference is None:
-            raise ValueError("reference: got none, expected the reference model's logprobs where kl is above 0")
-        if estimator == "k3":
-            loss = loss + kl * k3(inputs.reference - inputs.logprob)
-        else:
-            loss = loss + kl * score_function_k1(inputs.logprob, inputs.reference, weight)
     return LossOutput(loss, surrogate_clips(weight.detach(), inputs.advantage, low, high, dual_clip_at))
 
 

@@ -78,12 +78,6 @@ def k3(log_weight: Values) -> Values:
     return np.asarray(np.expm1(log_weight) - log_weight)
 
 
-def score_function_k1(logprob: torch.Tensor, reference: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """sg(w·log(π_θ/π_ref))·log π_θ: its gradient is that of KL(π_θ‖π_ref), sampled from μ. arXiv 2506.09477."""
-    distance = (logprob - reference).detach()
-    return weight.detach() * distance * logprob
-
-
 def reference_k3(logprob: torch.Tensor, reference: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """w·k3(π_ref/π_θ), w = π_θ/μ: of samples of μ an unbiased estimate of KL(π_θ‖π_ref), and so is its gradient.
 
