@@ -209,8 +209,6 @@ class TrainerConfig(Section, frozen=True):
     """Weight decay of AdamW."""
     staleness_decay: Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0, at most 1")] = 1.0
     """Base λ of the weight λ^staleness of each token with a ratio. 1: off. Below 1: a bias towards fresh samples."""
-    scale_by_ess: bool = False
-    """Whether the trainer multiplies the learning rate by √(ESS/B), for smaller steps on stale batches."""
     reference_decay: Share = 1.0
     """Decay of the reference model (for `kl` and dpo) as a moving average of the policy, per step. 1: the reference is
     frozen."""

@@ -180,17 +180,6 @@ def test_a_checkpoint_on_the_cpu_takes_no_copy_of_the_state_and_no_later_step_re
     assert index_hash(taken.write()) == whole_hash(before) != whole_hash(held), "held is the state itself"
 
 
-def test_learning_rate_follows_the_effective_sample_size_when_asked(model):
-    batch = pack(near_uniform(0), max_tokens=1000)
-    scaled = opened(model, scale_by_ess=True)
-    share = scaled.step(batch, learning_rate=1e-3, seed=0).values["usual/ess"]
-    assert share < 0.99
-    plain = opened(model)
-    plain.step(batch, learning_rate=1e-3 * share**0.5, seed=0)
-    for name, tensor in plain.tensors().items():
-        assert np.allclose(to_numpy(tensor), to_numpy(scaled.tensors()[name]), atol=1e-7)
-
-
 def test_staleness_decay_is_a_weight_on_stale_tokens(model):
     items = near_uniform(0, versions=(5, 3))
     weighted = [

@@ -25,7 +25,6 @@ from trainer.learners.lanes import StepContext, bounds, compares, looks_ahead, m
 from trainer.learners.learner import StepStats
 from trainer.learners.orders import Rows, gather_observed
 from trainer.losses.loss import Objective
-from trainer.losses.offpolicy import effective_share, ess_learning_rate
 
 
 class StepEngine(Protocol):
@@ -113,7 +112,7 @@ def optimizer_step(
         loss, seen = _backward(engine, context, part, proximal[index] if proximal else None, advantages)
         sound = values is None or values.accumulate(index)
         ready_s = time.perf_counter()
-        applied, norm = engine.update(_rate(engine, learning_rate, seen), loss, max_grad_norm, sound=sound)
+        applied, norm = engine.update(learning_rate, loss, max_grad_norm, sound=sound)
         if values is not None:
             values.finish(applied=applied)
         if not applied:
@@ -233,15 +232,3 @@ def _reference(engine: StepEngine, context: StepContext, rows: Microbatch) -> to
         return None
     found = engine.compare(rows)
     return found if mine else None
-
-
-def _rate(engine: StepEngine, learning_rate: float, observed: Sequence[Observed]) -> float:
-    """The learning rate of a minibatch, by its effective sample size where the settings ask for that; rank 0 knows it."""
-    if not engine.config.scale_by_ess:
-        return learning_rate
-    rate = None
-    if not engine.channel.rank:
-        seen = join(observed)
-        weight = np.exp(seen.logprob[seen.ratio].astype(np.float64) - seen.behaviour[seen.ratio])
-        rate = msgspec.msgpack.encode(ess_learning_rate(learning_rate, effective_share(weight)))
-    return msgspec.msgpack.decode(engine.channel.broadcast(rate), type=float)

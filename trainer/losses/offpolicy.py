@@ -108,15 +108,6 @@ def staleness_weight(staleness: Values, decay: float) -> Values:
     return np.asarray(np.power(decay, np.maximum(staleness, 0)))
 
 
-def ess_learning_rate(learning_rate: float, share: float) -> float:
-    """lr·√(ESS/B): uneven weights leave fewer samples in a batch, so it takes a smaller step.
-
-    Huang et al., "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs" (2026). It biases the run towards
-    fresh batches.
-    """
-    return float(learning_rate * np.sqrt(share))
-
-
 def count(sequence: torch.Tensor) -> torch.Tensor:
     """Tokens of each sequence, [S]. sequence: [N] int64, from 0 without gaps."""
     return torch.bincount(sequence)
