@@ -111,7 +111,8 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     partitions it holds. holds: of an explorer, the groups and eval tasks it runs or waits with, to their attempts; in some
     reports only, and at most MAX_HELD of them. answered: of a gateway, its newest versions. refused: of an engine, newest
     versions that it does not serve since its start, to the reason. reason: why a role that says "failed" has ended. alarms:
-    conditions that need an operator, a sentence each. release: of headrace, "" of older ones.
+    conditions that need an operator, a sentence each. release: of headrace, "" of older ones. trains: of a trainer, True while
+    it executes a step.
     """
 
     role: str
@@ -132,6 +133,7 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     holds: Annotated[dict[Id, Count], Bounds(max_length=MAX_HELD)] | None = None
     release: str = ""
     waits: FeedbackWait | None = None
+    trains: bool | None = None
 
 
 MAJOR = 1

@@ -31,7 +31,6 @@ _log = logging.getLogger(__name__)
 _SILENT_MS = 15_000  # gateways report every few seconds: a longer silence is absence
 _MAX_GAP_MS = 5_000  # explorers report every few seconds: a longer silence is absence
 _SETTLED_MS = 3_000  # nothing new for so long: a taskset is loaded, a drained trainer is through
-
 _STUCK_MS = 10_000
 
 # Attempts of one group under one lease; far more than there is time for, so that no two masters ever use the same number.
@@ -180,6 +179,8 @@ class Plan:
 
     def progress(self, progress: Progress, timestamp_ms: int) -> None:
         self.gate.progress(progress, timestamp_ms)
+        if progress.trains:
+            self._moved_ms = self.clock_ms
         if progress.is_canary:
             self._canary_ms = max(timestamp_ms, self._canary_ms or 0)
         if progress.role != "explore" or progress.life not in ("working", None):

@@ -75,6 +75,7 @@ class TrainerReport:
         self.gauges: dict[str, float] = {}
         self.state = "starting"
         self.life: Life = "starting"
+        self.trains = False
         self.worth_showing: dict[str, float] = {}  # of the newest step, shown with the version that follows
         self.board = board
 
@@ -142,6 +143,7 @@ async def publish_progress(log: Log, report: TrainerReport, version: int) -> Non
         gauges=report.metrics.gauges(),
         state=report.state,
         life=report.life,
+        trains=report.trains,
         release=full_release(),
     )
     await log.publish(topics.REPORTS, progress)
