@@ -179,7 +179,7 @@ class MasterConfig(Section, frozen=True):
     stop: StopRule = StopRule()
     """Conditions that end the run."""
     drain: Duration = "60s"
-    """Maximum wait for outstanding groups after the stop."""
+    """Maximum wait for outstanding groups after the stop, and then between two answers of the last evaluation."""
     report_s: Seconds = 2.0
     """Seconds between two status reports to the log."""
     snapshot_s: Seconds = 300.0

@@ -262,7 +262,8 @@ class Plan:
         if not self._ended:
             return "drained"
         finals = [(suite.suite, self.feed.newest) for suite in self.config.evals]
-        return "done" if self.evals.done(finals) or self._given_up(2) else "evaluating"
+        is_given_up = self._is_late(self._stopped_ms, 2) and self._is_late(self._moved_ms)
+        return "done" if self.evals.done(finals) or is_given_up else "evaluating"
 
     def decide(self) -> Decisions:
         """Records to publish now, `NOTHING` for none. Results and channel moves come alone, since more follows from them."""
@@ -366,12 +367,11 @@ class Plan:
         if min(quiet_ms, self.clock_ms - (self._stopped_ms or 0)) >= _SETTLED_MS and num_outstanding == 0:
             return True
         return self._ended and (
-            (quiet_ms >= _STUCK_MS and num_outstanding < self.pacing.groups_per_step) or self._given_up(1)
+            (quiet_ms >= _STUCK_MS and num_outstanding < self.pacing.groups_per_step) or self._is_late(self._stopped_ms)
         )
 
-    def _given_up(self, factor: int) -> bool:
-        limit_ms = duration_s(self.config.drain) * 1000 * factor
-        return self._stopped_ms is not None and self.clock_ms - self._stopped_ms >= limit_ms
+    def _is_late(self, since_ms: int | None, times: int = 1) -> bool:
+        return since_ms is not None and self.clock_ms - since_ms >= times * duration_s(self.config.drain) * 1000
 
     def _eval(self, suite: str, version: int, index: int, attempt: int) -> Task:
         task = self._suite_tasks(suite)[index]

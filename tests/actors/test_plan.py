@@ -162,6 +162,22 @@ def test_the_stop_rule_drains_then_evaluates_the_last_version_then_is_done() -> 
     assert made.state == "done"
 
 
+def test_the_last_evaluation_goes_on_while_answers_arrive() -> None:
+    made = plan(dev_config(stop=StopRule(suite="dev", at=0.9)))
+    made.result(EvalResult(policy="main", version=0, suite="dev", num_tasks=3, num_correct=3))
+    publish(made, 1)
+    made.tick(1_000_000)
+    made.tick(1_005_000)
+    *finals, _ = eval_tasks(made)
+    for second, final in ((60, finals[0]), (119, finals[1])):
+        made.tick(1_000_000 + second * 1000)
+        made.closure(Closure(group=require_issued(final).group, outcome="dropped"))
+    made.tick(1_178_000)
+    assert made.state == "evaluating"
+    made.tick(1_179_000)
+    assert made.state == "done", "nothing came for a minute"
+
+
 def test_a_paused_master_issues_nothing_and_the_newest_word_holds() -> None:
     made = plan()
     made.directive(Directive(order="pause", owner="ann"), 3)
