@@ -223,8 +223,8 @@ def result_table(values: Values) -> Table:
 def result_rows(values: Values) -> Iterator[tuple[str, str]]:
     if "stable" in values:
         yield from traffic_rows(values)
-    steps = ("accuracy_start", "accuracy_after_sft", "accuracy_final")
-    yield values["measure"], f"{shares(values, *steps)}  (start, after the warm-up, final)"
+    steps = shares(values, "accuracy_start", "accuracy_after_sft", "accuracy_final")
+    yield values["measure"], f"{steps}  (start, after the warm-up, version {values['accuracy_final_version']})"
     if "examples" in values:
         if pairs := list(values["unseen_pairs"].values()):
             yield "pairs of kinds never trained", f"{percent(pairs[0])} → {percent(pairs[-1])}"

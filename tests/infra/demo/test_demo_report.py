@@ -120,6 +120,7 @@ def test_a_child_that_cannot_go_on_is_named() -> None:
 
 VALUES = {
     "measure": "held-out accuracy", "accuracy_start": 0.0, "accuracy_after_sft": 0.284, "accuracy_final": 0.956,
+    "accuracy_final_version": 144,
     "wall_s": 217.0, "tokens_sampled": 9000, "steps": 143, "warmup_steps": 275, "policy_versions": 145,
     "experiences_published": 80_188, "experiences_trained": 75_184, "dropped": {"all rewards equal": 4704}, "pending": 0,
     "staleness_mean": 1.5, "staleness_max": 2, "mismatch_abs_max": 1e-5, "reload_pause_ms_p50": 85.0,
