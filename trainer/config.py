@@ -218,7 +218,7 @@ class TrainerConfig(Section, frozen=True):
     """Whether the backward pass recomputes activations, to save memory."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     """Data type of the forward pass and of published weights. "auto" (also for an engine's `dtype`): bfloat16 with an NVIDIA
-    GPU, AMX or AVX512-BF16, else float32."""
+    GPU, AMX or AMD's AVX512-BF16, else float32."""
     threads: NonNegative = 1
     """Number of CPU threads of the learner. 0: torch's default."""
     checkpoint_every: Positive = 20

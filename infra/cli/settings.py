@@ -131,12 +131,13 @@ def load_settings(path: Path, sets: Iterable[str] = ()) -> Settings:
 
 
 def usual_dtype(cpuinfo: Path = Path("/proc/cpuinfo"), card: Path = Path("/dev/nvidiactl")) -> str:
-    """bfloat16 on a machine with an NVIDIA GPU or a CPU that multiplies it in hardware (AVX512-BF16, AMX), else float32."""
+    """bfloat16 with an NVIDIA GPU, AMX or AMD's AVX512-BF16 (Intel's is no faster than float32), else float32."""
     try:
         flags = set(cpuinfo.read_text(encoding="utf-8").split())
     except OSError:
         flags = set()
-    return "bfloat16" if card.exists() or flags & {"avx512_bf16", "amx_bf16"} else "float32"
+    fast = card.exists() or "amx_bf16" in flags or {"avx512_bf16", "AuthenticAMD"} <= flags
+    return "bfloat16" if fast else "float32"
 
 
 def typed(settings: Settings) -> Settings:

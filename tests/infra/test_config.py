@@ -324,14 +324,15 @@ async def test_an_answer_of_a_service_takes_no_more_memory_than_its_limit(
 @pytest.mark.parametrize(
     ("flags", "card", "dtype"),
     [
-        ("fpu avx512_bf16", False, "bfloat16"),
+        ("fpu avx512_bf16", False, "float32"),
+        ("AuthenticAMD fpu avx512_bf16", False, "bfloat16"),
         ("amx_bf16", False, "bfloat16"),
         ("avx2", False, "float32"),
         ("avx2", True, "bfloat16"),
         (None, False, "float32"),
     ],
 )
-def test_auto_is_bfloat16_where_the_machine_multiplies_it(
+def test_auto_is_bfloat16_where_the_machine_multiplies_it_faster(
     flags: str | None, card: bool, dtype: str, tmp_path: Path
 ) -> None:
     if flags is not None:
