@@ -84,8 +84,8 @@ BUDGETS = {
     "streams": 8_565,
     "actors": 15_229,
     "actors/master/gate": 723,
-    "trainer": 10_755,
-    "tests": 53_906,
+    "trainer": 10_770,
+    "tests": 53_924,
     "tests/bench": 3_970,
 }
 MAX_PRODUCT_FILES, MAX_TEST_FILES = 352, 280

@@ -359,7 +359,6 @@ async def test_a_trainer_that_is_stopped_publishes_what_it_has_begun_to_publish(
 
 
 VERSIONS = 24
-CONFIG_store_bound = TrainerConfig(lanes={"usual": LaneConfig()}, checkpoint_every=1, max_steps=VERSIONS)
 FOLDERS = ("policies/main/", "checkpoints/t/")
 PLENTY = (10**12, 10**12)
 
@@ -384,21 +383,40 @@ class WatchedStore(DirectoryStore):
         self.most = max(self.most, stored_bytes(self, FOLDERS))
 
 
-async def run_within(store: DirectoryStore, keep: Keep) -> int:
+async def run_within(store: DirectoryStore, keep: Keep, checkpoint_every: int = 1) -> int:
+    config = TrainerConfig(lanes={"usual": LaneConfig()}, checkpoint_every=checkpoint_every, max_steps=VERSIONS)
     log = await filled_log(store)
     for sequence in range(2 * STEPS, 2 * VERSIONS):
         await log.publish(topics.BUFFER, block(sequence))
-    await train(log, store, BigLearner(), CONFIG_store_bound, msgspec.structs.replace(FLOOR, keep=keep))
+    await train(log, store, BigLearner(), config, msgspec.structs.replace(FLOOR, keep=keep))
     return len(await published(log))
 
 
-def test_twenty_five_versions_of_a_run_stay_within_the_bound_of_a_folder_store(tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpoint_every", [1, VERSIONS])
+def test_twenty_five_versions_of_a_run_stay_within_the_bound_of_a_folder_store(
+    tmp_path: Path, checkpoint_every: int
+) -> None:
     free = WatchedStore(tmp_path / "free", lambda folder: PLENTY)
-    assert asyncio.run(run_within(free, Keep(store_gb=0))) == VERSIONS + 1
+    assert asyncio.run(run_within(free, Keep(store_gb=0), checkpoint_every)) == VERSIONS + 1
     bound = 3 * free.most // 5
     bounded = WatchedStore(tmp_path / "bounded", lambda folder: PLENTY)
-    assert asyncio.run(run_within(bounded, Keep(store_gb=bound / 1e9))) == VERSIONS + 1
+    assert asyncio.run(run_within(bounded, Keep(store_gb=bound / 1e9), checkpoint_every)) == VERSIONS + 1
     assert bounded.most <= bound < free.most
+
+
+async def test_a_resumed_trainer_publishes_no_version_again_whose_tensors_are_gone(tmp_path: Path) -> None:
+    store, config = (
+        DirectoryStore(tmp_path, lambda folder: PLENTY),
+        TrainerConfig(checkpoint_every=100, max_steps=STEPS),
+    )
+    log, floor = await filled_log(store), msgspec.structs.replace(FLOOR, keep=Keep(store_gb=1e-9))
+    await train(log, store, BigLearner(), config, floor)
+    before = await published(log)
+    anchors = {key.split("/")[4] for key in store.keys(FOLDERS[0]) if "/anchors/" in key}
+    assert len(before) == STEPS + 1 and len(anchors) == FLOOR.pacing.max_staleness + 1
+    checkpoint.remove(store, "t", [max(checkpoint.places(store, "t"))])
+    await train(log, store, BigLearner(), config, floor)
+    assert await published(log) == before
 
 
 def test_publication_waits_with_an_alarm_until_the_disk_has_its_free_share(

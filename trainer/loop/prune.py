@@ -31,11 +31,11 @@ def remove_unfinished(store: Store, policy: str, *, before: int) -> int:
     return len(doomed)
 
 
-def prune(store: Store, policy: str, *, oldest: int, needed: Collection[int] = ()) -> int:
+def prune(store: Store, policy: str, *, oldest: int, needed: Collection[int] = (), tensors_only: bool = False) -> int:
     """Remove every version older than the versions that `oldest` is rebuilt from; returns the number of removed objects.
 
     needed: older versions that stay, with all versions that they are rebuilt from. A follower that holds a removed version
-    continues from a version that is whole in the store.
+    continues from a version that is whole in the store. tensors_only: True to leave their manifests.
     """
     folder = f"policies/{policy}/"
     manifests, objects = _listed(store, folder)
@@ -54,7 +54,7 @@ def prune(store: Store, policy: str, *, oldest: int, needed: Collection[int] = (
             stays |= {*range(first, version + 1)}
     doomed = [
         key
-        for places in (manifests, objects)
+        for places in ((objects,) if tensors_only else (manifests, objects))
         for key, (token, version) in places.items()
         if token <= newest_token and version < first and version not in stays
     ]

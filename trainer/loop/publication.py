@@ -145,9 +145,10 @@ class WeightPublisher:
         found = self._kept.of(self._policy).published
         return max((version for version, event in found.items() if event.event == "published"), default=-1)
 
-    def prune(self, oldest: int) -> int:
+    def prune(self, oldest: int, *, tensors_only: bool = False) -> int:
         """Remove older versions from the store, but keep the chains of `oldest` and of the channels' versions; returns the
         number of removed objects. Blocking. The first call also removes unfinished versions of old leases. oldest: -1 for none.
+        tensors_only: see `trainer.loop.prune.prune`.
         """
         unfinished = 0
         if not self._tidied:
@@ -159,7 +160,9 @@ class WeightPublisher:
             return unfinished
         stable = self.past.of(self._policy).stable
         needed = {stable.version, stable.promoted, stable.trial}
-        return unfinished + prune_weights(self._store, self._policy, oldest=oldest, needed=needed)
+        return unfinished + prune_weights(
+            self._store, self._policy, oldest=oldest, needed=needed, tensors_only=tensors_only
+        )
 
 
 def same_content(store: Store, event: PolicyEvent, weights: HashedTensors, adapter: Adapter | None = None) -> bool:

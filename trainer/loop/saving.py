@@ -118,6 +118,16 @@ async def tidy(run: Run) -> None:
         await remove_old(run, slots=1, replaced=None)
 
 
+async def remove_tensors(run: Run) -> None:
+    """Above the bound of a folder store, remove the tensors of versions that are too old to sample from.
+
+    Their manifests stay until the next checkpoint: a resumed trainer compares the weights of executed steps with them.
+    """
+    if run.floor.keep.store_gb and await run.saving.in_thread(over_bound, run):
+        oldest = run.position.version - run.floor.pacing.max_staleness
+        await run.saving.in_thread(run.publisher.prune, oldest, tensors_only=True)
+
+
 async def remove_old(run: Run, *, slots: int, replaced: int | None) -> None:
     """slots: spans of the horizon that keep a checkpoint each. replaced: newest version that was replaced before the horizon,
     -1 for none; None where replay needs no version.
@@ -181,6 +191,7 @@ async def wait_for_room(run: Run) -> None:
     while True:
         if run.saving.saved_step >= -1:
             await tidy(run)
+            await remove_tensors(run)
         if await run.saving.in_thread(has_room, run):
             return
         usage = run.store.disk_usage() or (0, 0)

@@ -40,7 +40,7 @@ from trainer.learners.learner import StepStats, take_from, take_weights
 from trainer.loop.fit import restore_learner
 from trainer.loop.publication import PROBE_TOKENS, probe_sequences
 from trainer.loop.report import Stopwatch
-from trainer.loop.saving import snapshot, store, wait_for_room, write_checkpoint
+from trainer.loop.saving import remove_tensors, snapshot, store, wait_for_room, write_checkpoint
 from trainer.loop.state import Learning, Run
 
 logger = logging.getLogger(__name__)
@@ -252,6 +252,7 @@ async def publish(run: Run, ready_version: Unpublished) -> None:
     run.published_probe = ready_version.probe
     run.report.add("policy_versions")
     run.report.set("last_version_timestamp_s", time.time())
+    await remove_tensors(run)
 
 
 async def roll_back(run: Run, batch: Batch, reason: str, *, newest: int) -> None:
