@@ -111,8 +111,8 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     partitions it holds. holds: of an explorer, the groups and eval tasks it runs or waits with, to their attempts; in some
     reports only, and at most MAX_HELD of them. answered: of a gateway, its newest versions. refused: of an engine, newest
     versions that it does not serve since its start, to the reason. reason: why a role that says "failed" has ended. alarms:
-    conditions that need an operator, a sentence each. release: of headrace, "" of older ones. trains: of a trainer, True while
-    it executes a step.
+    conditions that need an operator, a sentence each. release: of headrace, "" of older ones. trains: of a trainer, True until
+    the version of its newest step is published.
     """
 
     role: str

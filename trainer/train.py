@@ -140,9 +140,7 @@ async def learn(run: Run, stop: asyncio.Event) -> None:
         draw = await next_draw(run, stop)
         draw = None if draw is None else await admitted(run, draw)
         if draw is not None and not draw.wait:
-            run.report.trains = True
             await train_step(run, draw)
-            run.report.trains = False
     await run.saving.finished()
     run.report.state, run.report.life = "stopped", "ended"
     if run.position.warmed_up and run.saving.saved_step < run.position.step:

@@ -324,6 +324,20 @@ def test_a_pause_holds_the_next_step_until_somebody_resumes() -> None:
     run_virtual(main())
 
 
+def test_a_trainer_reports_that_it_trains_until_its_version_is_published() -> None:
+    async def main() -> None:
+        run, out = run_of(), asyncio.Event()
+        run.saving.running = asyncio.create_task(out.wait())  # type: ignore[arg-type]
+        waiting = asyncio.create_task(next_draw(run, asyncio.Event()))
+        await until(lambda: run.report.trains)
+        out.set()
+        await until(lambda: not run.report.trains)
+        arrive(run, usual(0), usual(1))
+        assert await waiting is not None and run.report.trains
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("is_paused", [True, False])
 def test_a_stop_ends_the_wait_for_a_step_without_another_step(is_paused: bool) -> None:
     async def main() -> None:

@@ -91,6 +91,10 @@ class Saving:
     executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="checkpoint"))
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def is_running(self) -> bool:
+        return self.running is not None and not self.running.done()
+
     async def in_background(self, work: Coroutine[None, None, None]) -> None:
         """Run `work`, which stores a checkpoint or a version, during the next steps; without a task group, await it."""
         await self.finished()

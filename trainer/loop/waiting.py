@@ -40,10 +40,12 @@ async def next_draw(run: Run, stop: asyncio.Event) -> Draw | None:
                 await drop(run, draw)
             if not draw.wait:
                 if not await drop_lost(run, draw):
+                    run.report.trains = True
                     run.report.set("held_back", draw.held_back)
                     run.report.add("experiences_held_back", draw.held_back)
                     return draw
                 continue
+            run.report.trains = run.saving.is_running
             await arrival(run.supply.intake)
     return None
 
