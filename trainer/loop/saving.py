@@ -114,7 +114,7 @@ async def tidy(run: Run) -> None:
     """
     replaced = await run.publisher.replaced(int(duration_s(run.floor.keep.replay) * 1000))
     await remove_old(run, slots=SLOTS, replaced=replaced)
-    if run.floor.keep.store_gb and await run.saving.in_thread(over_bound, run):
+    if await run.saving.in_thread(over_bound, run):
         await remove_old(run, slots=1, replaced=None)
 
 
@@ -123,7 +123,7 @@ async def remove_tensors(run: Run) -> None:
 
     Their manifests stay until the next checkpoint: a resumed trainer compares the weights of executed steps with them.
     """
-    if run.floor.keep.store_gb and await run.saving.in_thread(over_bound, run):
+    if await run.saving.in_thread(over_bound, run):
         oldest = run.position.version - run.floor.pacing.max_staleness
         await run.saving.in_thread(run.publisher.prune, oldest, tensors_only=True)
 

@@ -32,6 +32,7 @@ async def next_draw(run: Run, stop: asyncio.Event) -> Draw | None:
     """The draw of the next step; None when asked to stop, or to forget a user first."""
     with Stopwatch(run.report, "idle_seconds"):
         while not stop.is_set() and not must_forget(run):
+            run.report.trains = run.saving.is_running
             if run.supply.intake.paused:
                 await while_paused(run, stop)
                 continue
@@ -45,7 +46,6 @@ async def next_draw(run: Run, stop: asyncio.Event) -> Draw | None:
                     run.report.add("experiences_held_back", draw.held_back)
                     return draw
                 continue
-            run.report.trains = run.saving.is_running
             await arrival(run.supply.intake)
     return None
 
