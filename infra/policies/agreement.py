@@ -14,7 +14,8 @@ model of 12 layers under varied batch shapes had 2.4/√n and 3.9/√n. Then an 
 cannot find less: a learning rate of 1e-6 moves logprobs less than bfloat16 rounds them, and a matrix × 1.01 by about as much.
 An engine that can read its weights back does that too.
 
-float32 rounds so little that one bound on the largest difference finds every fault: LARGEST.
+float32 rounds so little that one bound on the largest e finds every fault: LARGEST. SmolLM2-135M-Instruct after 42 versions of
+reinforcement had 2.4e-5: 1.5e-4 nats at a token with s = 5.2.
 """
 
 import math
@@ -32,12 +33,13 @@ SHARE = 0.95
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """Distance of two readings of the same tokens. tokens: how many. mean, p95: of e. largest: nats, not divided."""
+    """Distance of two readings of the same tokens. tokens: how many. mean, p95, top: of e. largest: nats, not divided."""
 
     tokens: int
     mean: float
     p95: float
     largest: float
+    top: float = 0.0
 
 
 # MOST bounds the distance before the first measurement; no floor is below LEAST, the rounding of a forward in this dtype.
@@ -63,15 +65,15 @@ def agreement(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]
         apart_N = np.abs(ours_N - theirs_N)
         each_N = apart_N / (1.0 - np.minimum(theirs_N, 0.0))
     sound = bool(np.isfinite(apart_N).all() and np.isfinite(each_N).all())
-    figures = (each_N.mean(), np.quantile(each_N, SHARE), apart_N.max()) if sound else (math.inf,) * 3
+    figures = (each_N.mean(), np.quantile(each_N, SHARE), apart_N.max(), each_N.max()) if sound else (math.inf,) * 4
     return Agreement(len(ours_N), *map(float, figures))
 
 
 def disagreement(found: Agreement, floor: Agreement | None, dtype: str) -> str:
     """Reason why two programs do not compute one policy, "" where they may. floor: None before anything was measured."""
-    if dtype in LARGEST:
-        most = LARGEST[dtype]
-        return "" if found.largest <= most else f"logprobs differ by {found.largest:.2e}, expected at most {most:.0e}"
+    if most := LARGEST.get(dtype):
+        said = f"logprobs differ by {found.top:.2e} per nat of surprise, expected at most {most:.0e}"
+        return "" if found.top <= most else said
     most_mean, most_p95 = bounds(found.tokens, floor, dtype)
     if found.mean <= most_mean and found.p95 <= most_p95:
         return ""

@@ -396,12 +396,12 @@ def test_unlikely_tokens_do_not_decide() -> None:
     assert agreement([[-19.0 + off] * 20], unlikely).mean == pytest.approx(off / 20)
 
 
-def test_float32_is_bounded_by_its_largest_difference_alone() -> None:
+def test_float32_is_bounded_by_its_largest_difference_per_nat_of_surprise_alone() -> None:
     most = LARGEST["float32"]
-    assert not disagreement(Agreement(10, 9.0, 9.0, most), None, "float32")
-    assert "differ by 1.10e-04, expected at most 1e-04" in disagreement(
-        Agreement(10, 0.0, 0.0, 1.1 * most), None, "float32"
-    )
+    assert not disagreement(Agreement(10, 9.0, 9.0, 9.0, top=most), None, "float32")
+    assert not disagreement(agreement([[-0.1] * 19 + [-5.18 + 1.5e-4]], [[-0.1] * 19 + [-5.18]]), None, "float32")
+    far = agreement([[-5.18] * 19 + [-0.1 + 1.21e-4]], [[-5.18] * 19 + [-0.1]])
+    assert "differ by 1.10e-04 per nat of surprise, expected at most 1e-04" in disagreement(far, None, "float32")
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
