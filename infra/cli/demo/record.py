@@ -85,13 +85,13 @@ class RunRecord:
     def line(self, phase: str = "") -> str:
         """The line of progress. phase: by default the master's state."""
         master = self.newest.get("master")
-        suites = "".join(
-            f"; {suite} {found[max(found)].accuracy:.1%} at v{max(found)}"
-            for suite, found in sorted(self.results.items())
-        )
-        version = f"v{max(self.published)}" if self.published else "no version yet"
+        found = sorted(self.results.items())
+        suites = "".join(f"; {suite} {by[max(by)].accuracy:.1%} at v{max(by)}" for suite, by in found)
+        version = max(self.published, default=-1)
+        refused = [f", refused: {role.refused[version]}" for role in self.newest.values() if version in role.refused]
+        newest = "".join([f"v{version}", *refused[:1]]) if self.published else "no version yet"
         return (
             f"{self.elapsed_s():5.0f} s  {phase or (master.state if master else 'starting')}: "
             f"{self.counter('train', 'steps'):,.0f} steps, "
-            f"{self.counter('train', 'experiences_trained'):,.0f} experiences trained, {version}{suites}"
+            f"{self.counter('train', 'experiences_trained'):,.0f} experiences trained, {newest}{suites}"
         )

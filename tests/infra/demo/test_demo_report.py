@@ -91,6 +91,13 @@ async def test_a_log_that_is_read_on_is_read_once() -> None:
     assert ": 2 steps, 0 experiences trained, no version yet" in run.line()
 
 
+def test_the_line_of_progress_says_why_no_engine_takes_the_newest_version() -> None:
+    published = [(at_s, PolicyEvent(event="published", policy="main", version=at_s)) for at_s in (1, 2)]
+    explorer = Progress(role="explore", instance="explore/1", refused={1: "older", 2: "wrong logprobs"})
+    assert "trained, v2, refused: wrong logprobs" in run_of(*published, (3, explorer)).line()
+    assert "refused" not in run_of(*published, (3, progress("explore"))).line()
+
+
 def test_figures_are_of_held_out_versions_of_tokens_and_of_all_processes_that_a_role_has_had() -> None:
     results = [evaluated(0, 0), evaluated(1, 3), evaluated(40, 9), evaluated(41, 10, "dev")]
     assert accuracies(run_of(*enumerate(results)), "held-out") == {
