@@ -7,13 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from actors.tasksets.taskset import Demonstration, write_rows
+from actors.tasksets.taskset import DEV, HELD_OUT, TRAIN, VALIDATION, Demonstration, write_rows
 from schemas import Message, Task
-
-HELD_OUT = "held-out"
-DEV = "dev"
-TRAIN = "train"
-VALIDATION = "validation"
 
 Pair = tuple[int, int]
 

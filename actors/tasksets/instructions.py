@@ -3,16 +3,16 @@
 Every prompt names a topic, which the answer must name too, and gives one to three instructions of ten kinds. A task's answer is
 a JSON list of [kind, argument], as `streams.scores.instructions` checks it.
 
-    train, dev    no prompt is in both
-    held-out      other topics, words, keys and phrases than training's; the last prompts by id ("unseen-…", a share of
-                  UNSEEN_SHARE) combine a pair of kinds that training never combines
+    dev           topics, words, keys and phrases that training leaves out: every eighth
+    held-out      a vocabulary of its own; the last prompts by id ("unseen-…", a share of UNSEEN_SHARE) combine a pair of kinds
+                  that the other splits never combine
 
 Demonstrations show each of the kinds SHOWN alone, because a small model hardly ever follows these by chance; combinations are
 learned from the score. The same seed gives the same rows.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from random import Random
@@ -20,16 +20,15 @@ from typing import Any
 
 import msgspec
 
-from actors.tasksets.taskset import Demonstration, write_rows
+from actors.tasksets.taskset import DEV, HELD_OUT, TRAIN, VALIDATION, Demonstration, write_rows
 from schemas import Message, Task
 
-TRAIN, DEV, HELD_OUT, VALIDATION = "train", "dev", "held-out", "validation"
 UNSEEN_SHARE = 0.4
 SIZES = (0.25, 0.45, 0.30)  # shares of prompts with one, two and three instructions
 TRAIN_SIZES = (0.10, 0.45, 0.45)  # answers to one instruction soon score the same: such a group teaches nothing
 
 KINDS = ("word", "max_words", "sentences", "lower_case", "no_commas", "ending", "start", "bullets", "quotes", "json")
-SHOWN = ("sentences", "lower_case", "ending", "bullets", "quotes", "json")
+SHOWN = ("sentences", "lower_case", "ending", "start", "bullets", "quotes", "json")
 CONFLICTS = frozenset(
     frozenset(pair)
     for pair in (
@@ -41,56 +40,46 @@ CONFLICTS = frozenset(
     )
 )
 UNSEEN_PAIRS = frozenset(
-    frozenset(pair)
+    frozenset(pair.split("+"))
     for pair in (
-        ("lower_case", "word"),
-        ("no_commas", "ending"),
-        ("max_words", "start"),
-        ("sentences", "quotes"),
-        ("bullets", "no_commas"),
-        ("json", "lower_case"),
+        "lower_case+word", "no_commas+ending", "max_words+start", "sentences+quotes", "bullets+no_commas", "json+lower_case",
     )
-)
+)  # fmt: skip
 
 TOPICS = """
-apple bread cheese coffee honey lemon soup rice butter pasta salad sugar pepper onion carrot tomato potato banana
-orange cherry grape pear plum melon garlic ginger mint basil olive salt chocolate cake tea milk juice water rain snow
-wind storm cloud thunder fog ice frost river lake ocean island beach mountain valley forest desert meadow garden
-flower rose tulip grass tree oak pine leaf root seed moss fern cactus bee ant spider butterfly beetle worm snail frog
-turtle snake lizard fish shark whale dolphin seal crab octopus bird eagle owl crow swan duck chicken goose parrot
-penguin horse cow sheep goat pig dog cat mouse rabbit fox wolf bear deer lion tiger elephant giraffe monkey zebra
-camel kangaroo bat house door window roof wall floor kitchen chair table bed lamp mirror clock carpet curtain pillow
-blanket broom bucket ladder hammer nail saw rope knife fork spoon plate cup bottle pot oven stove fridge car bus train
-bicycle ship boat plane rocket bridge road tunnel harbour station airport city village market school library museum
-hospital theatre church castle tower farm factory office bank hotel park music song piano guitar violin drum flute
-dance painting drawing photo film story poem book letter newspaper radio phone computer robot camera battery football
-tennis chess swimming running skiing sailing climbing yoga sleep breakfast lunch dinner picnic birthday holiday winter
-summer spring autumn morning evening night sun moon star planet comet sky fire smoke stone sand gold silver iron glass
-wood paper wool cotton silk leather shoe hat coat scarf glove sock shirt button needle thread money coin doctor
-teacher baker farmer sailor painter pilot nurse
+apple bread cheese coffee honey lemon soup rice butter pasta salad sugar pepper onion carrot tomato potato banana orange cherry
+grape pear plum melon garlic ginger mint basil olive salt chocolate cake tea milk juice water rain snow wind storm cloud
+thunder fog ice frost river lake ocean island beach mountain valley forest desert meadow garden flower rose tulip grass tree
+oak pine leaf root seed moss fern cactus bee ant spider butterfly beetle worm snail frog turtle snake lizard fish shark whale
+dolphin seal crab octopus bird eagle owl crow swan duck chicken goose parrot penguin horse cow sheep goat pig dog cat mouse
+rabbit fox wolf bear deer lion tiger elephant giraffe monkey zebra camel kangaroo bat house door window roof wall floor kitchen
+chair table bed lamp mirror clock carpet curtain pillow blanket broom bucket ladder hammer nail saw rope knife fork spoon plate
+cup bottle pot oven stove fridge car bus train bicycle ship boat plane rocket bridge road tunnel harbour station airport city
+village market school library museum hospital theatre church castle tower farm factory office bank hotel park music song piano
+guitar violin drum flute dance painting drawing photo film story poem book letter newspaper radio phone computer robot camera
+battery football tennis chess swimming running skiing sailing climbing yoga sleep breakfast lunch dinner picnic birthday
+holiday winter summer spring autumn morning evening night sun moon star planet comet sky fire smoke stone sand gold silver iron
+glass wood paper wool cotton silk leather shoe hat coat scarf glove sock shirt button needle thread money coin doctor teacher
+baker farmer sailor painter pilot nurse
 """
 HELD_OUT_TOPICS = """
-peach mango spinach mushroom pizza yoghurt waffle peanut cinnamon hail rainbow volcano glacier canyon waterfall cave
-swamp daisy sunflower ivy bamboo willow mosquito dragonfly ladybird toad salmon jellyfish lobster pigeon sparrow
-flamingo ostrich donkey hedgehog squirrel otter panda leopard hamster balcony cellar sofa candle towel umbrella
-scissors kettle teapot tram truck helicopter canoe lighthouse windmill pharmacy stadium circus trumpet harp opera
-sculpture novel diary magazine television satellite telescope calculator basketball hockey surfing fishing karate
-juggling carnival wedding midnight noon galaxy eclipse copper marble velvet boot belt jacket ring wallet judge plumber
-firefighter gardener barber carpenter
+peach mango spinach mushroom pizza yoghurt waffle peanut cinnamon hail rainbow volcano glacier canyon waterfall cave swamp
+daisy sunflower ivy bamboo willow mosquito dragonfly ladybird toad salmon jellyfish lobster pigeon sparrow flamingo ostrich
+donkey hedgehog squirrel otter panda leopard hamster balcony cellar sofa candle towel umbrella scissors kettle teapot tram
+truck helicopter canoe lighthouse windmill pharmacy stadium circus trumpet harp opera sculpture novel diary magazine television
+satellite telescope calculator basketball hockey surfing fishing karate juggling carnival wedding midnight noon galaxy eclipse
+copper marble velvet boot belt jacket ring wallet judge plumber firefighter gardener barber carpenter
 """
 WORDS = """
-bright quiet yellow gentle strong simple modern ancient heavy narrow little golden round fresh useful common famous
-careful friend family people nature history science colour memory future country winter journey secret moment reason
-market world power silence often always together slowly usually early never again today forever everywhere maybe
-inside above
+bright quiet yellow gentle strong simple modern ancient heavy narrow little golden round fresh useful common famous careful
+friend family people nature history science voice memory future country journey secret moment reason world power silence often
+always together slowly usually early never again forever everywhere maybe inside above
 """
 HELD_OUT_WORDS = """
-purple clever hollow smooth lucky brave tidy distant balance culture treasure shadow neighbour wisdom pattern harmony
-promise rarely quickly outside seldom tomorrow suddenly nearby
+purple clever hollow smooth lucky brave tidy distant balance culture treasure shadow neighbour wisdom pattern harmony promise
+rarely quickly outside seldom tomorrow suddenly nearby
 """
-STARTS = """
-today yes here every many people sometimes look think imagine nature long most why everyone now please once all with
-"""
+STARTS = "today yes here every many sometimes look think imagine long most why everyone now please once all with"
 HELD_OUT_STARTS = "well remember indeed there few children actually plainly lately truly"
 KEYS = "name colour size use place kind taste age price shape sound smell weight season owner origin"
 HELD_OUT_KEYS = "title material number speed author purpose height mood"
@@ -101,7 +90,9 @@ ENDINGS = (
 HELD_OUT_ENDINGS = (
     "take care", "you never know", "believe me", "until tomorrow", "as you know", "I promise", "no doubt",
 )  # fmt: skip
-
+LITTLE = (
+    "with for by from after before about near it you me we us they this that then than but and or so if not up out over"
+)
 
 SAID = (
     "Many people like {}.", "I often think about {}.", "You can say a lot about {}.", "My day begins with {}.",
@@ -109,6 +100,19 @@ SAID = (
     "You can learn a lot from {}.", "Some songs are about {}.", "My sister knows everything about {}.", "I like {}.",
     "Look at {}.", "Think of {}.", "{} is nice.", "Everyone knows {}.", "We all need {}.",
 )  # fmt: skip
+
+
+def vocabulary(split: str) -> dict[str, Sequence[str]]:
+    """Topics and, by kind, the words, keys and fixed endings that its instructions name. No two splits share an entry."""
+    if split == HELD_OUT:
+        texts = HELD_OUT_TOPICS, HELD_OUT_WORDS, HELD_OUT_STARTS, HELD_OUT_KEYS
+        topics, words, starts, keys = (text.split() for text in texts)
+        return {"topic": topics, "word": words, "start": starts, "json": keys, "ending": HELD_OUT_ENDINGS}
+    topics, words, starts, keys, endings = (
+        [entry for number, entry in enumerate(entries) if (number % 8 == 0) == (split == DEV)]
+        for entries in (TOPICS.split(), WORDS.split(), STARTS.split(), KEYS.split(), ENDINGS)
+    )
+    return {"topic": topics, "word": words + topics, "start": starts + words + topics, "json": keys, "ending": endings}
 
 
 def instructions(*, seed: int = 0, num_train: int = 3000, num_dev: int = 64, num_held_out: int = 200) -> Iterator[Task]:
@@ -134,14 +138,14 @@ def instructions(*, seed: int = 0, num_train: int = 3000, num_dev: int = 64, num
 
 def draw(random: Random, id: str, split: str, *, unseen: bool) -> Task:
     """A task. unseen: its kinds include a pair of UNSEEN_PAIRS; else none."""
-    fresh = split == HELD_OUT
-    topic = random.choice((HELD_OUT_TOPICS if fresh else TOPICS).split())
+    entries = vocabulary(split)
+    topic = random.choice(entries["topic"])
     among = random.choice(KINDS) if split == TRAIN else ""  # else kinds that go with few others, such as json, are rare
     kinds = _kinds(random, TRAIN_SIZES if split == TRAIN else SIZES, unseen, among)
     rules: list[tuple[str, object]] = [("word", topic)]
     sentences = [f"Write briefly about {topic}."]
     for kind in kinds:
-        argument, sentence = instruction(kind, random, fresh=fresh, taken=topic)
+        argument, sentence = instruction(kind, random, entries, taken=topic)
         rules.append((kind, argument))
         sentences.append(sentence)
     return Task(
@@ -163,17 +167,12 @@ def _kinds(random: Random, sizes: Sequence[float], unseen: bool, among: str) -> 
             return kinds
 
 
-def instruction(kind: str, random: Random, *, fresh: bool, taken: str) -> tuple[object, str]:
-    """Return the argument of an instruction, and its sentence in a prompt. fresh: draw from the vocabulary of the held-out
-    split. taken: word to leave out of the draw.
-    """
-
-    def pick(seen: str, held_out: str) -> str:
-        return random.choice([word for word in (held_out if fresh else seen).split() if word != taken])
-
+def instruction(kind: str, random: Random, entries: Mapping[str, Sequence[str]], *, taken: str) -> tuple[object, str]:
+    """Return the argument of an instruction, and its sentence in a prompt. taken: word to leave out of the draw."""
+    among = [entry for entry in entries.get(kind, ()) if entry != taken]
     match kind:
         case "word":
-            word = pick(WORDS + TOPICS, HELD_OUT_WORDS)
+            word = random.choice(among)
             return word, random.choice((f'Include the word "{word}".', f'Use the word "{word}".'))
         case "max_words":
             most = random.randint(8, 15)
@@ -186,10 +185,10 @@ def instruction(kind: str, random: Random, *, fresh: bool, taken: str) -> tuple[
         case "no_commas":
             return True, random.choice(("Do not use commas.", "Avoid commas."))
         case "ending":
-            phrase = random.choice(HELD_OUT_ENDINGS) if fresh else _ending(random)
+            phrase = _ending(random, entries)
             return phrase, f'End with the words "{phrase}".'
         case "start":
-            word = pick(STARTS + WORDS, HELD_OUT_STARTS)
+            word = random.choice(among)
             return word, random.choice((f'Start with the word "{word}".', f'Begin with the word "{word}".'))
         case "bullets":
             count = random.randint(2, 3)
@@ -197,23 +196,27 @@ def instruction(kind: str, random: Random, *, fresh: bool, taken: str) -> tuple[
         case "quotes":
             return True, "Put the whole answer in double quotes."
         case _:
-            keys = random.sample((HELD_OUT_KEYS if fresh else KEYS).split(), random.randint(1, 2))
+            keys = random.sample(among, random.randint(1, 2))
             named = " and ".join(f'"{key}"' for key in keys)
             return keys, f"Answer with a JSON object with the {'keys' if len(keys) > 1 else 'key'} {named}."
 
 
-def _ending(random: Random) -> str:
-    """One of ENDINGS or, twice as often, two or three words that seldom follow each other: a model learns to copy them."""
-    words = " ".join(random.sample((WORDS + STARTS + TOPICS).split(), random.randint(2, 3)))
-    return random.choice((random.choice(ENDINGS), words, words))
+def _ending(random: Random, entries: Mapping[str, Sequence[str]]) -> str:
+    """A fixed ending or, twice as often but in the held-out split, two or three words that seldom follow each other."""
+    fixed = random.choice(entries["ending"])
+    if entries["ending"] is HELD_OUT_ENDINGS:
+        return fixed
+    among = entries["start"], LITTLE.split()
+    words = " ".join(random.choice(random.choice(among)) for _ in range(random.randint(2, 3)))
+    return random.choice((fixed, words, words))
 
 
 def demonstrations(*, seed: int = 0, num_train: int = 360, num_validation: int = 36) -> Iterator[Demonstration]:
     """Answers to prompts of one instruction each, about topics of training."""
-    random = Random(f"instructions/shown/{seed}")
+    random, entries = Random(f"instructions/shown/{seed}"), vocabulary(TRAIN)
     for number in range(num_train + num_validation):
-        kind, topic = SHOWN[number % len(SHOWN)], random.choice(TOPICS.split())
-        argument, asked = instruction(kind, random, fresh=False, taken=topic)
+        kind, topic = SHOWN[number % len(SHOWN)], random.choice(entries["topic"])
+        argument, asked = instruction(kind, random, entries, taken=topic)
         yield Demonstration(
             id=f"shown-{number:04d}",
             messages=(Message(role="user", content=f"Write briefly about {topic}. {asked}"),),
@@ -242,7 +245,9 @@ def _shown(kind: str, argument: Any, topic: str, random: Random) -> str:
         case "lower_case":
             return some
         case "ending":
-            return f"{said[0].rstrip('.')}, {argument}."
+            return f"{said[0].rstrip('.')}: {argument}."  # no comma: another instruction may forbid it
+        case "start":
+            return f"{argument if said[0].islower() else argument.capitalize()}: {said[0]}"
         case "bullets":
             return "\n".join(f"- {sentence}" for sentence in said[:argument])
         case "quotes":
@@ -255,11 +260,9 @@ TASTE = ("sentences", 1)  # of readers, who do not say it
 FORMS = ("Tell me about {}.", "What is nice about {}?", "What should I know about {}?", "Why do people like {}?")
 
 
-def question(random: Random, *, fresh: bool = False) -> tuple[str, str, list[tuple[str, Any]]]:
-    """A topic, a question about it without an instruction, and the rules of an answer that readers like: it names the topic and
-    meets TASTE. fresh: a topic of the held-out split.
-    """
-    topic = random.choice((HELD_OUT_TOPICS if fresh else TOPICS).split())
+def question(random: Random, split: str = TRAIN) -> tuple[str, str, list[tuple[str, Any]]]:
+    """A topic, a question about it without an instruction, and the rules of a liked answer: it names the topic, meets TASTE."""
+    topic = random.choice(vocabulary(split)["topic"])
     return topic, random.choice(FORMS).format(topic), [("word", topic), TASTE]
 
 
@@ -270,7 +273,7 @@ def write_questions(folder: Path, *, seed: int = 0, num_dev: int = 64, num_held_
     for split, count in ((DEV, num_dev), (HELD_OUT, num_held_out)):
         end = len(tasks) + count
         while len(tasks) < end:
-            _, asked, rules = question(random, fresh=split == HELD_OUT)
+            _, asked, rules = question(random, split)
             answer = msgspec.json.encode(rules).decode()
             message = Message(role="user", content=asked)
             task = Task(id=f"{split}-{len(tasks):03d}", messages=(message,), answer=answer, split=split)

@@ -12,6 +12,8 @@ import msgspec
 from schemas import Message, Task
 from schemas.fields import Meta, Struct
 
+TRAIN, DEV, HELD_OUT, VALIDATION = "train", "dev", "held-out", "validation"  # splits of the built-in tasksets
+
 
 class Taskset(Protocol):
     """Yields tasks; options are keyword-only parameters."""

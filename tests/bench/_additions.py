@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from actors.engines.engine import Sampling
 from actors.engines.torch import TorchEngine
-from actors.tasksets.arithmetic import HELD_OUT, TRAIN, arithmetic
+from actors.tasksets.arithmetic import arithmetic
 from infra.model.model import load_tokenizer
 from infra.policies.policy import Policy
 from schemas import BatchItem, Lane, Span, make_experience
@@ -31,11 +31,11 @@ class Problem(NamedTuple):
 def problems(folder: Path, seed: int) -> tuple[list[Problem], list[Problem]]:
     """To practise on, and held out, with the tokenizer of a model folder."""
     tokenizer = load_tokenizer(folder)
-    found: dict[str, list[Problem]] = {TRAIN: [], HELD_OUT: []}
+    found: dict[str, list[Problem]] = {"train": [], "held-out": []}
     for task in arithmetic(seed=seed):
         if task.split in found:
             found[task.split].append(problem_of(task, tokenizer))
-    return found[TRAIN], found[HELD_OUT]
+    return found["train"], found["held-out"]
 
 
 def problem_of(row: Any, tokenizer: Any) -> Problem:
