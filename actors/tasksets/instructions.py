@@ -90,7 +90,7 @@ ENDINGS = (
 HELD_OUT_ENDINGS = (
     "take care", "you never know", "believe me", "until tomorrow", "as you know", "I promise", "no doubt",
 )  # fmt: skip
-LITTLE = (
+FUNCTION_WORDS = (
     "with for by from after before about near it you me we us they this that then than but and or so if not up out over"
 )
 
@@ -206,7 +206,7 @@ def _ending(random: Random, entries: Mapping[str, Sequence[str]]) -> str:
     fixed = random.choice(entries["ending"])
     if entries["ending"] is HELD_OUT_ENDINGS:
         return fixed
-    among = entries["start"], LITTLE.split()
+    among = entries["start"], FUNCTION_WORDS.split()
     words = " ".join(random.choice(random.choice(among)) for _ in range(random.randint(2, 3)))
     return random.choice((fixed, words, words))
 
