@@ -82,7 +82,7 @@ BUDGETS = {
     "infra/cli/console": 1_738,
     "infra/cli/demo": 1_182,
     "streams": 8_565,
-    "actors": 15_225,
+    "actors": 15_224,
     "actors/master/gate": 723,
     "trainer": 10_774,
     "tests": 53_945,

@@ -127,18 +127,17 @@ def instructions(*, seed: int = 0, num_train: int = 3000, num_dev: int = 64, num
         (DEV, DEV, num_dev),
         (TRAIN, TRAIN, num_train),
     ):
-        number = 0
+        entries, number = vocabulary(split), 0
         while number < count:
-            task = draw(random, f"{name}-{number:04d}", split, unseen=name == "unseen")
+            task = draw(random, f"{name}-{number:04d}", split, entries, unseen=name == "unseen")
             if task.messages[0].content not in seen:
                 seen.add(task.messages[0].content)
                 number += 1
                 yield task
 
 
-def draw(random: Random, id: str, split: str, *, unseen: bool) -> Task:
-    """A task. unseen: its kinds include a pair of UNSEEN_PAIRS; else none."""
-    entries = vocabulary(split)
+def draw(random: Random, id: str, split: str, entries: Mapping[str, Sequence[str]], *, unseen: bool) -> Task:
+    """A task. entries: vocabulary of the split. unseen: its kinds include a pair of UNSEEN_PAIRS; else none."""
     topic = random.choice(entries["topic"])
     among = random.choice(KINDS) if split == TRAIN else ""  # else kinds that go with few others, such as json, are rare
     kinds = _kinds(random, TRAIN_SIZES if split == TRAIN else SIZES, unseen, among)

@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from actors.tasksets.files import Broken, OnBroken, Row
-from actors.tasksets.taskset import Demonstration, Preference
+from actors.tasksets.taskset import VALIDATION, Demonstration, Preference
 from infra.log.log import Log
 from infra.model.model import Tokenizer
 from infra.store.images import deposit_image, images_of
@@ -77,7 +77,7 @@ def example_block(row: Demonstration | Preference, tokenizer: Tokenizer) -> Bloc
     if isinstance(row, Preference):
         lane, answer, held_out, sides = "human", None, False, {CHOSEN: row.chosen, REJECTED: row.rejected}
     else:
-        lane, answer, held_out = "expert", row.answer, row.split == "validation"
+        lane, answer, held_out = "expert", row.answer, row.split == VALIDATION
         sides = {"demonstration": row.response}
     prompt, group = tokenizer.encode_chat(row.messages), example_group(row)
     members = []

@@ -12,7 +12,7 @@ import msgspec
 from schemas import Message, Task
 from schemas.fields import Meta, Struct
 
-TRAIN, DEV, HELD_OUT, VALIDATION = "train", "dev", "held-out", "validation"  # splits of the built-in tasksets
+TRAIN, DEV, HELD_OUT, VALIDATION = "train", "dev", "held-out", "validation"  # splits
 
 
 class Taskset(Protocol):
