@@ -58,7 +58,7 @@ bench-deps: install ## create .venv/bench with the peers that benchmarks measure
 bench: install   ## run a benchmark and print its figures (make bench NAME=codec ARGS=--save; without NAME: the list)
 	@$(BIN)/python -m tests.bench $(NAME) $(ARGS)
 
-demo: install    ## teach a chat model instructions through Kafka, Faust and vLLM (ten minutes; ARGS="--task add" for a toy)
+demo: install    ## teach a chat model instructions through Kafka, Faust and vLLM (10 to 30 minutes; ARGS="--task add" for a toy)
 	@$(BIN)/headrace demo $(ARGS)
 
 recipes: agents  ## run every recipe of infra/docs/recipes and compare with its curve (an hour; ARGS="--only lora")
