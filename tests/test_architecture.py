@@ -80,7 +80,7 @@ BUDGETS = {
     "infra": 14_200,
     "infra/cli": 6_563,
     "infra/cli/console": 1_738,
-    "infra/cli/demo": 1_182,
+    "infra/cli/demo": 1_181,
     "streams": 8_565,
     "actors": 15_224,
     "actors/master/gate": 723,

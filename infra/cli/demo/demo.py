@@ -2,7 +2,7 @@
 
     settings ─> broker, model, tasks ─> roles, loads ─> read the log until the master is done ─> report
 
-This process starts the roles, reads the log and prints a line every five seconds. It has no effect on the training.
+This process starts the roles, reads the log and prints a line of progress. It has no effect on the training.
 Ctrl-C stops the roles in order; started again with the same folder, the run continues.
 """
 
@@ -40,7 +40,8 @@ from infra.roles.process import unless
 from infra.settings.plugin import load
 from schemas.errors import ConfigError
 
-TELL_S = 5.0
+LOOK_S = 5.0
+QUIET_S = 30.0
 
 
 @command
@@ -107,14 +108,20 @@ async def until_done(
     states: Sequence[dict[str, ChildState]],
     console: Console,
 ) -> None:
-    """Wait until the master is done, with a line of progress every TELL_S. Raises ConfigError if a role cannot go on."""
+    """Wait until the master is done. A line of progress tells each change, and the same again after QUIET_S. Raises ConfigError
+    if a role cannot go on.
+    """
+    clock, told, told_s = asyncio.get_running_loop().time, "", 0.0
     while not run.done:
         for name in failed(states):
             path = settings.folder / "logs" / f"{name}.log"
             raise ConfigError(f"{name} cannot go on: {await asyncio.to_thread(last_error, path)} (see {path})")
-        await asyncio.sleep(TELL_S)
+        await asyncio.sleep(LOOK_S)
         await run.read_on(log)
-        console.print(run.line())
+        line = run.line()
+        if (news := line.partition(" s ")[2]) != told or clock() >= told_s + QUIET_S:
+            console.print(line)
+            told, told_s = news, clock()
 
 
 def failed(states: Sequence[dict[str, ChildState]]) -> list[str]:
@@ -200,17 +207,9 @@ def helper_child(settings: Settings, name: str, *argv: str) -> Child:
 
 def load_children(settings: Settings, config: Path) -> list[Child]:
     """The two `load` commands, which end by themselves."""
-    command = (sys.executable, "-m", "infra.cli.main", "load")
+    command, tasks = (sys.executable, "-m", "infra.cli.main", "load"), settings.folder / "tasks"
     return [
-        helper_child(
-            settings,
-            f"load-{kind}",
-            *command,
-            kind,
-            str(settings.folder / "tasks" / f"{kind}.jsonl"),
-            "--config",
-            str(config),
-        )
+        helper_child(settings, f"load-{kind}", *command, kind, str(tasks / f"{kind}.jsonl"), "--config", str(config))
         for kind in ("experts", "tasks")
     ]
 

@@ -14,19 +14,16 @@ from infra.settings.plugin import find
 from schemas.errors import ConfigError
 from streams.stages.chain_builder import build_collect, build_tasks, build_verify
 
-EVERY = [(name, engine) for name, task in TASKS.items() for engine in task.engines]
-
 
 def settings(folder: Path, **options: object) -> Settings:
     return load_settings(write_settings(DemoOptions(directory=folder, **options)))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("task", "engine"), EVERY)
+@pytest.mark.parametrize(("task", "engine"), [(name, engine) for name in TASKS for engine in TASKS[name].engines])
 def test_every_task_and_engine_gives_settings_that_hold(task: str, engine: str, tmp_path: Path) -> None:
     found = settings(tmp_path, task=task, engine=engine, seed=7, minutes=1.5)
-    build_tasks(found.streams())
-    build_verify(found.streams())
-    build_collect(found.streams())
+    for build in (build_tasks, build_verify, build_collect):
+        build(found.streams())
     Workflows(found.explore.workflow, found.explore.options, found.explore.workflows)
     assert callable(find(found.engine.use)) and callable(find(TASKS[task].write))
     assert (found.master.seed, found.master.stop.after) == (7, "110s" if task == "traffic" else "1.5m")
