@@ -263,7 +263,7 @@ def own_kernels(folder: str | Path) -> Any:
 
 
 def model_tensors(module: "torch.nn.Module", blocks: Blocks | None = None) -> dict[str, Tensor]:
-    """A copy of every parameter and saved buffer, by its folder's names; tied ones under each."""
+    """A copy of every parameter and saved buffer, by its folder's names."""
     return from_torch_all(published(module, module.state_dict()), blocks)
 
 
@@ -336,11 +336,11 @@ def file_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def folder_tensors(folder: Path) -> dict[str, Tensor]:
-    """`file_tensors`, with the output matrix under its own name also where the folder ties its embeddings."""
+    """`file_tensors`, without an output matrix that config.json ties to the embeddings."""
     tensors = file_tensors(folder)
-    embeddings = tensors.get("model.embed_tokens.weight")
-    if embeddings is not None and "lm_head.weight" not in tensors:
-        tensors["lm_head.weight"] = embeddings
+    both = {"model.embed_tokens.weight", "lm_head.weight"} <= tensors.keys()
+    if both and own_kernels(folder).get_text_config().tie_word_embeddings:
+        del tensors["lm_head.weight"]
     return tensors
 
 

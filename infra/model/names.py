@@ -10,7 +10,7 @@ Of a model with an adapter (see `infra.model.adapter`) the adapter alone is publ
     model.layers.0.self_attn.q_proj.lora_A.default.weight  ──  base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
 
 Guarantees: each named tensor is a view, so that writing to it writes to the model; a model without fused experts keeps its
-names.
+names. A parameter with two names, such as embeddings that are the output matrix too, has the first alone.
 """
 
 from collections.abc import Mapping
@@ -30,9 +30,11 @@ def published(module: "torch.nn.Module", state: Mapping[str, "torch.Tensor"]) ->
         middle = f".{ACTIVE}."
         lora = (name for name in state if ".lora_" in name and middle in name)
         return {adapter_name(name.replace(middle, ".")): state[name] for name in lora}
+    tied = dict(module.named_parameters(remove_duplicate=False)).keys() - dict(module.named_parameters()).keys()
+    state = {name: value for name, value in state.items() if name not in tied}
     renamings, experts = _mapping(module)
     if not experts:
-        return dict(state)
+        return state
     from transformers.core_model_loading import rename_source_key
 
     by_pattern = {pattern: expert for expert in experts for pattern in expert.source_patterns}

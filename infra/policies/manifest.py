@@ -146,10 +146,9 @@ def look_at(tensor: Tensor) -> Look:
 
 
 def look_at_all(tensors: Mapping[str, Tensor]) -> dict[str, Look]:
-    """All of them, by name, in threads; tied ones once."""
-    return dict(
-        zip(tensors, in_threads(look_at, tensors.values(), size=lambda tensor: tensor.num_bytes, same=id), strict=True)
-    )
+    """All of them, by name, in threads."""
+    looks = in_threads(look_at, tensors.values(), size=lambda tensor: tensor.num_bytes)
+    return dict(zip(tensors, looks, strict=True))
 
 
 class HashedTensors(dict[str, Tensor]):

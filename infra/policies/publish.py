@@ -174,12 +174,7 @@ def _encoded(weights: HashedTensors, old: HashedTensors) -> dict[str, Encoded]:
         return Encoded("raw", new.data, math.prod(new.shape))
 
     names = differing(weights.entries, old.entries)
-    found = in_threads(
-        encode,
-        names,
-        size=lambda name: weights[name].num_bytes,
-        same=lambda name: (id(old.get(name)), id(weights[name])),
-    )
+    found = in_threads(encode, names, size=lambda name: weights[name].num_bytes)
     return dict(zip(names, found, strict=True))
 
 

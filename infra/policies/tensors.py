@@ -7,7 +7,7 @@ reading is bounded and strict (no gaps, no overlaps, no unknown dtypes) and neve
 import math
 import os
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -34,19 +34,12 @@ def in_threads(
     *,
     most: int = MAX_THREADS,
     size: Callable[[Item], int] = lambda item: 0,
-    same: Callable[[Item], Hashable] | None = None,
 ) -> list[Result]:
     """`work` of each item, in order. Raises the error of the first item that failed; items not begun then are left out.
 
     most: threads, for items that need much memory. size: the largest items begin, so that none of them is left for the end.
-    same: items with equal results of it are worked on once, such as tied matrices under each of their names.
     """
     listed = list(items)
-    if same is not None:
-        keys = [same(item) for item in listed]
-        once = dict(zip(keys, listed, strict=True))
-        found = dict(zip(once, in_threads(work, once.values(), most=most, size=size), strict=True))
-        return [found[key] for key in keys]
     threads = min(len(listed), most, len(os.sched_getaffinity(0)))
     if threads < 2:
         return [work(item) for item in listed]
@@ -179,17 +172,13 @@ class Blocks:
 
 
 def from_torch_all(values: Mapping[str, "torch.Tensor"], blocks: Blocks | None = None) -> dict[str, Tensor]:
-    """A copy of each, by name, made in threads; tied ones are copied once, for each of their names.
+    """A copy of each, by name, made in threads.
 
     The copies share one block of memory: small blocks would leave gaps in the heap when a version goes.
     """
     import torch
 
-    def place(tensor: "torch.Tensor") -> Hashable:
-        return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-    distinct = {place(tensor): tensor for tensor in values.values()}
-    *starts, num_bytes = accumulate((-(-int(tensor.nbytes) // 16) * 16 for tensor in distinct.values()), initial=0)
+    *starts, num_bytes = accumulate((-(-int(tensor.nbytes) // 16) * 16 for tensor in values.values()), initial=0)
     block = (blocks or Blocks()).take(max(1, num_bytes))
 
     def copied(start: int, tensor: "torch.Tensor") -> Tensor:
@@ -198,10 +187,9 @@ def from_torch_all(values: Mapping[str, "torch.Tensor"], blocks: Blocks | None =
         copy.flags.writeable = False
         return Tensor(_dtype_name(tensor), tuple(tensor.shape), copy.data if copy.size else b"")
 
-    items = zip(starts, distinct.values(), strict=True)
+    items = zip(starts, values.values(), strict=True)
     copies = in_threads(lambda item: copied(*item), items, size=lambda item: int(item[1].nbytes))
-    by_place = dict(zip(distinct, copies, strict=True))
-    return {name: by_place[place(tensor)] for name, tensor in values.items()}
+    return dict(zip(values, copies, strict=True))
 
 
 def in_place(tensor: "torch.Tensor") -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from infra.cli.demo.char_model import build_char_model
+from infra.cli.plan.size import model_size
 from infra.model.model import (
     context_tokens,
     folder_tensors,
@@ -48,8 +49,6 @@ def test_the_context_is_that_of_the_configuration_and_a_folder_without_one_is_na
 
 
 def test_tensors_are_a_snapshot_and_load_back_bit_by_bit(folder: Path) -> None:
-    import torch
-
     model = load_model(folder)
     before = model_tensors(model)
     with torch.no_grad():
@@ -106,8 +105,6 @@ def test_a_folder_that_is_not_there_is_one_line_that_names_it(tmp_path: Path, lo
 
 def test_pickled_weights_are_never_read(folder: Path, tmp_path: Path) -> None:
     """A folder with only pytorch_model.bin would run its code on loading."""
-    import torch
-
     shutil.copytree(folder, tmp_path / "m")
     (tmp_path / "m" / "model.safetensors").unlink()
     torch.save({}, tmp_path / "m" / "pytorch_model.bin")
@@ -202,6 +199,15 @@ def test_a_folder_without_an_end_token_is_a_config_error(tmp_path: Path) -> None
 def test_a_model_is_published_under_the_names_of_its_folder(tmp_path: Path, family: str) -> None:
     folder = build_tiny_model(tmp_path / family, family)
     assert model_tensors(load_model(folder)) == folder_tensors(folder)
+
+
+def test_a_matrix_that_is_tied_to_the_embeddings_is_published_once(tmp_path: Path) -> None:
+    folder = build_family(tmp_path / "tied", "qwen3", tie_word_embeddings=True)
+    tensors = folder_tensors(folder)
+    both = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}  # as in the file of Qwen3-0.6B
+    (folder / "model.safetensors").write_bytes(save_tensors(both))
+    assert model_tensors(load_model(folder)) == folder_tensors(folder)
+    assert model_size(folder).published == model_size(folder).trained
 
 
 @pytest.mark.parametrize("family", ["mixtral", "olmoe"])

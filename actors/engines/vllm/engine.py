@@ -237,8 +237,6 @@ class VllmEngine:
         await asyncio.to_thread(self._build)
         config = self._llm.model_config
         self._num_vocabulary = int(config.get_vocab_size())
-        # Published under both names; vLLM would keep two copies.
-        self._tied = ("lm_head.weight",) if config.hf_text_config.tie_word_embeddings else ()
         self.max_model_len = int(config.max_model_len)
         self._gate = ProbeGate(str(config.dtype).removeprefix("torch."))
         label = self._attempts.begin(0, proved=True)
@@ -330,12 +328,10 @@ class VllmEngine:
             rank, alpha, targets = (self._lora[name] for name in ("rank", "alpha", "targets"))
             self._adapter = find_adapter(self._folder, rank=rank, alpha=alpha, targets=tuple(targets))
             model = meta_model(self._folder)
-            self._names = tuple(model.state_dict())
             self._shapes = adapter_shapes(model, self._adapter)
             return
         # One with a vision tower is saved under other names than policies have.
         self._held = folder_tensors(self._folder) if self._vision is None else model_tensors(load_model(self._folder))
-        self._names = tuple(self._held)
 
     def _build(self) -> None:
         from vllm import __version__
@@ -425,17 +421,14 @@ class VllmEngine:
         try:
             file = await asyncio.to_thread(in_a_file, self.version_files, self._held)
             label = self._attempts.begin(self.version, proved=True)
-            await swap.put(file.path, self._parts(self._held), label, None, keep=False, clears=True)
+            await swap.put(file.path, reload_parts(self._held), label, None, keep=False, clears=True)
         except PolicyRefused as error:
             raise EngineStopped(str(error)) from error
 
     def _check(self, policy: Policy) -> list[list[str]]:
         check_tensors(policy, {name: tuple(tensor.shape) for name, tensor in self._held.items()})
         check_probe_sequences(policy.probe, self._num_vocabulary, self.max_model_len - 1)
-        return self._parts(policy.tensors)
-
-    def _parts(self, tensors: Mapping[str, Tensor]) -> list[list[str]]:
-        return reload_parts({name: tensor for name, tensor in tensors.items() if name not in self._tied})
+        return reload_parts(policy.tensors)
 
 
 def in_a_file(files: VersionFiles, tensors: Mapping[str, Tensor]) -> FileTensors:

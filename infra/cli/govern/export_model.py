@@ -186,10 +186,7 @@ def copy_settings(model: str, folder: Path) -> None:
 
 
 def fitted(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Drop an output matrix that is tied to the embeddings, and name the dtype of the weights, where all have the same."""
-    embeddings, head = tensors.get("model.embed_tokens.weight"), tensors.get("lm_head.weight")
-    if config.get("tie_word_embeddings") and embeddings is not None and head is not None and embeddings == head:
-        del tensors["lm_head.weight"]
+    """Name the dtype of the weights, where all have the same."""
     kinds = {tensor.dtype for tensor in tensors.values() if tensor.dtype in DTYPE_NAMES}
     if len(kinds) == 1:
         config.pop("torch_dtype", None)  # how older folders call it

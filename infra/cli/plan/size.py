@@ -13,7 +13,7 @@ from infra.policies.policy import Adapter
 
 
 class ModelSize(msgspec.Struct, frozen=True):
-    """Numbers of elements. trained: every parameter once, or the adapter's. published: every tensor, tied ones under each name.
+    """Numbers of elements. trained: every parameter once, or the adapter's. published: every tensor, or the adapter's.
 
     kv: keys and values of one token in all layers. kept: values of one token that a forward keeps for the
     backward, one layer (rough). layers: count.
