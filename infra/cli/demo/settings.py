@@ -80,7 +80,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
         typer.Option(metavar="FOLDER", help="Chat model to train.", show_default="SmolLM2-135M-Instruct"),
     ] = ""
     minutes: Annotated[
-        float, typer.Option(help="Time limit for issuing tasks.", show_default="25; traffic 10; add 4")
+        float, typer.Option(help="Longest time from the first task to the last.", show_default="25; traffic 10; add 4")
     ] = 0.0
     seed: Annotated[int, typer.Option(help="Seed of the model, the tasks and the draws.")] = 0
     engine: Annotated[str, typer.Option(help="Engine: vllm or torch.", show_default="vllm")] = ""
