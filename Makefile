@@ -61,7 +61,7 @@ bench: install   ## run a benchmark and print its figures (make bench NAME=codec
 demo: install    ## teach a chat model instructions through Kafka, Faust and vLLM (10 to 30 minutes; ARGS="--task add" for a toy)
 	@$(BIN)/headrace demo $(ARGS)
 
-recipes: agents  ## run every recipe of infra/docs/recipes and compare with its curve (an hour; ARGS="--only lora")
+recipes: agents  ## run every recipe of infra/docs/recipes and compare with its curve (two hours; ARGS="--only lora")
 	@$(BIN)/python -m tests.bench.recipes $(ARGS)
 
 # Unit tests first, then those with a broker, vLLM, a browser or ranks: these go file by file, so that the tests of a file share
