@@ -327,8 +327,7 @@ class VllmEngine:
         if self._lora is not None:
             rank, alpha, targets = (self._lora[name] for name in ("rank", "alpha", "targets"))
             self._adapter = find_adapter(self._folder, rank=rank, alpha=alpha, targets=tuple(targets))
-            model = meta_model(self._folder)
-            self._shapes = adapter_shapes(model, self._adapter)
+            self._shapes = adapter_shapes(meta_model(self._folder), self._adapter)
             return
         # One with a vision tower is saved under other names than policies have.
         self._held = folder_tensors(self._folder) if self._vision is None else model_tensors(load_model(self._folder))
