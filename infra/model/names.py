@@ -30,7 +30,7 @@ def published(module: "torch.nn.Module", state: Mapping[str, "torch.Tensor"]) ->
         middle = f".{ACTIVE}."
         lora = (name for name in state if ".lora_" in name and middle in name)
         return {adapter_name(name.replace(middle, ".")): state[name] for name in lora}
-    tied = dict(module.named_parameters(remove_duplicate=False)).keys() - dict(module.named_parameters()).keys()
+    tied = getattr(module, "all_tied_weights_keys", {})  # second names, of transformers
     state = {name: value for name, value in state.items() if name not in tied}
     renamings, experts = _mapping(module)
     if not experts:
