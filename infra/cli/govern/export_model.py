@@ -166,7 +166,10 @@ def write_model(tensors: dict[str, Tensor], model: str, folder: Path) -> int:
     """A model folder with these weights and the settings of another; how many bytes of weights."""
     copy_settings(model, folder)
     described = json.loads((folder / "config.json").read_bytes())
-    fitted(tensors, described)
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.dtype in DTYPE_NAMES}
+    if len(dtypes) == 1:
+        described.pop("torch_dtype", None)  # how older folders call it
+        described["dtype"] = DTYPE_NAMES[dtypes.pop()]
     (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
     return write_shards(tensors, folder)
 
@@ -183,14 +186,6 @@ def copy_settings(model: str, folder: Path) -> None:
         is_weights = path.suffix == ".safetensors" or path.name == INDEX
         if path.is_file() and path.suffix in MODEL_SUFFIXES and not is_weights:
             shutil.copyfile(path, folder / path.name)
-
-
-def fitted(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Name the dtype of the weights, where all have the same."""
-    kinds = {tensor.dtype for tensor in tensors.values() if tensor.dtype in DTYPE_NAMES}
-    if len(kinds) == 1:
-        config.pop("torch_dtype", None)  # how older folders call it
-        config["dtype"] = DTYPE_NAMES[kinds.pop()]
 
 
 def write_shards(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int = SHARD_BYTES) -> int:
