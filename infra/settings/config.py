@@ -162,7 +162,8 @@ class Keep(Section, frozen=True):
     day."""
     store_gb: Gigabytes = 5.0
     """Maximum gigabytes of the run's versions and checkpoints if the store is a folder. 0 for no limit. Above it, the trainer
-    also deletes versions and checkpoints within `replay`, except the newest, the stable version and the version on trial."""
+    also deletes versions and checkpoints within `replay`. The newest `trainer.keep_checkpoints` checkpoints, the newest
+    `pacing.max_staleness` + 1 versions, the stable version and the version on trial stay, even if they take more."""
     free_share: Annotated[float, msgspec.Meta(ge=0, lt=1, description="a share from 0 to below 1")] = 0.1
     """Minimum free share of the disk if the store is a folder. Below it the trainer publishes and saves nothing, and raises an
     alarm."""
