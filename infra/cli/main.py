@@ -89,7 +89,7 @@ class LazyCommand(TyperCommand):
         try:
             function = getattr(importlib.import_module(f"{__package__}.{module}"), name)
         except ModuleNotFoundError as error:
-            extra = "console" if self._path == "console" else "all"
+            extra = "console" if self._path == "console" else "streams,gateway,trainer,local"
             print(
                 f"headrace: {self._path}: {error.name} is not installed: pip install 'headrace[{extra}]'",
                 file=sys.stderr,

@@ -190,8 +190,9 @@ def feedback_table(configs: Sequence[FeedbackConfig], versions: dict[str, int]) 
     for column in columns:
         table.add_column(column, overflow="fold")
     for source in configs:
-        named = (("topic", source.from_.topic), ("file", source.from_.file), ("webhook", source.from_.webhook))
-        place = next(f"{kind} {name}" for kind, name in named if name)
+        listens = source.from_
+        named = (("topic", listens.topic), ("file", listens.file), ("webhook", listens.webhook))
+        place = next((f"{kind} {name}" for kind, name in named if name), "langfuse")
         table.add_row(
             source.name, str(versions[source.name]), source.use, place, source.window, str(source.default), source.late
         )

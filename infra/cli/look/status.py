@@ -353,7 +353,7 @@ def canary_alarm(role: State) -> list[str]:
     if role["role"] == "master":
         why, end = (
             f"version {role['gauges'].get('trial_version', -1.0):.0f} is on trial",
-            "headrace promote or rollback",
+            "headrace promote STABLE --canary",
         )
     return [
         f"{role['instance']}: {why} and no canary has been heard of for {missing_s:.0f} s: "

@@ -28,7 +28,7 @@ TIMEOUT_S = 3600.0  # an episode has a time of its own, and its key ends with it
 
 
 class VerifiersClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
-    """Sends no field without a value: headrace refuses unknown fields by name."""
+    """Sends no field without a value."""
 
     async def to_native_prompt(self, messages: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """The messages as they are sent."""
