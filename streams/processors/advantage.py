@@ -131,7 +131,7 @@ def compared(memory: Memory, key: str, answer: str, reward: float, *, scaled: bo
 AdvantageKind = Literal["group", "mean", "leave_one_out"]
 
 
-@processor(version=2, of="group", memory=MEMORY, inline=True)
+@processor(version=3, of="group", memory=MEMORY, inline=True)
 def advantage(
     group: tuple[Experience, ...],
     *,
@@ -143,14 +143,14 @@ def advantage(
     """Advantage of each episode, given to all its parts; demonstrations and members without a reward pass unchanged.
 
     kind: "mean" divides nothing by a spread. A lone answer, and the only one of several choices of production that was
-    rated, is compared with the running baseline of its tenant and origin, and then joins it; the first of its kind has
+    rated, is compared with the running baseline of its tenant and lane, and then joins it; the first of its kind has
     nothing to be compared with and gets 0. turns: a score given turn by turn, by which the turns of a group have advantages of
     their own (`streams.processors.advantage`).
     """
     rewards = episode_rewards(group)
     values = list(rewards.values())
     if is_lone(group, rewards):
-        key = f"{group[0].tenant}\x00{group[0].origin}"
+        key = f"{group[0].tenant}\x00{group[0].lane}"
         each = [compared(memory, key, group[0].group, value, scaled=kind != "mean") for value in values]
     elif kind == "leave_one_out":
         each = leave_one_out(values)

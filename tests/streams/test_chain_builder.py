@@ -127,7 +127,7 @@ def test_a_group_goes_through_both_stages() -> None:
     assert [member.reward for member in outcome.kept] == [1.0, 0.0, 1.0, 0.0]
     assert [round(member.advantage or 0, 2) for member in outcome.kept] == [1.0, -1.0, 1.0, -1.0]
     assert outcome.kept[0].stamps == (
-        "validate@1", "dedupe@1", "filter@1", "exact@1", "reward@3", "advantage@2", "difficulty@2", "prioritize@1",
+        "validate@1", "dedupe@1", "filter@1", "exact@1", "reward@3", "advantage@3", "difficulty@2", "prioritize@1",
     )  # fmt: skip
 
 

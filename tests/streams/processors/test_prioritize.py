@@ -108,16 +108,16 @@ def test_an_advantage_is_the_distance_to_the_mean_shrunk_by_what_is_known() -> N
     assert advantages_of([0.7])[0] == 0.0, "there is nothing to compare the first with"
 
 
-def test_tenants_and_origins_do_not_share_a_baseline() -> None:
+def test_the_gateways_of_a_tenant_share_a_baseline_and_tenants_and_lanes_do_not() -> None:
     memory = Memory(MEMORY)
 
     def lone(number: int, value: float, **header: str) -> float | None:
         member = answer(group=f"g{number}.0", group_size=1, reward=value, **header)
         return advantage((member,), memory=memory)[0].advantage
 
-    assert [lone(number, 0.0, tenant="a", origin="x") for number in range(3)] == [0.0, 0.0, 0.0]
-    assert (lone(3, 1.0, tenant="b", origin="x"), lone(4, 1.0, tenant="a", origin="y")) == (0.0, 0.0)
-    assert (lone(5, 1.0, tenant="a", origin="x") or 0) > 0
+    assert [lone(number, 0.0, tenant="a", origin=f"serve/{number}") for number in range(3)] == [0.0, 0.0, 0.0]
+    assert (lone(3, 1.0, tenant="b", origin="serve/0"), lone(4, 1.0, tenant="a", lane="human")) == (0.0, 0.0)
+    assert (lone(5, 1.0, tenant="a", origin="serve/3") or 0) > 0
 
 
 def test_an_answer_joins_the_baseline_once_however_often_it_is_revised() -> None:
