@@ -90,7 +90,8 @@ class GateSuite(Section, frozen=True):
     """Maximum drop of the mean accuracy of the last `window` passed versions below the best such mean, so that small drops do
     not add up."""
     window: Positive = 8
-    """Number of consecutive versions in the mean. A version promoted by hand starts a new window."""
+    """Number of consecutive versions in the mean. A version promoted by hand starts a new window. Until a window is full,
+    candidates are compared with the stable version alone."""
 
 
 class PeopleConfig(Section, frozen=True):
@@ -134,7 +135,7 @@ class CanaryConfig(Section, frozen=True):
     alpha: Chance = 0.01
     """Maximum probability of rejecting or rolling back a version whose rise is within the margin."""
     beta: Chance = 0.05
-    """Maximum probability of passing a version whose rise exceeds the margin."""
+    """Maximum probability that the tests pass a version whose rise exceeds the margin."""
     max_duration: Duration = "7d"
     """Maximum duration of a trial; only one trial runs at a time."""
     undecided: Literal["promote", "hold"] = "promote"

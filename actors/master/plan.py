@@ -199,6 +199,8 @@ class Plan:
         if self.feed.apply(event, offset):
             self._moved_ms = self.clock_ms
             self.feed.forget_below(self.feed.newest)
+        elif event.event == "orphaned" and event.policy == self.gate.policy and event.version not in self.feed.events:
+            self.gate.revoke(event.version)
 
     def look_for_canary(self) -> bool:
         """True once it becomes an alarm that canaries should serve a version and no gateway does."""

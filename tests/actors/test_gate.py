@@ -7,7 +7,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from actors.config import CanaryConfig, GateConfig, GateSuite, PeopleConfig
+from actors.config import CanaryConfig, EvalSuite, GateConfig, GateSuite, MasterConfig, PeopleConfig
 from actors.gateway.config import CanaryShare
 from actors.gateway.http.canary import SILENT_S, Canary
 from actors.master.gate.gate import Gate
@@ -87,6 +87,33 @@ def test_of_several_candidates_the_newest_is_weighed_and_older_ones_are_left_out
         gate.result(result(version, "dev", 0.8)), gate.result(result(version, "safety", 1.0))
     assert [verdict.version for verdict in decisions(gate)] == [5]
     assert decisions(gate) == [] and judged(gate, 4, 0.99) == []
+
+
+def test_a_version_that_the_trainer_took_back_is_neither_promoted_nor_tried_on() -> None:
+    config = MasterConfig(evals=(EvalSuite(suite="dev"),), gate=GateConfig(suites={"dev": GateSuite()}))
+    weighed, tried_on = (Plan(config, PACING, policy="main") for _ in range(2))
+    tried_on.policy(event("promoted", STABLE), 0), tried_on.policy(event("promoted", TRIAL, channel="canary"), 1)
+    for plan in (weighed, tried_on):
+        plan.policy(event("published", TRIAL, manifest="m", channel="candidate", token=1), 2)
+        plan.policy(event("orphaned", TRIAL, channel="candidate", token=1), 3)
+        plan.result(result(TRIAL, "dev", 0.9))
+    assert weighed.decide().channels == ()
+    (ended,) = tried_on.decide().channels
+    assert (ended.event, ended.version, ended.reason) == ("held", TRIAL, "the trainer took it back")
+
+
+def test_the_run_is_compared_with_the_versions_that_passed_and_with_no_other() -> None:
+    gate = new_gate(GateConfig(suites={"dev": GateSuite(window=1)}, canary=CanaryConfig(watch="")))
+    assert judged(gate, 3, 0.8) == judged(gate, 5, 0.8) == [True], "5 is on trial"
+    for version in range(7, 20):
+        assert judged(gate, version, 0.95) == [], "nothing is decided meanwhile"
+    gate.event(event("promoted", 5, owner="canary"))
+    assert judged(gate, 21, 0.8) == [True]
+    back = new_gate(GateConfig(suites={"dev": GateSuite(window=1, total_drop=0.01)}))
+    assert judged(back, 3, 0.9) == judged(back, 5, 0.9) == [True]
+    for _ in ("made", "read"):
+        back.event(event("rolled_back", 3, owner="watch"))
+    assert judged(back, 7, 0.885) == [False], "version 3 passed"
 
 
 def test_a_restart_decides_nothing_twice_in_whatever_order_the_topics_are_read() -> None:

@@ -18,6 +18,7 @@ from actors.master.gate.trial import (
     ending,
     not_worse_series,
     power,
+    strata,
     worse_series,
 )
 from schemas import EvalResult
@@ -97,14 +98,25 @@ def result(right: list[int], samples: int = 1, version: int = 3, tasks: str = "9
     )  # fmt: skip
 
 
-def test_one_block_gives_a_quarter_of_what_decides_and_one_of_two_tenants_half() -> None:
+def test_one_block_of_all_tenants_gives_a_quarter_of_what_decides_and_one_of_two_tenants_half() -> None:
     bad, good = [60.0, 60.0, 540.0, 0.0], [60.0, 6.0, 540.0, 54.0]
     blocks = np.array([[bad] * 8, [good] * 8])
     alone = worse_series(CONFIG, Strata(blocks[:1, :3], np.ones(1)))
     assert alone == pytest.approx([BLOCK_SHARE * n for n in (1, 2, 3)])
+    five = worse_series(CONFIG, Strata(np.array([[bad, good]] * 5), np.full(5, 0.2)), 0.5)
+    assert five.max() == pytest.approx(BLOCK_SHARE), "an engine that died once failed for all of them"
     both = Strata(blocks, np.array([0.5, 0.5]))
     assert worse_series(CONFIG, both, 0.5).max() < 0.5 < 1.0 <= worse_series(CONFIG, both, 1.0).max()
     assert worse_series(CONFIG, Strata(blocks, np.array([0.9, 0.1])), 0.5).max() >= 1.0, "nearly all of the people"
+
+
+def test_small_tenants_that_are_counted_together_have_their_part_of_the_people() -> None:
+    large, small = {("a", block): (90, 0) for block in range(60)}, {("b", block): (3, 3) for block in range(60)}
+    found = strata({**large, **small}, {**large, **{place: (3, 0) for place in small}})
+    assert sorted(found.parts) == pytest.approx([6 / 186, 180 / 186])
+    assert worse_series(CONFIG, found, 0.5).max() < 1.0, "three of a hundred people do not decide alone"
+    rest = {("", 0): (9, 0), ("b", 0): (3, 3)}
+    assert strata(rest, rest).counts.sum() == 18 + 12, "nobody is left out"
 
 
 def test_power_grows_with_traffic() -> None:

@@ -28,17 +28,18 @@ class Gate:
     """Decides about candidates, trials and watches. State without clock or task."""
 
     KEPT: ClassVar[dict[str, Any]] = {
-        "_results": dict[int, dict[str, EvalResult]], "_held": set[int], "_decided": int,
+        "_results": dict[int, dict[str, EvalResult]], "_passed": set[int], "_revoked": set[int], "_decided": int,
         "_since": int, "_refused": str, "_began_ms": int, "stable": Stable,
     }  # fmt: skip
     PARTS: ClassVar[tuple[str, ...]] = ("counts",)
 
     def __init__(self, config: GateConfig, *, policy: str, token: int = 0) -> None:
         self._config = config
-        self._policy = policy
+        self.policy = policy
         self._token = token
         self._results: dict[int, dict[str, EvalResult]] = {}
-        self._held: set[int] = set()
+        self._passed: set[int] = set()
+        self._revoked: set[int] = set()
         self._decided = -1
         self._since = -1  # the run is compared with itself from this version on
         self.counts = Counts(config.people)
@@ -50,7 +51,7 @@ class Gate:
     # ---- records of the log
 
     def result(self, result: EvalResult) -> None:
-        if result.policy == self._policy and result.suite in self._config.suites:
+        if result.policy == self.policy and result.suite in self._config.suites:
             self._results.setdefault(result.version, {})[result.suite] = result
 
     def directive(self, directive: Directive, offset: int) -> None:
@@ -61,7 +62,7 @@ class Gate:
         at_ms = self.counts.tick(at_ms)
         if is_overtaken(self.stable, event):
             return
-        was, self.stable = self.stable, moved(self.stable, event, self._policy)
+        was, self.stable = self.stable, moved(self.stable, event, self.policy)
         if self.stable.trial != was.trial:
             self._refused = ""
         # A decision counts once it is made, and at its time in the log once it is read there.
@@ -69,17 +70,25 @@ class Gate:
             self._began_ms = at_ms
             if self.stable.trial >= 0:
                 self.counts.comparison(self.stable.trial).restart(at_ms, self.counts.block(at_ms))
-        if event.policy != self._policy:
+        if event.policy != self.policy:
             return
         if event.channel == "stable" and event.event == "promoted" and event.owner not in MASTERS:
             self._since = max(self._since, event.version)
-        if event.channel == "stable" and event.event == "promoted":
-            self._held.discard(event.version)
-        elif event.channel == "stable" and event.event in ("held", "rolled_back"):
-            self._held.add(event.version if event.event == "held" else was.version)
+        if event.channel != "candidate" and event.event == "promoted":
+            self._passed.add(event.version)
+        elif event.channel == "stable" and event.event == "held":
+            self._passed.discard(event.version)
+        elif event.event == "rolled_back" and was.version != event.version:  # a decision comes twice: made, and read
+            self._passed.discard(was.version)
         if event.channel != "candidate" and event.event in ("promoted", "held"):
             self._decided = max(self._decided, event.version)
             self._forget()
+
+    def revoke(self, version: int) -> None:
+        """Promote this version never: the trainer took it back, so no engine loads it."""
+        self._revoked.add(version)
+        if version == self.stable.trial:
+            self._refused = "the trainer took it back"
 
     def closure(self, closure: Closure, at_ms: int | None = None) -> None:
         """Take the outcome of an answer, with its ratings. at_ms: log-append time of the closure."""
@@ -124,7 +133,7 @@ class Gate:
         ready = [
             version
             for version, found in self._results.items()
-            if version > self._decided and found.keys() >= self._config.suites.keys()
+            if version > self._decided and version not in self._revoked and found.keys() >= self._config.suites.keys()
         ]
         return [self._weighed(max(ready))] if ready else []
 
@@ -133,7 +142,7 @@ class Gate:
         channel: Channel = "stable",
     ) -> PolicyEvent:  # fmt: skip
         return PolicyEvent(
-            event=event, policy=self._policy, version=version, channel=channel, reason=reason, owner=owner,
+            event=event, policy=self.policy, version=version, channel=channel, reason=reason, owner=owner,
             token=self._token, stats=numbers or {},
         )  # fmt: skip
 
@@ -200,7 +209,7 @@ class Gate:
             elif suite in before and drop(bar, found[suite], before[suite], num_tests):
                 stable = f"{before[suite].accuracy:.3f}"
                 faults.append(f"{suite}: {share:.3f}, the stable version {self.stable.version} has {stable}")
-            elif less := total_drop(bar, self._passed(suite, version), found[suite], num_tests):
+            elif less := total_drop(bar, self._compared(suite, version), found[suite], num_tests):
                 faults.append(f"{suite}: the last {bar.window} versions are {less:.3f} below the best {bar.window}")
         reason = "; ".join(faults) or ", ".join(f"{suite} {found[suite].accuracy:.3f}" for suite in self._config.suites)
         if faults:
@@ -226,12 +235,12 @@ class Gate:
             f"{USUAL_SHARE:g} passes {passes:.0%} of equal versions and finds {finds:.0%} of those with twice the odds"
         )
 
-    def _passed(self, suite: str, version: int) -> list[EvalResult]:
-        """Results of versions that were not held, below a version, since an operator last promoted one by hand."""
+    def _compared(self, suite: str, version: int) -> list[EvalResult]:
+        """Results of versions that passed, below a version, since an operator last promoted one by hand."""
         return [
             results[suite]
             for known, results in sorted(self._results.items())
-            if suite in results and self._since <= known < version and known not in self._held
+            if suite in results and self._since <= known < version and known in self._passed
         ]
 
     def _forget(self) -> None:
@@ -240,7 +249,8 @@ class Gate:
         old = sorted(version for version in self._results if version < self._decided and version not in kept)
         for version in old[:-REMEMBERED]:
             del self._results[version]
-            self._held.discard(version)
+            self._passed.discard(version)
+        self._revoked = {version for version in self._revoked if version > self._decided}
 
 
 def _total(sums: Iterable[Sequence[int]]) -> tuple[int, int]:

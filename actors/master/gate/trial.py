@@ -29,7 +29,7 @@ Sums = Mapping[tuple[str, int], Sequence[int]]  # by tenant and block: people, a
 
 MEASURES = ("rated down", "failed", "refused")
 LEAST_PEOPLE = 8  # of both versions in a stratum
-BLOCK_SHARE = 0.25  # limit of the evidence of one block of a tenant, as a share of the deciding evidence
+BLOCK_SHARE = 0.25  # limit of the evidence of one block, as a share of the deciding evidence
 SOLE_TENANT = 0.9  # a tenant with so many of the people decides by itself
 
 
@@ -38,7 +38,7 @@ class Strata(msgspec.Struct, frozen=True):
 
     counts: (..., tenants, blocks, 4) people of the new version, how many of them bad, and the same of the old one; 0 where a
     tenant has too few in a block, which then count for all such tenants together, in this block or the next.
-    parts: (tenants,) each tenant's part of the people; 1 for the tenants that are counted together.
+    parts: (tenants,) each tenant's part of the people; tenants that are counted together are like one.
     """
 
     counts: Floats
@@ -71,7 +71,7 @@ def strata(new: Sums, old: Sums) -> Strata:
     waiting = np.zeros(4)
     for index, block in enumerate(sorted(blocks)):
         for tenant, row in sorted(blocks[block].items()):
-            if _is_enough(row):
+            if tenant and _is_enough(row):
                 found.setdefault(tenant, {})[index] = row
             else:
                 waiting = waiting + row
@@ -83,8 +83,7 @@ def strata(new: Sums, old: Sums) -> Strata:
         for index, row in rows.items():
             counts[number, index] = row
     people = counts[:, :, 0].sum(-1) + counts[:, :, 2].sum(-1)
-    named = np.array([tenant != "" for tenant in found] or [False])
-    return Strata(counts, np.where(named, people / max(1.0, people.sum()), 1.0))
+    return Strata(counts, people / max(1.0, people.sum()))
 
 
 def worse_series(config: CanaryConfig, found: Strata, tenant_share: float = 1.0) -> Floats:
@@ -152,10 +151,11 @@ def _lines(config: CanaryConfig) -> tuple[tuple[float, float], tuple[float, floa
 
 
 def _added(logs: Floats, parts: Floats, bound: float, tenant_share: float) -> Floats:
-    """(..., blocks) evidence of all tenants up to each block, as a part of the bound. A block is limited, and so is a tenant:
-    to `tenant_share`, or to its part of the people where that is more.
+    """(..., blocks) evidence of all tenants up to each block, as a part of the bound. A block of all tenants is limited, and so
+    is a tenant: to `tenant_share`, or to its part of the people where that is more.
     """
-    logs = np.minimum(logs, BLOCK_SHARE * bound).cumsum(-1)
+    gained = logs.clip(0.0).sum(-2, keepdims=True)  # an engine that dies once fails for each tenant in the same block
+    logs = np.where(logs > 0.0, logs * (BLOCK_SHARE * bound / gained.clip(1e-9)).clip(max=1.0), logs).cumsum(-1)
     is_limited = (parts[:, None] < SOLE_TENANT) & (tenant_share < 1.0)
     most = np.maximum(tenant_share, parts[:, None]) * bound
     # This limit of the evidence against makes the error probability at most exp(exp(-tenant_share * bound)) times as high.
