@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from actors.config import CanaryConfig, GateSuite
-from actors.master.gate.suites import total_drop
+from actors.master.gate.suites import difference, total_drop
 from actors.master.gate.trial import (
     BLOCK_SHARE,
     Evidence,
@@ -146,6 +146,11 @@ def test_versions_that_each_lose_a_little_are_stopped_before_much_is_lost(tasks:
         held = candidates(60, 0.003, tasks, 1, seed)
         last = max(number for number, is_held in enumerate(held) if not is_held)
         assert 0.003 * (last + 1) <= most
+
+
+def test_a_small_result_on_other_tasks_is_as_uncertain_as_its_size_makes_it() -> None:
+    _, variance = difference(result([1] * 100 + [0] * 900), result([1] * 25 + [0] * 25, tasks="7a"))
+    assert variance == pytest.approx(0.1 * 0.9 / 1000 + 0.5 * 0.5 / 50)
 
 
 def test_a_run_that_declined_can_come_back() -> None:

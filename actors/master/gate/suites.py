@@ -27,7 +27,7 @@ def drop(suite: GateSuite, new: EvalResult, old: EvalResult, num_tests: int = 1)
 def difference(new: EvalResult, old: EvalResult) -> tuple[float, float]:
     """By how much `old` is better, a half step less since answers are counted, and the variance of that.
 
-    The variance is that where both are as good, which is the larger one.
+    The variance is the larger of two: if both are as good, and if they are as far apart as measured.
     """
     if is_paired(new, old):
         gaps = [before - now for before, now in zip(old.right, new.right, strict=True)]
@@ -35,7 +35,8 @@ def difference(new: EvalResult, old: EvalResult) -> tuple[float, float]:
         return (sum(gaps) - 1) / answers, sum(gap * gap for gap in gaps) / answers**2
     both = (new.accuracy * new.num_tasks + old.accuracy * old.num_tasks) / (new.num_tasks + old.num_tasks)
     each = 1.0 / new.num_tasks + 1.0 / old.num_tasks
-    return old.accuracy - new.accuracy - each / 2, both * (1.0 - both) * each
+    apart = sum(side.accuracy * (1.0 - side.accuracy) / side.num_tasks for side in (new, old))
+    return old.accuracy - new.accuracy - each / 2, max(both * (1.0 - both) * each, apart)
 
 
 def is_paired(new: EvalResult, old: EvalResult) -> bool:
