@@ -137,7 +137,6 @@ class Buffer:
         self._held: dict[tuple[str, str], int] = {}  # (group, lane) → offset
         self._validation: dict[int, tuple[bytes, Block]] = {}
         self._awaited = Awaited()
-        self.duplicates = 0
         self._used_up: dict[Lane, int] = {}
 
     def add(self, offset: int, frame: bytes, block: Block, digest: bytes = b"") -> str:
@@ -166,13 +165,11 @@ class Buffer:
             return ""
         used = self.uses.delivered(use_key(block.group, first.retrained, first.lane), offset)
         if used >= self._max_uses[first.lane]:
-            self.duplicates += 1
             self._count_used_up(first.lane, len(block.experiences))
             return "already trained"
         held = self._held.get((block.group, first.lane))
         if held is not None:
             if self._candidates[first.lane][held].revision >= first.revision:
-                self.duplicates += held != offset
                 return "" if held == offset else "duplicate"
             self.discard(held, first.lane)
         self._frames[offset] = frame
