@@ -31,15 +31,7 @@ from trainer.journal.checkpoint import (
     trim_below,
     uses_below,
 )
-from trainer.journal.journal import (
-    Journal,
-    Lease,
-    Pending,
-    append,
-    pending,
-    read_journal,
-    read_records,
-)  # fmt: skip
+from trainer.journal.journal import Journal, Lease, Pending, append, pending, read_journal, read_records
 from trainer.learners.scripted import ScriptedLearner
 from trainer.loop.saving import trim_journal
 

@@ -112,7 +112,8 @@ async def execute(
     run.advance(step=batch.step)
     stats = msgspec.structs.replace(stats, reward=mean_reward(items))
     run.report.step(batch.step, list(items), stats, batch.version, watch.elapsed_s)
-    sampled = [item.experience.tokens.tolist() for item in items[:4]]
+    open_items = [item for item in items if not item.experience.key_id]  # a manifest is not encrypted
+    sampled = [item.experience.tokens.tolist() for item in open_items[:4]]
     longest = PROBE_TOKENS + (run.image_inputs.vision.num_places if run.image_inputs is not None else 0)
     run.probe_sequences = probe_sequences(sampled, longest=longest) or run.probe_sequences
     return stats

@@ -12,13 +12,14 @@ from infra.ledger.index import LogIndex
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
+from infra.policies.manifest import decode_manifest
 from infra.store.memory import MemoryStore
 from infra.store.seal import Keys, open_text, seal_text
 from schemas import Batch, Block, Directive, Drawn, PolicyEvent, Saved, ids, topics
 from schemas.errors import Sealed
 from tests.infra.ledger.ledger_records import ANN, TENANT, USER, batch, log_with_ann, of_ann
 from tests.names import secret_store, session_name
-from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, journal, published, train
+from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, block, journal, published, train
 from trainer.journal.checkpoint import Position
 from trainer.learners.scripted import ScriptedLearner
 from trainer.loop.report import TrainerReport
@@ -95,6 +96,14 @@ async def test_what_waits_in_the_buffer_is_dropped_with_a_reason_and_never_train
     told = [message.value async for message in log.scan(topics.PROGRESS)]
     dropped = {group: why for one in told if isinstance(one, Drawn) for group, why in one.dropped.items()}
     assert dropped.items() >= {("usual-6.0", "forgotten"), ("usual-7.0", "forgotten")}
+
+
+async def test_no_manifest_of_a_version_holds_in_clear_what_a_named_user_said() -> None:
+    log, store = await log_with_ann(at=(6, 13, 20))  # nobody else's groups have these tokens
+    await train(log, store, ScriptedLearner())
+    probes = [decode_manifest(store.get(event.manifest)).probe for event in await published(log)]
+    probed = {sequence for probe in probes if probe is not None for sequence in probe.sequences}
+    assert probed and not probed & {tuple(one.tokens.tolist()) for one in block(6).experiences}
 
 
 async def test_a_trainer_that_restarts_on_lost_steps_goes_on_without_them() -> None:
