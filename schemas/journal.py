@@ -156,8 +156,8 @@ class Effective:
     """Tells of each record of a journal, in its order, whether it counts: the same for every reader.
 
     Steps below one already journaled under an older token are re-executions and never journaled again, so (token, step) is
-    unique per reader; a repeated one is a retried send. After a trim, the first kept record counts as the fence before it: the
-    trainer trims only up to a record that counted. token: highest fence so far.
+    unique per reader, where the step of a rollback is its last; a repeated one is a retried send. After a trim, the first
+    kept record counts as the fence before it: the trainer trims only up to a record that counted. token: highest fence.
     """
 
     def __init__(self, run: str, token: int = -1) -> None:
@@ -175,7 +175,7 @@ class Effective:
             return False
         if self.token < 0:
             self.token = record.token
-        step = record.from_step if isinstance(record, Rollback) else record.step
+        step = record.to_step if isinstance(record, Rollback) else record.step
         seen = self._seen.setdefault((type(record), record.token), Ranges())
         if record.token < self.token or step in seen:
             return False

@@ -163,7 +163,7 @@ def effective(log: Logged, run: str) -> list[Any]:
         if isinstance(entry, Fence):
             fence = max(fence, entry.token)
             continue
-        step = entry.from_step if isinstance(entry, Rollback) else entry.step
+        step = entry.to_step if isinstance(entry, Rollback) else entry.step
         key = (type(entry), entry.token, step)
         if entry.token >= fence and key not in seen:
             seen.add(key)

@@ -81,6 +81,11 @@ def test_what_is_left_to_do_of_a_journal(entries: list, after_step: int, expecte
     assert [f"{each.batch.step} {each.fate}" if isinstance(each, Pending) else "back" for each in found] == expected
 
 
+def test_a_second_rollback_to_the_same_checkpoint_counts_and_one_that_was_sent_twice_counts_once() -> None:
+    records = [*FIVE[:3], back(1, 2), FIVE[3], back(1, 3)]
+    assert effective([*records, back(1, 3)], "r") == (records, 1)
+
+
 def journal_of(*tokens: int) -> tuple[Log, Lease]:
     """A log whose journal is fenced by `tokens`, and the lease of the first."""
     log = Log(MemoryBus(), "t")

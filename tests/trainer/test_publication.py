@@ -53,12 +53,7 @@ class Rig:
 
 async def publish(publisher: WeightPublisher, version: int, value: int) -> int:
     return await publisher.publish(
-        version,
-        HashedTensors(tensors(value)),
-        None,
-        parent=version - 1,
-        step=version,
-        stats={"loss": 0.5},
+        version, HashedTensors(tensors(value)), None, parent=version - 1, step=version, stats={"loss": 0.5}
     )
 
 
