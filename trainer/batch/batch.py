@@ -105,12 +105,7 @@ class PackedBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pack(
-    items: Sequence[TrainItem],
-    *,
-    max_tokens: int,
-    version: int = 0,
-    exact: bool = True,
-    bootstrap: bool = False,
+    items: Sequence[TrainItem], *, max_tokens: int, version: int = 0, exact: bool = True, bootstrap: bool = False
 ) -> PackedBatch:
     """Pack whole groups, and joined turns of a session, into rows, and rows into microbatches of at most `max_tokens` positions
     including padding.

@@ -91,12 +91,7 @@ def unfit(
 
 
 def draw_in_order(
-    candidates: Sequence[Candidate],
-    *,
-    num_groups: int,
-    version: int,
-    max_staleness: int,
-    hold_for: int | None = None,
+    candidates: Sequence[Candidate], *, num_groups: int, version: int, max_staleness: int, hold_for: int | None = None
 ) -> Draw:
     """The `num_groups` oldest-issued groups within the staleness bound.
 

@@ -103,13 +103,7 @@ def teaches(supply: Supply, candidate: Candidate) -> bool:
 
 
 def drawn_from(
-    pool: Pool,
-    config: LaneConfig,
-    *,
-    num_experiences: int,
-    seed: int,
-    by_tokens: bool = False,
-    least: int = 1,
+    pool: Pool, config: LaneConfig, *, num_experiences: int, seed: int, by_tokens: bool = False, least: int = 1
 ) -> Draw:
     """The draw of a lane that is not paced, as its settings say."""
     limits = ShareLimits(tenant=config.tenant_share, subject=config.subject_share, least=least)

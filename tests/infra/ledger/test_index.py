@@ -8,30 +8,12 @@ from pathlib import Path
 import pytest
 
 from infra.ledger.account import audit
-from infra.ledger.index import (
-    FILE,
-    NEWEST,
-    LogIndex,
-    bounds,
-    follow,
-    sizes,
-    trim,
-)
+from infra.ledger.index import FILE, NEWEST, LogIndex, bounds, follow, sizes, trim
 from infra.ledger.index_fold import Folder
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
-from schemas import (
-    Batch,
-    BatchItem,
-    Block,
-    Fence,
-    PolicyEvent,
-    Progress,
-    Rollback,
-    Skip,
-    topics,
-)
+from schemas import Batch, BatchItem, Block, Fence, PolicyEvent, Progress, Rollback, Skip, topics
 from tests.actors.rig import until
 from tests.infra.cli.console_rig import SECRET, fill, folded, live
 

@@ -29,13 +29,7 @@ from streams.collect.rules import Rules
 from streams.collect.snapshots import series_name
 from tests.names import session_name
 from tests.starts import newest
-from tests.streams.collect.collecting import (
-    answer,
-    block,
-    said,
-    stub,
-    tick,
-)
+from tests.streams.collect.collecting import answer, block, said, stub, tick
 from tests.streams.deliveries import values
 
 DAY_MS = 86_400_000
@@ -244,11 +238,7 @@ def other_bytes(store: MemoryStore) -> None:
 
 @pytest.mark.parametrize(
     ("harm", "reason"),
-    [
-        (damage_open, "damaged"),
-        (newer_layout, "written by a newer release"),
-        (other_bytes, "damaged"),
-    ],
+    [(damage_open, "damaged"), (newer_layout, "written by a newer release"), (other_bytes, "damaged")],
 )
 async def test_a_snapshot_that_cannot_be_used_is_said_and_counted_and_the_log_is_folded(
     harm: object, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

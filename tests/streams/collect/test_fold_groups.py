@@ -10,22 +10,11 @@ from infra.chain.chain import ChainResult, Context, Dropped
 from schemas import Closure, Experience
 from schemas.experience import is_withdrawal
 from schemas.ids import request_group
-from streams.collect.decision import (
-    Chain,
-    Decision,
-    judged,
-)
+from streams.collect.decision import Chain, Decision, judged
 from streams.collect.feedback import FeedbackRules, take_feedback
 from streams.collect.fold import MAX_ANSWERS
 from streams.collect.rules import Rules
-from streams.collect.state import (
-    AnswerFeedback,
-    Attempt,
-    BlockPlace,
-    Group,
-    LoggedFeedback,
-    State,
-)
+from streams.collect.state import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback, State
 from streams.config import LimitsConfig
 from tests.names import session_name
 from tests.streams.collect.collecting import (
@@ -119,11 +108,7 @@ def test_the_first_attempt_that_completes_wins() -> None:
             block(answer("t.0", 1, attempt=2)),
         ]
     )
-    assert closures(inbox) == [
-        ("t.0", 0, "superseded", ""),
-        ("t.0", 1, "buffered", ""),
-        ("t.0", 2, "superseded", ""),
-    ]
+    assert closures(inbox) == [("t.0", 0, "superseded", ""), ("t.0", 1, "buffered", ""), ("t.0", 2, "superseded", "")]
     assert [name for name, _ in buffered(folded(inbox))[("t.0", 0)]] == ["t.0.1-0-0", "t.0.1-1-0"]
 
 

@@ -21,16 +21,7 @@ from streams.collect.limits import (
 from streams.collect.state import State
 from streams.config import LimitsConfig
 from tests.names import session_name
-from tests.streams.collect.collecting import (
-    FakePartition,
-    answer,
-    block,
-    decisions,
-    drops,
-    folded,
-    rules,
-    said,
-)
+from tests.streams.collect.collecting import FakePartition, answer, block, decisions, drops, folded, rules, said
 from tests.streams.collect.test_fold_turns import ref as turn_ref
 from tests.streams.collect.test_fold_turns import turn
 
