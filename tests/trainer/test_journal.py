@@ -16,7 +16,7 @@ from infra.log.memory import MemoryBus
 from infra.settings.config import Keep
 from infra.store.memory import MemoryStore
 from schemas import Batch, Fence, Rollback, Saved, Skip, topics
-from schemas.errors import BadFrame, FencedOut
+from schemas.errors import BadFrame, FencedOut, OffsetOutOfRange
 from schemas.journal import effective
 from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, block, filled_log, journal, train
 from trainer.config import SLOTS, LaneConfig
@@ -28,6 +28,8 @@ from trainer.journal.checkpoint import (
     journal_begin,
     kept,
     load_newest,
+    places,
+    remove,
     trim_below,
     uses_below,
 )
@@ -254,7 +256,7 @@ def test_the_journal_reaches_back_to_the_newest_checkpoint_older_than_the_horizo
     assert journal_begin([], set(), keep_ms=1000) == (0, -1)
 
 
-async def test_the_journal_is_bounded_by_the_horizon_and_resume_and_audit_go_on_from_what_is_kept() -> None:
+async def test_the_journal_is_bounded_by_the_horizon_and_resume_audit_and_another_run_go_on_from_what_is_kept() -> None:
     config = msgspec.structs.replace(CONFIG, checkpoint_every=1)
     floor = msgspec.structs.replace(FLOOR, keep=Keep(replay="10s"))
     tick, store = itertools.count(step=1000), MemoryStore()
@@ -271,6 +273,16 @@ async def test_the_journal_is_bounded_by_the_horizon_and_resume_and_audit_go_on_
     assert before is not None and after is not None and after.position.step > before.position.step
     account = await audit(log, "t")
     assert account.is_clean
+    for sequence in range(90, 94):
+        await log.publish(topics.BUFFER, block(sequence))
+    config, floor = msgspec.structs.replace(CONFIG, max_steps=2, warmup=None), msgspec.structs.replace(floor, run="u")
+    await train(log, store, ScriptedLearner(), config, floor)
+    assert [entry.step for entry in await journal(log) if isinstance(entry, Batch) and entry.run == "u"] == [0, 1]
+    remove(store, "u", places(store, "u"))
+    (end,) = (await log.bounds(topics.BATCHES))[1].values()
+    await log.bus.delete_records(Partition(log.name(topics.BATCHES), 0), end - 1)
+    with pytest.raises(OffsetOutOfRange, match="no checkpoint is left, and its journal is kept from step 1 on"):
+        await train(log, store, ScriptedLearner(), config, floor)
 
 
 def test_a_journal_is_not_trimmed_to_a_record_of_a_trainer_that_was_overtaken() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.policies.tensors import Tensor
@@ -190,6 +191,17 @@ async def test_a_resume_whose_segment_was_deleted_says_so_and_overwrites_nothing
     with pytest.raises(OffsetOutOfRange, match=rf"t\.{topic.name}/0: offset \d+ is not kept"):
         await train(log, store, ScriptedLearner())
     assert {key: store.get(key) for key in store.keys("")} == before and len(await published(log)) == count
+
+
+async def test_a_trainer_starts_where_retention_took_closures_that_it_had_not_read() -> None:
+    store = MemoryStore()
+    log = await filled_log(store)
+    await train(log, store, ScriptedLearner(), msgspec.structs.replace(CONFIG, max_steps=STEPS // 2))
+    told = await log.publish(topics.PROGRESS, Drawn(token=0, step=0, version=0, groups=()))
+    await log.bus.delete_records(Partition(log.name(topics.PROGRESS), 0), told.offset + 1)
+    before = len(await published(log))
+    await train(log, store, ScriptedLearner())
+    assert len(await published(log)) == before + STEPS // 2
 
 
 class KillingFolder(PutsThatKill, DirectoryStore):

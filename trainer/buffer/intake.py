@@ -129,8 +129,9 @@ async def take_in(log: Log, intake: Intake, metrics: Metrics, tell_dropped: Tell
 
 
 async def follow_progress(log: Log, intake: Intake) -> None:
-    """Read closures until cancelled; they only tell which missing groups to wait for."""
-    async with aclosing(log.tail(topics.PROGRESS, {0: intake.progress_next})) as messages:
+    """Read closures until cancelled; they only tell which missing groups to wait for, so retention may have taken some."""
+    begins, _ = await log.bounds(topics.PROGRESS)
+    async with aclosing(log.tail(topics.PROGRESS, {0: max(begins[0], intake.progress_next)})) as messages:
         async for message in messages:
             intake.progress_next = message.offset + 1
             if isinstance(message.value, Closure):

@@ -23,7 +23,7 @@ from infra.policies.publish import NewVersion, publish
 from infra.store.snapshots import SnapshotDamaged
 from infra.store.store import Store
 from schemas import PolicyEvent, topics
-from schemas.errors import StoreError
+from schemas.errors import NotInStore, StoreError
 from trainer.journal.journal import Lease
 from trainer.loop.prune import prune as prune_weights
 from trainer.loop.prune import remove_unfinished
@@ -96,14 +96,7 @@ class WeightPublisher:
             step=step,
             adapter=self._adapter,
         )
-        event = await asyncio.to_thread(
-            publish,
-            self._store,
-            new,
-            weights,
-            previous=self._previous,
-            probe=probe,
-        )
+        event = await asyncio.to_thread(publish, self._store, new, weights, previous=self._previous, probe=probe)
         event = msgspec.structs.replace(event, owner=self._lease.owner, stats={**event.stats, **stats})
         position = await self._log.publish(topics.POLICIES, event)
         await self._summarize()
@@ -166,8 +159,11 @@ class WeightPublisher:
 
 
 def same_content(store: Store, event: PolicyEvent, weights: HashedTensors, adapter: Adapter | None = None) -> bool:
-    """True if the published version holds exactly these weights, by the hashes of its manifest, of the same adapter."""
-    manifest = decode_manifest(store.get(event.manifest))
+    """True if the published version is stored and holds exactly these weights, by its manifest, of the same adapter."""
+    try:
+        manifest = decode_manifest(store.get(event.manifest))
+    except NotInStore:
+        return False
     return manifest.adapter == adapter and first_difference(weights.entries, manifest.tensors, values=True) is None
 
 

@@ -18,7 +18,8 @@ from infra.policies.fold import PoliciesFold, published
 from infra.roles.role import Role
 from infra.store.seal import FORGOTTEN
 from infra.store.store import Store
-from schemas import PolicyEvent, Rollback
+from schemas import PolicyEvent, Rollback, topics
+from schemas.errors import OffsetOutOfRange
 from trainer.batch.assemble import journaled_items
 from trainer.batch.batch import TrainItem
 from trainer.batch.image_inputs import ImageInputs
@@ -53,7 +54,7 @@ async def resume(
     """A run at the point where the journal ends. Raises FencedOut, OffsetOutOfRange, ConfigError."""
     floor, log, store = role.floor, role.log, role.store
     state, journal = await find_start(log, store, lease, take_from(learner))
-    position = state.position if state else checkpoint.Position()
+    position = state.position if state else await beginning(log)
     found, past = await read_policies(log, floor.policy.name, position.version)
     publisher = WeightPublisher(log, store, lease, floor.policy.name, found, past, learner.adapter)
     uses = state.uses if state else None
@@ -109,7 +110,19 @@ async def find_start(
             return state, journal
         logger.warning("checkpoint passed over run=%s step=%d: rolled back later", lease.run, position.step)
         before = checkpoint.CheckpointPlace(position.step, 0)
-    return None, await read_journal(log, lease)
+    journal = await read_journal(log, lease, start=(await beginning(log)).journal_next)
+    first = min((entry.step for entry in journal.entries if not isinstance(entry, Rollback)), default=0)
+    if first > 0:
+        raise OffsetOutOfRange(
+            f"run {lease.run!r}: no checkpoint is left, and its journal is kept from step {first} on"
+        )
+    return None, journal
+
+
+async def beginning(log: Log) -> checkpoint.Position:
+    """Where a run without a checkpoint begins: other runs on the same log have had older records removed."""
+    kept = {topic: (await log.bounds(topic))[0][0] for topic in (topics.BUFFER, topics.BATCHES)}
+    return checkpoint.Position(buffer_next=kept[topics.BUFFER], journal_next=kept[topics.BATCHES])
 
 
 async def read_policies(log: Log, policy: str, version: int) -> tuple[dict[int, PolicyEvent], PoliciesFold]:
