@@ -184,7 +184,8 @@ class TrainerGuardConfig(Section, frozen=True):
     entropy: Share = 0.0
     """Fraction of the median entropy below which the trainer raises the alarm `entropy_collapse`. 0 for never."""
     reward: Share = 0.0
-    """Fraction of the median reward below which the trainer raises the alarm `reward_collapse`. 0 for never."""
+    """Fraction of the median reward below which the trainer raises the alarm `reward_collapse`. A negative median allows a
+    fall by 1 - the fraction of its size: with 0.5, from -2 to -3. 0 for never."""
     probe_shift: AtLeast0 = 0.0
     """Maximum mean change, in nats per token, of the log-probabilities of recent sequences between two versions; the trainer
     does not publish a version above it. 0 for no limit. A new process does not compare its first version."""

@@ -204,7 +204,7 @@ def collapses(
         ("reward_collapse", reward, config.reward, state.rewards),
     ):
         usual = _median(before, config)
-        if share and usual is not None and value is not None and not value >= share * usual:
+        if share and usual is not None and value is not None and not value >= usual - (1 - share) * abs(usual):
             found.append(name)
     return tuple(found)
 

@@ -97,6 +97,9 @@ def test_a_collapse_is_a_fall_below_a_share_of_what_was_usual() -> None:
     assert collapses(state, CONFIG, entropy=1.0, reward=0.2) == ("reward_collapse",)
     assert collapses(state, CONFIG, entropy=None, reward=None) == ()
     assert collapses(state, TrainerGuardConfig(min_steps=4), entropy=0.0, reward=0.0) == (), "off unless asked for"
+    below_0 = GuardState(rewards=(-2.0, -2.5, -1.5, -2.0))  # of penalties: half of the median's size below it is -3
+    assert collapses(below_0, CONFIG, entropy=None, reward=-2.9) == ()
+    assert collapses(below_0, CONFIG, entropy=None, reward=-3.1) == ("reward_collapse",)
 
 
 def test_weights_that_are_not_finite_or_moved_far_are_not_published() -> None:
