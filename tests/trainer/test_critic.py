@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer_samples import make_item
+from trainer_samples import make_item, tiny_model
 
 from infra.cli.demo.char_model import build_char_model
 from schemas import Span
@@ -200,7 +200,9 @@ def test_a_step_whose_values_are_not_finite_changes_nothing(model, minibatches):
     assert all(bytes(before[name].data) == bytes(after[name].data) for name in before)
 
 
-def test_after_a_warm_up_the_critic_begins_as_the_warmed_up_policy(model):
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_after_a_warm_up_the_critic_begins_as_the_warmed_up_policy_and_comes_back_so(model, tmp_path, is_tied):
+    model = tiny_model(tmp_path, "qwen3", tie_word_embeddings=True) if is_tied else model
     lanes = {"usual": LaneConfig(loss="ppo"), "expert": LaneConfig(loss="sft", weight=0.1)}
     learner = TorchLearner(model, TrainerConfig(lanes=lanes, threads=1, critic=CriticConfig()), device="cpu")
     shown = make_item([1, 40, 41], [Span(2, 3, -1, 1.0, False)], group="d.0", lane="expert")
@@ -210,8 +212,13 @@ def test_after_a_warm_up_the_critic_begins_as_the_warmed_up_policy(model):
     saved = learner.save()
     names = [name[7:] for name in saved if name.startswith("critic/") and "head" not in name]
     assert names and all(bytes(saved[f"critic/{name}"].data) == bytes(saved[f"model/{name}"].data) for name in names)
-    began = TorchLearner(model, TrainerConfig(lanes=lanes, threads=1, critic=CriticConfig()), device="cpu").save()
+    other = TorchLearner(model, TrainerConfig(lanes=lanes, threads=1, critic=CriticConfig()), device="cpu")
+    began = other.save()
     assert any(bytes(began[f"critic/{name}"].data) != bytes(saved[f"critic/{name}"].data) for name in names)
+    other.restore(saved)
+    (rows,) = pack([shown], max_tokens=9).microbatches
+    states = [each.critic._model.packed.states(rows) for each in (learner, other)]
+    assert torch.equal(*states)
 
 
 def test_a_critic_and_a_loss_that_wants_it_come_together(model):

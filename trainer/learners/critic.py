@@ -103,7 +103,8 @@ class ValueModel:
     def __init__(self, packed: PackedModel) -> None:
         self.packed = packed
         body = packed.module
-        body.get_output_embeddings().requires_grad_(False)
+        output = body.get_output_embeddings()
+        output.requires_grad_(output.weight is body.get_input_embeddings().weight)  # one that is not tied is never read
         size = int(body.config.get_text_config().hidden_size)
         self.head = torch.nn.Linear(size, 1, device=packed.device)
         torch.nn.init.zeros_(self.head.weight)
