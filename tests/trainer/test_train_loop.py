@@ -204,6 +204,17 @@ async def test_a_trainer_starts_where_retention_took_closures_that_it_had_not_re
     assert len(await published(log)) == before + STEPS // 2
 
 
+async def test_a_start_tells_which_waiting_groups_it_refuses_and_why() -> None:
+    store = MemoryStore()
+    log = await filled_log(store)
+    await train(log, store, ScriptedLearner(), msgspec.structs.replace(CONFIG, max_steps=STEPS - 1))
+    lanes = {lane: config for lane, config in CONFIG.lanes.items() if lane == "usual"}
+    await train(log, store, ScriptedLearner(), msgspec.structs.replace(CONFIG, lanes=lanes, warmup=None))
+    told = [each.value async for each in log.scan(topics.PROGRESS) if isinstance(each.value, Drawn)]
+    dropped = {group: reason for each in told for group, reason in each.dropped.items()}
+    assert dropped == {f"expert-{number}.0": "lane not trained" for number in (0, 1, 2, 3, 9)}
+
+
 class KillingFolder(PutsThatKill, DirectoryStore):
     """A store in a folder whose process dies at the n-th put."""
 

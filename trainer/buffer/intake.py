@@ -120,11 +120,16 @@ async def take_in(log: Log, intake: Intake, metrics: Metrics, tell_dropped: Tell
         intake.buffer.await_no_more()  # it may have been the last of a join
         reason, group = "bad frame", dict(message.record.headers).get("group", b"").decode(errors="replace")
         await log.dead_letter(message, stage="train", reason=reason)
+    await tell_refused(metrics, tell_dropped, message.offset, group, reason)
+
+
+async def tell_refused(metrics: Metrics, tell_dropped: TellDropped, offset: int, group: str, reason: str) -> None:
+    """Count and tell why a record of `buffer` was refused; nothing for the reason ""."""
     if not reason:
         return
     metrics.counter("buffer_refused", reason=reason).inc()
     if reason not in REPEATS and group:
-        logger.warning("buffer record refused offset=%d group=%s reason=%s", message.offset, group, reason)
+        logger.warning("buffer record refused offset=%d group=%s reason=%s", offset, group, reason)
         await tell_dropped({group: reason})
 
 

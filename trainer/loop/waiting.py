@@ -104,11 +104,7 @@ async def drop(run: Run, draw: Draw) -> None:
 async def tell_dropped(run: Run, dropped: dict[str, str]) -> None:
     """Tell the master and the audit which groups will never be trained, and why."""
     drawn = Drawn(
-        token=run.lease.token,
-        step=run.position.step + 1,
-        version=run.position.version,
-        groups=(),
-        dropped=dropped,
+        token=run.lease.token, step=run.position.step + 1, version=run.position.version, groups=(), dropped=dropped
     )
     await run.log.publish(topics.PROGRESS, drawn)
 

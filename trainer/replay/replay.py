@@ -136,7 +136,7 @@ async def survey_journal(log: Log, run: str, start: Manifest, to_step: int | Non
         if isinstance(record, JournalRecord):
             records.append(record)
     entries, _ = effective(records, run, position.journal_token)
-    todo = up_to(pending(entries, position.step), to_step)
+    todo = [entry for entry in pending(entries, position.step) if to_step is None or entry_step(entry) <= to_step]
     check_steps(todo, position.step)
     last = max((entry_step(entry) for entry in todo), default=position.step)
     gone = {entry.batch.step for entry in todo if isinstance(entry, Pending) and entry.fate == "quarantined"}
@@ -157,10 +157,6 @@ async def survey_journal(log: Log, run: str, start: Manifest, to_step: int | Non
 
 def named_offsets(batch: Batch) -> list[int]:
     return list(dict.fromkeys(item.offset for item in (*batch.items, *batch.dropped)))
-
-
-def up_to(todo: Iterable[Pending | Rollback], to_step: int | None) -> list[Pending | Rollback]:
-    return [entry for entry in todo if to_step is None or entry_step(entry) <= to_step]
 
 
 def entry_step(entry: Pending | Rollback) -> int:

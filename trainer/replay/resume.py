@@ -24,7 +24,7 @@ from trainer.batch.assemble import journaled_items
 from trainer.batch.batch import TrainItem
 from trainer.batch.image_inputs import ImageInputs
 from trainer.buffer.buffer import Buffer, make_candidate, read_blocks
-from trainer.buffer.intake import Intake
+from trainer.buffer.intake import Intake, tell_refused
 from trainer.config import TrainerConfig
 from trainer.journal import checkpoint
 from trainer.journal.journal import Journal, Lease, Pending, is_quarantined, pending, read_journal
@@ -35,7 +35,9 @@ from trainer.loop.report import TrainerReport
 from trainer.loop.state import Run, Unread
 from trainer.loop.step import finish_rollback, publish_now, repeat, settle_verdict, tell_drawn, write_and_publish_due
 from trainer.loop.supply import Supply
+from trainer.loop.waiting import tell_dropped
 from trainer.loop.warmup import finish_warm_up
+from trainer.replay.replay import named_offsets
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +79,10 @@ async def resume(
         position=position,
         image_inputs=image_inputs,
     )
+    todo = pending(journal.entries, position.step)
     if state is not None:
         await restore_learner(run, state)
-        await restore_buffer(run, state.references)
+        await restore_buffer(run, state.references, todo)
         run.saving.saved_step = position.step
     elif config.warmup is not None:
         await run.in_thread(learner.begin_phase, "warmup")
@@ -87,7 +90,6 @@ async def resume(
     run.advance(journal_next=journal.next_offset, journal_token=journal.token)
     if state is not None and not publisher.has(position.version):
         await publish_now(run, position.version)
-    todo = pending(journal.entries, position.step)
     if state is not None or todo:
         logger.info("resuming step=%d version=%d journaled=%d", position.step, position.version, len(todo))
     await execute_again(run, todo)
@@ -136,10 +138,15 @@ async def read_policies(log: Log, policy: str, version: int) -> tuple[dict[int, 
     return published(events, policy, None if summary is None else summary.of(policy)), fold
 
 
-async def restore_buffer(run: Run, references: tuple[int, ...]) -> None:
-    """Put undrawn blocks back. Raises OffsetOutOfRange with the offset of a missing block."""
+async def restore_buffer(run: Run, references: tuple[int, ...], todo: list[Pending | Rollback]) -> None:
+    """Put undrawn blocks back; tell which are refused, but for those of steps in `todo`. Raises OffsetOutOfRange with the
+    offset of a missing block.
+    """
+    used = {offset for entry in todo if isinstance(entry, Pending) for offset in named_offsets(entry.batch)}
     for offset, stored in sorted((await read_blocks(run.log, references)).items()):
-        run.supply.intake.keep(offset, stored.frame, stored.block, stored.digest)
+        reason = run.supply.intake.keep(offset, stored.frame, stored.block, stored.digest)
+        if offset not in used:
+            await tell_refused(run.report.metrics, partial(tell_dropped, run), offset, stored.block.group, reason)
     run.supply.intake.buffer.await_no_more()  # drawn or refused turns of a join are not here
 
 
