@@ -95,6 +95,7 @@ async def check_killed(folder: Path, log: Log, store: Store, arm: Callable[[int]
     assert learner.tensors() == expected
     assert journaled_items(await journal(log)) == journaled_items(records)
     assert sorted({event.version for event in await published(log)}) == versions
+    assert all(event.parent == event.version - 1 for event in await published(log))
 
 
 @pytest.mark.parametrize("every", [3, 8, 1, 2, 5])

@@ -232,7 +232,7 @@ async def ready(run: Run, version: int, weights: HashedTensors | None) -> Unpubl
     if weights is None:
         weights = await run.in_thread(take_weights, run.learner)
     probe = await run.in_thread(run.learner.probe, run.probe_sequences) if run.probe_sequences else None
-    parent = run.position.version if version else -1
+    parent = min(run.position.version, version - 1)  # a checkpoint is of the version that a resume publishes
     run.supply.published_s = run.supply.intake.clock()
     return Unpublished(version, parent, run.position.step, weights, probe, dict(run.report.worth_showing))
 
