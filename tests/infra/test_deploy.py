@@ -252,17 +252,7 @@ EXTRAS = {
     "all": ("streams", "actors", "gateway", "trainer"),
     "cuda": ("streams", "actors", "gateway", "trainer", "cuda"),
     "image": ("streams", "actors", "gateway", "trainer", "console", "environments", "mcp", "tasks"),
-    "image-cuda": (
-        "streams",
-        "actors",
-        "gateway",
-        "trainer",
-        "console",
-        "environments",
-        "mcp",
-        "tasks",
-        "cuda",
-    ),
+    "image-cuda": ("streams", "actors", "gateway", "trainer", "console", "environments", "mcp", "tasks", "cuda"),
 }
 
 

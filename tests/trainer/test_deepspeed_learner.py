@@ -87,8 +87,7 @@ def test_ranks_publish_experts_under_the_names_that_one_process_gives_them(agree
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("family", "dtype"),
-    [("gemma2", ""), ("llava", ""), ("tied", " bfloat16"), ("gpt-oss", " bfloat16")],
+    ("family", "dtype"), [("gemma2", ""), ("llava", ""), ("tied", " bfloat16"), ("gpt-oss", " bfloat16")]
 )
 def test_a_model_that_begins_in_shards_is_the_one_that_one_process_opens(agree, tmp_path, family, dtype):
     kind, settings = ("qwen3", {"tie_word_embeddings": True}) if family == "tied" else (family, {})
@@ -111,8 +110,7 @@ def test_a_model_that_cannot_be_opened_is_refused_by_every_rank(agree, tmp_path,
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("stage", "what"),
-    [(0, "lora"), (2, "lora bfloat16"), (2, "lora reference"), (3, "lora reference")],
+    ("stage", "what"), [(0, "lora"), (2, "lora bfloat16"), (2, "lora reference"), (3, "lora reference")]
 )
 def test_ranks_train_an_adapter_alone_as_one_process_does(agree, stage, what):
     agree(stage, what)
@@ -187,10 +185,7 @@ def test_any_number_of_ranks_and_any_stage_restores_what_any_other_wrote(agree, 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("what", "stage"),
-    [
-        *(("refused", stage) for stage in range(4)),
-        *(("refused minibatch", stage) for stage in (0, 2, 3)),
-    ],
+    [*(("refused", stage) for stage in range(4)), *(("refused minibatch", stage) for stage in (0, 2, 3))],
 )
 def test_a_gradient_above_the_limit_changes_nothing_on_any_rank(agree, what, stage):
     agree(stage, what)

@@ -13,16 +13,7 @@ import numpy as np
 import pytest
 
 from infra.observe import failpoint
-from infra.policies.agreement import (
-    DRIFT,
-    FLOOR_TOKENS,
-    LARGEST,
-    SPREAD,
-    Agreement,
-    agreement,
-    disagreement,
-    joined,
-)
+from infra.policies.agreement import DRIFT, FLOOR_TOKENS, LARGEST, SPREAD, Agreement, agreement, disagreement, joined
 from infra.policies.chain import read_manifest
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.manifest import HashedTensors, PolicyManifest, Shard, decode_manifest, sha256_hex
