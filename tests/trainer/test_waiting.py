@@ -33,7 +33,7 @@ from trainer.loop.report import TrainerReport
 from trainer.loop.state import Run
 from trainer.loop.supply import QUIET_S, Supply
 from trainer.loop.supply import decide as decide_draw
-from trainer.loop.waiting import DIVERGED, admitted, next_draw
+from trainer.loop.waiting import DIVERGED, admitted, drop, next_draw, readable
 
 USUAL = LaneConfig(weight=0.9)
 EXPERT = LaneConfig(loss="sft", weight=0.1, max_uses=9)
@@ -300,6 +300,17 @@ async def test_an_answer_that_is_revised_while_it_is_weighed_is_neither_trained_
         candidate.group for candidate in (*draw.taken, *(gone for gone, _ in draw.dropped))
     }
     assert all(run.supply.intake.buffer.holds(candidate) for candidate in draw.taken)
+
+
+async def test_what_is_replaced_while_keys_are_looked_up_is_neither_drawn_nor_dropped() -> None:
+    run = with_live()
+    await run.log.create_topics(partitions=1, keep_ms=-1)
+    draw = decide(run, now_s=0.0)
+    arrive(run, block("l0.0", lane="live", num_members=1, version=OLD, revision=1))
+    assert taken(await readable(run, draw)) == ["l1.0"]
+    await drop(run, Draw(dropped=tuple((candidate, "forgotten") for candidate in draw.taken)))
+    (told,) = [each.value async for each in run.log.scan(topics.PROGRESS)]
+    assert told.dropped == {"l1.0": "forgotten"} and run.supply.intake.buffer.num_groups("live") == 1
 
 
 def test_the_paced_lane_is_held_by_its_versions_and_never_asked() -> None:

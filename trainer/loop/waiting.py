@@ -94,11 +94,12 @@ async def drop_lost(run: Run, draw: Draw) -> bool:
 
 
 async def drop(run: Run, draw: Draw) -> None:
-    """Forget the dropped groups, count them by reason, and tell the master."""
-    for candidate, reason in draw.dropped:
+    """Forget the dropped groups, count them by reason, and tell the master; a group that was replaced since stays."""
+    dropped = [each for each in draw.dropped if run.supply.intake.buffer.holds(each[0])]
+    for candidate, reason in dropped:
         run.supply.intake.buffer.discard(candidate.offset, candidate.lane)
         run.report.add("dropped", candidate.num_experiences, reason=reason)
-    await tell_dropped(run, {candidate.group: reason for candidate, reason in draw.dropped})
+    await tell_dropped(run, {candidate.group: reason for candidate, reason in dropped})
 
 
 async def tell_dropped(run: Run, dropped: dict[str, str]) -> None:
@@ -113,13 +114,14 @@ DIVERGED = "diverged"
 
 
 async def readable(run: Run, draw: Draw) -> Draw:
-    """The draw, where all of its images can be shown; else `wait`: groups that cannot be are dropped, and it is drawn
-    again."""
+    """The draw without groups that were replaced since, where all of its images can be shown; else `wait`: groups that cannot
+    be are dropped, and it is drawn again."""
+    draw = still_held(run, draw)
     if run.image_inputs is None:
         return draw
     gone = await run.in_thread(run.image_inputs.unreadable, draw.taken, run.supply.intake.buffer.look_at(draw.taken))
     if not gone:
-        return draw
+        return still_held(run, draw)
     await drop(run, Draw(dropped=tuple((candidate, BAD_IMAGE) for candidate in gone)))
     return Draw(wait=True)
 
@@ -129,7 +131,7 @@ async def admitted(run: Run, draw: Draw) -> Draw:
 
     A newer revision may take an answer's place in the buffer while this waits: then the newer revision is drawn another time.
     """
-    draw = still_held(run, await readable(run, still_held(run, draw)))
+    draw = await readable(run, draw)
     bounds = {lane: config.max_mean_abs_log_ratio for lane, config in run.config.lanes.items()}
     asked = [candidate for candidate in draw.taken if bounds[candidate.lane] > 0 and candidate.lane != PACED]
     if not asked:
