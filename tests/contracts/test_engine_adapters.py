@@ -96,7 +96,7 @@ async def settled(case: AdaptedCase) -> None:
     if not is_vllm(case):
         return
     engine: Any = case.engine
-    while engine._adapters.num_loaded > 1 or len(await engine._llm.list_loras()) > 1:  # noqa: ASYNC110  vLLM ends it
+    while len(engine._adapters._loaded) > 1 or len(await engine._llm.list_loras()) > 1:  # noqa: ASYNC110  vLLM ends it
         await asyncio.sleep(0.01)
 
 
@@ -167,7 +167,7 @@ def test_where_more_versions_come_than_may_live_the_oldest_requests_go_on_under_
             await case.load(case.next_policy())
             if is_vllm(case):
                 engine: Any = case.engine
-                assert len(await engine._llm.list_loras()) <= engine._adapters.num_loaded <= SLOTS
+                assert len(await engine._llm.list_loras()) <= len(engine._adapters._loaded) <= SLOTS
         completions: list[Completion] = await asyncio.gather(*requests)
         for completion in completions:
             assert len(completion.tokens) == 440

@@ -191,9 +191,9 @@ def test_a_salt_that_is_left_out_is_found(case: Lived) -> None:
 
 
 async def resident_mb(case: Lived) -> float:
-    """Resident memory of the process that holds vLLM's model."""
-    measured: Any = getattr(case.engine, "core_memory_mb", None)
-    return float(await measured()) if measured is not None else 0.0
+    """Anonymous memory of the processes that hold vLLM's model."""
+    llm: Any = getattr(case.engine, "_llm", None)
+    return float(sum(await llm.collective_rpc("headrace_memory"))) if llm is not None else 0.0
 
 
 def run_long(case: Lived, call: Callable[[Any], Any]) -> None:

@@ -110,11 +110,6 @@ class Adapters:
         self._count = 0
         self.serving = self._loaded[0]
 
-    @property
-    def num_loaded(self) -> int:
-        """Versions that take a slot."""
-        return len(self._loaded)
-
     @contextmanager
     def used(self, adapter: LoadedAdapter | None = None) -> Iterator[LoadedAdapter]:
         """Keep an adapter loaded inside the `with`: `adapter`, or the serving adapter."""

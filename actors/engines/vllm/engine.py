@@ -313,10 +313,6 @@ class VllmEngine:
                 scores: tuple[float, ...] = await (await requests.submit_score(tokens, adapter))()
             return scores
 
-    async def core_memory_mb(self) -> float:
-        """Anonymous memory of the processes that hold the model."""
-        return float(sum(await self._llm.collective_rpc("headrace_memory")))
-
     def _running(self) -> Requests:
         if self._requests is None:
             raise EngineStopped("the engine is not running")

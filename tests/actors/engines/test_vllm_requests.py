@@ -229,7 +229,7 @@ async def test_a_request_ends_under_the_version_it_began_with_which_then_leaves(
     queue.answer.set_result(ended([7, 8, 9, 10]))
     assert (await call).spans == (Span(0, 4, 1),)
     await rig.adapters.close()
-    assert list(rig.llm.names.values()) == ["2.3"] and rig.adapters.num_loaded == 1
+    assert list(rig.llm.names.values()) == ["2.3"] and len(rig.adapters._loaded) == 1
     other.answer.set_result(ended([7, 8, 9, 10]))
     assert (await later).spans == (Span(0, 4, 2),)
     assert not rig.llm.aborted and list(rig.llm.names.values()) == ["2.3"]
@@ -241,7 +241,7 @@ async def test_where_no_slot_is_free_the_oldest_requests_go_on_under_the_version
     old = rig.begin()
     await rig.llm.next()  # under the base
     await rig.load(1)
-    assert rig.adapters.num_loaded == 2
+    assert len(rig.adapters._loaded) == 2
     loading = asyncio.create_task(rig.load(2))
     prompt, sampling, queue = await rig.llm.next()
     assert (prompt, sampling.max_tokens, rig.llm.under[queue.request_id]) == ([5, 0, 1, 2], 1, "1.2")
@@ -251,7 +251,7 @@ async def test_where_no_slot_is_free_the_oldest_requests_go_on_under_the_version
     assert completion.tokens == (0, 1, 2, 9)
     assert completion.spans == (Span(0, 3, 0), Span(3, 4, 1))
     await rig.adapters.close()
-    assert list(rig.llm.names.values()) == ["2.3"] and rig.adapters.num_loaded == 1
+    assert list(rig.llm.names.values()) == ["2.3"] and len(rig.adapters._loaded) == 1
 
 
 async def test_a_request_that_is_only_being_sent_when_its_version_must_leave_is_sent_again() -> None:
@@ -279,7 +279,7 @@ async def test_a_refused_version_leaves_and_the_one_before_serves_on() -> None:
     one, _ = await rig.adapters.add(rig.attempts.begin(2, proved=True), "/nowhere")
     with rig.adapters.used(one):
         pass  # the probe
-    assert rig.adapters.num_loaded == 2, "it stays until the verdict"
+    assert len(rig.adapters._loaded) == 2, "it stays until the verdict"
     rig.adapters.retire(one)
     await rig.adapters.close()
     assert rig.adapters.serving is served and list(rig.llm.names.values()) == ["1.2"]
@@ -301,7 +301,7 @@ async def test_a_request_that_is_cancelled_while_it_is_sent_is_aborted_before_it
     await asyncio.gather(call, return_exceptions=True)
     assert list(rig.llm.names.values()) == ["1.2", "2.3"], "vLLM may have the request by now"
     sent.set()
-    while rig.adapters.num_loaded > 1:  # noqa: ASYNC110  the request's end makes it true
+    while len(rig.adapters._loaded) > 1:  # noqa: ASYNC110  the request's end makes it true
         await asyncio.sleep(0)
     await rig.adapters.close()
     assert rig.llm.aborted == ["1"] and list(rig.llm.names.values()) == ["2.3"]
