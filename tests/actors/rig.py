@@ -63,14 +63,8 @@ def is_reachable(port: int) -> bool:
 
 
 FLOOR = Floor(app="test")
-
-
 PACING = Pacing(groups_per_step=2, max_staleness=1, steps_per_version=1, reissue_s=0.3)
-
-
 EXPLORE = ExploreConfig(report_s=0.05, linger_s=0.05, drain_s=0.2, eval_hold_s=5.0)
-
-
 MASTER = MasterConfig(num_episodes=3, max_tokens=4, report_s=0.05)
 
 

@@ -125,11 +125,7 @@ def test_no_verifier_of_reasoning_gym_runs_an_answer() -> None:
 
 
 HERE = __name__
-
-
 LAKE = {"id": "FrozenLake-v1", "options": {"is_slippery": False, "render_mode": "ansi"}}
-
-
 NAMES = ["left", "down", "right", "up"]
 
 
@@ -221,11 +217,7 @@ def test_a_wrong_setting_is_named_before_the_first_episode_or_in_it() -> None:
 
 
 USE = "actors.rollout.environments.openenv:OpenEnv"
-
-
 ROOT = Path(__file__).resolve().parents[2]
-
-
 PYTHON = ROOT / ".venv/agents/bin/python"
 
 

@@ -36,14 +36,8 @@ from tests.role import role_of
 from tests.variables import variables
 
 ROOT = Path(__file__).parents[2]
-
-
 AGENTS = "tests.actors.agents_of_tests"
-
-
 TASK = Task(id="t", messages=(Message(role="user", content="Hi"),), answer="secret", split="train", meta={"level": 1})
-
-
 PROMPT = ByteTokenizer().encode_request([{"role": "user", "content": "Hi"}])
 
 
@@ -340,8 +334,6 @@ async def test_an_episode_takes_neither_all_connections_nor_all_processors_from_
 
 
 GOOD = [*PROMPT, *b"Hello.", EOS, *b"<user>and?", EOS, *b"<assistant>", *b"Hello.", EOS]
-
-
 BAD = {
     "asks_nothing": ("agent", "ended without an answer of the policy"),
     "raises": ("agent", "LookupError"),

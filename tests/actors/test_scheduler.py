@@ -169,8 +169,6 @@ def test_a_task_starts_only_under_a_version_that_it_allows_and_an_attempt_once()
 
 
 REPORT_S = 2
-
-
 HALF_AN_HOUR_S = 1800
 
 

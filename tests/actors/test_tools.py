@@ -229,11 +229,7 @@ def test_nothing_is_kept_between_calls(workflow: Workflow) -> None:
 
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
-
-
 STDIO = [sys.executable, SERVER, "stdio"]
-
-
 ALL = ["price", "variables", "long", "slow", "die"]
 
 

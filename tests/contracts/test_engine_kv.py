@@ -32,17 +32,9 @@ WORKERS, TOKENS = 6, 60
 
 
 LONG = (1, *(20 + at % 70 for at in range(300)))  # of blocks enough for vLLM to cache
-
-
 CHECKED = 40  # of the answers, token by token
-
-
 MOST_GROWTH_MB = 40.0
-
-
 ENGINES = (("scripted", scripted, 400), ("torch", torch_case, 40), ("vllm", vllm_case, 400))
-
-
 MARKS = {"vllm": [pytest.mark.full]}
 
 

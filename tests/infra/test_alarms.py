@@ -21,8 +21,6 @@ from tests.own_sources import ROOT
 
 PROMTOOL = shutil.which("promtool")
 DEPLOY = ROOT / "infra" / "deploy"
-
-
 LATE = {"outstanding_groups": 1280.0}
 
 

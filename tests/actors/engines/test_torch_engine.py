@@ -29,8 +29,6 @@ from trainer.config import LoraConfig
 from trainer.learners.torch import TorchLearner
 
 SEQUENCES = ((1, *range(20, 40)), (1, *range(60, 30, -3)))
-
-
 LORA = LoraConfig(rank=4, alpha=8)
 
 

@@ -34,8 +34,6 @@ from tests.role import role_of
 EOS = 256
 VOCABULARY = 260
 LIMITS = GatewayLimits()
-
-
 ASK: list[Any] = [{"role": "user", "content": "Hi"}]
 
 

@@ -200,8 +200,6 @@ def told(folder: Path, records: Records, *, more: str = SOURCES) -> str:
 CAME: Records = [(EXPERIENCES, of(NAME)), (VERIFIED, of(NAME))]
 CLOSED: Records = [*CAME, (VERIFIED, word("user")), (VERIFIED, word("csat")), (BUFFER, of(NAME))]
 BUFFERED: Records = [*CLOSED, (PROGRESS, closure(GROUP, "buffered"))]
-
-
 CLOSES = "it waits to be closed by process: for feedback until its window ends, or for the rest of its group or session"
 BUFFERS = "it waits in the trainer's buffer for a step of lane live"
 LEAST = f"{BUFFERS} of 64 answers or more"
