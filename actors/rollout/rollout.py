@@ -1,8 +1,8 @@
 """Runs the episodes of an issued task concurrently, and publishes them in blocks.
 
-Guarantees: every episode ends as an experience, or, without samples, as a drop marker that lets its group complete (for an
-eval, a closure); so does a task with an unknown workflow. A failure affects only its episode. A straggler delays finished
-episodes by at most `linger_s`. A stopped episode ends as a drop marker with the reason, and its tokens are counted.
+Guarantees: every episode ends as an experience or, if it sampled nothing or fits no record, as a drop marker that completes its
+group (for an eval, a closure); so does a task with an unknown workflow. A failure affects only its episode. A straggler delays
+finished episodes by at most `linger_s`. A stopped episode ends as a drop marker with the reason; its tokens are counted.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from actors.config import ExploreConfig
 from actors.engines.engine import Engine, EngineStopped, Sampling
 from actors.rollout.environment import EnvironmentFailed
 from actors.rollout.scheduler import Stop, require_issued
-from actors.rollout.session import ChatTokenizer, Session
+from actors.rollout.session import ChatTokenizer, Session, encodable
 from actors.rollout.workflow import EpisodeFailed, Workflow, Workflows
 from infra.log.log import Log
 from infra.roles.role import Role
@@ -49,11 +49,10 @@ class RolloutRuntime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Ended(msgspec.Struct, frozen=True):
-    """One episode: its record, or the reason why there is none. stopped: reason of a stop before its end."""
+    """One episode and its record, if any. stopped: reason of a stop before its end."""
 
     episode: int
     experiences: list[Experience]
-    failure: str = ""
     stopped: str = ""
 
 
@@ -65,7 +64,7 @@ async def run_group(task: Task, runtime: RolloutRuntime, stop: Stop | None = Non
     except ConfigError as error:
         _log.warning("task_refused group=%s error=%s", issued.group, error)
         runtime.role.metrics.counter("tasks_refused", reason=REFUSED).inc()
-        ended = [_Ended(episode, [], str(error)) for episode in range(issued.num_episodes)]
+        ended = [_Ended(episode, []) for episode in range(issued.num_episodes)]
         await _publish(ended, issued, runtime, REFUSED)
         return
     sampling = Sampling(max_tokens=issued.max_tokens, temperature=issued.temperature, stop=runtime.stop_tokens)
@@ -126,21 +125,25 @@ async def _run_episode(
         cause, failure = error.cause, str(error)
     except Exception as error:  # any error of a workflow is this episode's failure, recorded as data
         cause, failure = "environment" if isinstance(error, EnvironmentFailed) else "workflow", describe(error)
-    failure = failure[:_MAX_FAILURE_CHARS]
+    failure, experiences = encodable(failure[:_MAX_FAILURE_CHARS]), []
+    if session.num_sampled:
+        try:
+            experiences = _experiences(session, task, episode, failure, scores, runtime)
+        except Exception as error:  # the workflow scored or noted what no record can hold
+            cause, failure = "workflow", describe(error)[:_MAX_FAILURE_CHARS]
     if failure:
         runtime.role.metrics.counter("requests_failed").inc()
         runtime.role.metrics.counter("episodes_failed", cause=cause).inc()
         _log.warning("episode_failed group=%s episode=%d failure=%s", require_issued(task).group, episode, failure)
-    if not session.num_sampled:
-        return _Ended(episode, [], failure or "nothing was sampled")
-    return _Ended(episode, _experiences(session, task, episode, failure, scores, runtime), failure)
+    return _Ended(episode, experiences)
 
 
 def _experiences(
     session: Session, task: Task, episode: int, failure: str, scores: tuple[Score, ...], runtime: RolloutRuntime
 ) -> list[Experience]:
+    """The record of an episode. Raises ValueError for what no record can hold."""
     issued = require_issued(task)
-    return session.experiences(
+    experiences = session.experiences(
         group=issued.group,
         attempt=issued.attempt,
         episode=episode,
@@ -155,6 +158,9 @@ def _experiences(
         held_out=bool(issued.suite),
         meta=task.meta,
     )
+    for experience in experiences:
+        experience.check_header()
+    return experiences
 
 
 async def _publish(ended: Sequence[_Ended], issued: Issued, runtime: RolloutRuntime, reason: str = FAILED) -> None:

@@ -97,7 +97,7 @@ class Session:
 
     def note(self, name: str, value: int | float | str) -> None:
         """Record a note on the episode in `notes`; notes are no scores."""
-        self._notes = {**self._notes, name: value}
+        self._notes = {**self._notes, name: encodable(value) if isinstance(value, str) else value}
 
     def finish(self, end: End, reason: str = "") -> None:
         """Say how the episode ended, where the last turn's own end does not. reason: of a truncation."""
@@ -155,6 +155,11 @@ class Session:
             )
 
         return follow
+
+
+def encodable(text: str) -> str:
+    """The text, with "?" for each half of a character: no record holds those, and the policy can write them as JSON."""
+    return text.encode(errors="replace").decode()
 
 
 async def apart(is_long: bool, work: Callable[..., T], *given: Any) -> T:

@@ -118,6 +118,30 @@ def test_an_episode_that_sampled_nothing_still_completes_its_group(tmp_path: Pat
     assert all(group_of(stub.id) == stub.group for stub in stubs)
 
 
+async def says_half_a_character(task: Task, session: Session) -> tuple[Score, ...]:
+    await session.reply(task.messages)
+    session.note("answer", "half \ud83d")
+    raise RuntimeError("half \ud83d")
+
+
+async def scores_no_number(task: Task, session: Session) -> tuple[Score, ...]:
+    await session.reply(task.messages)
+    return (Score(name="odd", value=float("nan")),)
+
+
+def test_half_a_character_in_a_note_or_a_failure_is_replaced(tmp_path: Path) -> None:
+    task = issue("add", workflow="says_half_a_character")
+    for experience in explored(tmp_path, task, config=named("says_half_a_character")).experiences:
+        assert (experience.notes, experience.failure) == ({"answer": "half ?"}, "RuntimeError: half ?")
+
+
+def test_an_episode_that_no_record_can_hold_fails_alone(tmp_path: Path) -> None:
+    tasks = issue("odd", workflow="scores_no_number"), issue("add", workflow="nothing_happens")
+    config = replace(EXPLORE, workflows=named("scores_no_number").workflows | named("nothing_happens").workflows)
+    stubs = explored(tmp_path, *tasks, num=6, topic=VERIFIED, config=config).of(DropMarker)
+    assert {(stub.group, stub.reason) for stub in stubs} == {("odd.0", "episode failed"), ("add.0", "episode failed")}
+
+
 SOURCE = "from pathlib import Path\nPath({mark!r}).write_text('imported')\nraise SystemExit(3)\n"
 
 
