@@ -1,8 +1,9 @@
 """Runs the episodes of an issued task concurrently, and publishes them in blocks.
 
 Guarantees: every episode ends as an experience or, if it sampled nothing or fits no record, as a drop marker that completes its
-group (for an eval, a closure); so does a task with an unknown workflow. A failure affects only its episode. A straggler delays
-finished episodes by at most `linger_s`. A stopped episode ends as a drop marker with the reason; its tokens are counted.
+group (in an eval, as an experience without tokens); so does a task with an unknown workflow (an eval with a closure). A failure
+affects only its episode. A straggler delays finished episodes by at most `linger_s`. A stopped episode ends as a drop marker
+with the reason; its tokens are counted.
 """
 
 import asyncio
@@ -126,11 +127,15 @@ async def _run_episode(
     except Exception as error:  # any error of a workflow is this episode's failure, recorded as data
         cause, failure = "environment" if isinstance(error, EnvironmentFailed) else "workflow", describe(error)
     failure, experiences = encodable(failure[:_MAX_FAILURE_CHARS]), []
-    if session.num_sampled:
+    is_eval = bool(require_issued(task).suite)  # each of its samples counts by a record of its own
+    if session.num_sampled or is_eval:
         try:
-            experiences = _experiences(session, task, episode, failure, scores, runtime)
+            reason = failure or ("" if session.num_sampled else "nothing was sampled")
+            experiences = _experiences(session, task, episode, reason, scores, runtime)
         except Exception as error:  # the workflow scored or noted what no record can hold
             cause, failure = "workflow", describe(error)[:_MAX_FAILURE_CHARS]
+            empty = Session(runtime.engine, runtime.tokenizer, session.sampling)
+            experiences = _experiences(empty, task, episode, failure, (), runtime) if is_eval else []
     if failure:
         runtime.role.metrics.counter("requests_failed").inc()
         runtime.role.metrics.counter("episodes_failed", cause=cause).inc()

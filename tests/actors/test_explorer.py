@@ -129,6 +129,10 @@ async def scores_no_number(task: Task, session: Session) -> tuple[Score, ...]:
     return (Score(name="odd", value=float("nan")),)
 
 
+async def samples_nothing(task: Task, session: Session) -> tuple[Score, ...]:
+    return (Score(name="exact", value=1.0),)
+
+
 def test_half_a_character_in_a_note_or_a_failure_is_replaced(tmp_path: Path) -> None:
     task = issue("add", workflow="says_half_a_character")
     for experience in explored(tmp_path, task, config=named("says_half_a_character")).experiences:
@@ -140,6 +144,15 @@ def test_an_episode_that_no_record_can_hold_fails_alone(tmp_path: Path) -> None:
     config = replace(EXPLORE, workflows=named("scores_no_number").workflows | named("nothing_happens").workflows)
     stubs = explored(tmp_path, *tasks, num=6, topic=VERIFIED, config=config).of(DropMarker)
     assert {(stub.group, stub.reason) for stub in stubs} == {("odd.0", "episode failed"), ("add.0", "episode failed")}
+
+
+def test_each_sample_of_an_eval_is_a_record_of_its_own_also_where_there_is_nothing_to_record(tmp_path: Path) -> None:
+    suite = EvalSuite(suite="dev", samples=4, temperature=1.0)
+    samples = evaluation(task("dev", "dev"), MASTER, suite=suite, version=0, index=0, attempt=0)
+    for workflow in ("nothing_happens", "scores_no_number", "samples_nothing"):
+        heard = explored(tmp_path, replace(samples, workflow=workflow), num=4, config=named(workflow))
+        ended = sorted((entry.episode, entry.num_sampled, entry.end, entry.last) for entry in heard.experiences)
+        assert ended == [(episode, 0, "failed", True) for episode in range(4)]
 
 
 SOURCE = "from pathlib import Path\nPath({mark!r}).write_text('imported')\nraise SystemExit(3)\n"
