@@ -13,13 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.engines.checks import (
-    ProbeGate,
-    check_images,
-    check_probe_sequences,
-    check_request,
-    check_tensors,
-)
+from actors.engines.checks import ProbeGate, check_images, check_probe_sequences, check_request, check_tensors
 from actors.engines.engine import Completion, KvMode, LoadReport, OnChunk, Sampling, log_softmax, nucleus, shaped_logits
 from actors.engines.grammar import STUCK, Grammars, Matcher, byte_vocabulary
 from actors.engines.trace import Trace

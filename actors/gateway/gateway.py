@@ -14,13 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from actors.engines.engine import Engine, EngineStopped, Sampling, SchemaNotTried, SchemaRefused
-from actors.gateway.access.concurrency import (
-    LONG_AT_ONCE,
-    ConcurrencyLimiter,
-    FairQueue,
-    TakenSlots,
-    to_its_end,
-)
+from actors.gateway.access.concurrency import LONG_AT_ONCE, ConcurrencyLimiter, FairQueue, TakenSlots, to_its_end
 from actors.gateway.access.keys import ApiKey, Train
 from actors.gateway.answering.conversation import ConversationCache, decoded_pictures
 from actors.gateway.answering.in_flight import NOT_SAMPLED, InFlight, Watch, sample_choices

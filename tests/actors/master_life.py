@@ -5,14 +5,7 @@ from random import Random
 import numpy as np
 from msgspec.structs import replace
 
-from actors.config import (
-    CanaryConfig,
-    EvalSuite,
-    GateConfig,
-    GateSuite,
-    MasterConfig,
-    PeopleConfig,
-)
+from actors.config import CanaryConfig, EvalSuite, GateConfig, GateSuite, MasterConfig, PeopleConfig
 from actors.master.evaluation import eval_group
 from actors.master.master import take_in
 from actors.master.plan import ATTEMPTS_PER_LEASE, NOTHING, Plan

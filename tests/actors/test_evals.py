@@ -7,15 +7,7 @@ from msgspec.structs import replace
 
 from actors.config import EvalSuite
 from actors.master.evaluation import VERSION_PASSED, EvalBook, eval_group, interval, pass_at, verdict
-from schemas import (
-    Closure,
-    Experience,
-    Issued,
-    Message,
-    Score,
-    Span,
-    make_experience,
-)
+from schemas import Closure, Experience, Issued, Message, Score, Span, make_experience
 from schemas.ids import experience_id
 
 SUITES = (EvalSuite(suite="held-out", every=10, tasks=3),)

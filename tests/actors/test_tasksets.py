@@ -21,14 +21,7 @@ from actors.tasksets.instructions import (
     demonstrations,
     instructions,
 )
-from actors.tasksets.loader import (
-    FOLDER,
-    LoadResult,
-    example_block,
-    load_examples,
-    load_tasks,
-    with_images,
-)
+from actors.tasksets.loader import FOLDER, LoadResult, example_block, load_examples, load_tasks, with_images
 from actors.tasksets.taskset import Demonstration, Preference
 from infra.policies.tensors import MAX_RANK, load_tensors
 from infra.store.memory import MemoryStore

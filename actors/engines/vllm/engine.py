@@ -24,13 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, cast
 
-from actors.engines.checks import (
-    ProbeGate,
-    check_images,
-    check_probe_sequences,
-    check_request,
-    check_tensors,
-)
+from actors.engines.checks import ProbeGate, check_images, check_probe_sequences, check_request, check_tensors
 from actors.engines.engine import Completion, EngineStopped, KvMode, LoadReport, OnChunk, Sampling
 from actors.engines.grammar import Grammars, folder_vocabulary
 from actors.engines.trace import RequestImages

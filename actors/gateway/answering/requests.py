@@ -15,14 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from actors.engines.engine import Shaping
-from actors.gateway.answering.conversation import (
-    MAX_DEPTH,
-    ChatMessage,
-    Prompt,
-    RequestTool,
-    chat_prompt,
-    is_deep,
-)
+from actors.gateway.answering.conversation import MAX_DEPTH, ChatMessage, Prompt, RequestTool, chat_prompt, is_deep
 from actors.gateway.config import GatewayLimits
 from actors.gateway.errors import bad
 

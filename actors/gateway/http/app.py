@@ -46,13 +46,7 @@ from actors.gateway.http.body import (
 )
 from actors.gateway.http.canary import VERSION_HEADER, Canary
 from actors.gateway.http.stream import EventStream
-from actors.gateway.recording.feedback_intake import (
-    PATH,
-    FeedbackIntake,
-    check_signature,
-    nth_answer,
-    read_feedback,
-)
+from actors.gateway.recording.feedback_intake import PATH, FeedbackIntake, check_signature, nth_answer, read_feedback
 from infra.observe.metrics import Metrics
 from schemas.ids import group_of
 

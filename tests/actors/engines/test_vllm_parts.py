@@ -17,14 +17,7 @@ from actors.engines.vllm.adapters import Attempts
 from actors.engines.vllm.engine import VllmEngine, reload_parts
 from actors.engines.vllm.loading import check_copied
 from actors.engines.vllm.requests import Requests, probe_input, prompt_input
-from actors.engines.vllm.settings import (
-    REQUIRED,
-    TRIED,
-    argument_names,
-    check_release,
-    engine_arguments,
-    give_cache,
-)
+from actors.engines.vllm.settings import REQUIRED, TRIED, argument_names, check_release, engine_arguments, give_cache
 from infra.model.vision import load_vision
 from infra.policies.policy import Adapter
 from infra.policies.tensors import Tensor, from_numpy
