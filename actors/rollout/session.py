@@ -110,7 +110,7 @@ class Session:
         own: End = "terminal" if self.stopped or not self.parts.all else "truncated"
         failed: tuple[End, str] | None = ("failed", "") if failure else None
         end, reason = failed or self._end or (own, "")
-        parts = self.parts.all or [GrowingPart()]
+        parts = [part for part in self.parts.all if part.tokens] or [GrowingPart()]
         fields = {"group_size": 1, **header}
         return [
             make_experience(

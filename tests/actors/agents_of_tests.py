@@ -117,13 +117,19 @@ async def keeps_its_key(base_url: str, key: str) -> None:
 
 async def goes_away(base_url: str, key: str) -> float:
     """Leaves in the middle of a stream, and asks again."""
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
-        asked: Any = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
-        stream = await client.chat.completions.create(**asked, stream=True)
-        async for _ in stream:
-            break
-        await stream.close()
-        await client.chat.completions.create(**asked)
+    await leaves_in_mid_stream(base_url, key)
+    await messages(base_url, key)
+    return 1.0
+
+
+OPEN: list[Any] = []
+
+
+def ends_in_mid_stream(base_url: str, key: str) -> float:
+    """Asks once, and ends while another request is answered."""
+    client = openai.OpenAI(base_url=base_url, api_key=key, max_retries=0)
+    client.responses.create(model="m", input="Hi")
+    OPEN.append(client.responses.create(model="m", input="You are another agent", stream=True))
     return 1.0
 
 

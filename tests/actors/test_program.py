@@ -183,6 +183,12 @@ def test_what_a_client_did_not_get_is_not_recorded() -> None:
     assert [entry.num_sampled for entry in found] == [41]
 
 
+def test_a_request_in_flight_at_the_end_of_its_program_is_no_part_of_the_episode() -> None:
+    _, found, _ = play(function("ends_in_mid_stream"), "a" * 40, token_s=0.03)
+    agents_of_tests.OPEN.pop().close()
+    assert [(entry.num_sampled, entry.last) for entry in found] == [(41, True)]
+
+
 SCRIPT = """
 import json, os, sys, urllib.request
 task = json.loads(sys.stdin.read())
@@ -209,9 +215,7 @@ def test_a_command_gets_its_task_without_the_answer_and_its_last_line_is_the_res
     assert task == {"id": "t", "messages": [{"role": "user", "content": "Hi"}], "meta": {"level": 1}}
 
 
-def test_a_command_sees_no_variables_of_the_explorer_but_those_it_is_given(
-    tmp_path: Path,
-) -> None:
+def test_a_command_sees_no_variables_of_the_explorer_but_those_it_is_given(tmp_path: Path) -> None:
     told = 'print(json.dumps({"answer": " ".join(sorted(os.environ))}))'
     with variables(AWS_SECRET_ACCESS_KEY="x"):
         _, (experience,), _ = play(command(tmp_path, told, environment={"MINE": "1"}))
