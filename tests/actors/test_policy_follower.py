@@ -171,9 +171,7 @@ def older(store: MemoryStore, key: str) -> str:
     ],
 )
 def test_while_a_store_fails_the_old_version_serves_on_and_the_reason_is_an_event_and_a_metric(
-    fault: Callable[[FaultyStore, str], bytes],
-    told: str,
-    caplog: pytest.LogCaptureFixture,
+    fault: Callable[[FaultyStore, str], bytes], told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = FaultyStore()
     events, weights = published(store, 4)

@@ -14,10 +14,7 @@ from tests.infra.chat_models import CHATML, Style, build_chat_model
 BERN = Called("weather", '{"city": "Bern"}')
 WEATHER: dict[str, Any] = {
     "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
 DEEPSEEK = (
     "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",

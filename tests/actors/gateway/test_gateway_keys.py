@@ -51,12 +51,7 @@ async def test_every_route_with_every_kind_of_key(tmp_path: Path) -> None:
         await served.keys_read()
         for method, path, body, scope in ROUTES:
             other = "admin" if scope != "admin" else "serve"
-            per_case = {
-                **presented,
-                "right": keys[scope],
-                "almost": keys[scope][:-1] + "~",
-                "other scope": keys[other],
-            }
+            per_case = {**presented, "right": keys[scope], "almost": keys[scope][:-1] + "~", "other scope": keys[other]}
             for case in CASES:
                 async with served.http(per_case[case]) as http:
                     answer = await http.request(method, path, json=body)

@@ -189,10 +189,7 @@ async def test_what_a_broker_took_of_a_batch_is_not_sent_again_for_what_it_refus
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.lists(st.binary(max_size=40), min_size=1, max_size=5), min_size=1, max_size=6),
-    st.integers(0, 60),
-)
+@given(st.lists(st.lists(st.binary(max_size=40), min_size=1, max_size=5), min_size=1, max_size=6), st.integers(0, 60))
 def test_a_torn_tail_is_cut_and_everything_before_it_is_kept(
     tmp_path_factory: pytest.TempPathFactory, batches: list[list[bytes]], torn: int
 ) -> None:

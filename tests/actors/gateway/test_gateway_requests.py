@@ -310,9 +310,7 @@ class Bare(ByteTokenizer):
         return super().encode_request(conversation)
 
 
-async def test_tools_of_a_model_whose_template_knows_none_are_put_into_a_system_message(
-    tmp_path: Path,
-) -> None:
+async def test_tools_of_a_model_whose_template_knows_none_are_put_into_a_system_message(tmp_path: Path) -> None:
     script = says(CALL, "Rain.")
     async with serving(tmp_path, engine(script), tokenizer=Bare()) as served:
         async with served.http(await served.new_key()) as http:
