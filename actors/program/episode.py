@@ -58,6 +58,7 @@ class ProgramEpisode:
         self._num_unread = 0
         self._deposited: set[str] = set()
         self._limiter = ConcurrencyLimiter(at_once)
+        self._placing = asyncio.Lock()
         self._api_key = ApiKey(id="episode", tenant="", scopes=("serve",), sha256="")
         self._parts: dict[str, list[GrowingPart]] = {}
         self._scored: dict[str, tuple[GrowingPart, int]] = {}
@@ -83,16 +84,17 @@ class ProgramEpisode:
             prompt, plain = request.prompt, request.prompt.plain
             rendered = await apart(is_long, render, prompt, self._tokenizer)
             parts = self._session.parts
-            found = await apart(is_long, parts.find, plain, rendered, self._follow(request))
-            forced = self._tokenizer.encode(request.force) if request.force else []
-            sampling = self._sampling(request, len(found.prompt) + len(forced))
-            mine = [found.part or parts.begin(found.reason)]
-            mine += [parts.begin(AT_ONCE) for _ in range(request.choices - 1)]
+            async with self._placing:  # no other request finds the part before it is marked
+                found = await apart(is_long, parts.find, plain, rendered, self._follow(request))
+                forced = self._tokenizer.encode(request.force) if request.force else []
+                sampling = self._sampling(request, len(found.prompt) + len(forced))
+                mine = [found.part or parts.begin(found.reason)]
+                mine += [parts.begin(AT_ONCE) for _ in range(request.choices - 1)]
+                for part in mine:
+                    part.sampling = True
         except BaseException:
             place.release()
             raise
-        for part in mine:
-            part.sampling = True
         name = secrets.token_hex(8)
         in_flight = InFlight(
             place=place,

@@ -89,11 +89,12 @@ class Parts:
         """The part that a conversation continues, the newest first. rendered: the conversation as the template writes it."""
         reason = ""
         for part in reversed(self.all):
+            sampling = part.sampling  # read first: a turn that ends meanwhile, in another thread, changes the rest
             known = len(part.conversation)
             if len(conversation) <= known or not _same(conversation[:known], part.conversation):
                 continue
-            if part.sampling or part.cut:
-                reason = reason or (AT_ONCE if part.sampling else CUT)
+            if sampling or part.cut:
+                reason = reason or (AT_ONCE if sampling else CUT)
                 continue
             turn = SampledTurn(part.rendered, part.turn, part.said, part.stopped)
             tail = added_tokens(rendered, turn, self._tokenizer)

@@ -42,6 +42,15 @@ async def at_once(base_url: str, key: str) -> None:
         await ask(model="m", messages=[{"role": "user", "content": "You are another agent"}])
 
 
+async def two_after_much(base_url: str, key: str) -> None:
+    """Two requests together that go on from one long conversation, whose answer they spell otherwise."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+        asked: list[Any] = [{"role": "user", "content": "x" * 20_000}]
+        first = await client.chat.completions.create(model="m", messages=asked)
+        asked += [{"role": "assistant", "content": f"{first.choices[0].message.content} "}, *asked[:1]]
+        await asyncio.gather(*(client.chat.completions.create(model="m", messages=asked) for _ in range(2)))
+
+
 async def messages(base_url: str, key: str) -> float:
     """Anthropic's client, streaming."""
     asked: Any = {"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "Hi"}]}

@@ -5,7 +5,8 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -131,6 +132,28 @@ def test_requests_at_once_and_sub_agents_are_sequences_of_their_own_each_with_it
     assert [entry.part_reason for entry in found] == ["", AT_ONCE, AT_ONCE, OTHER]
     assert [entry.last for entry in found] == [False, False, False, True]
     assert all(entry.tokens.tolist()[-7:] == [*b"Hello.", EOS] for entry in found)
+
+
+class Meeting(ChatBytes):
+    """Holds a thread that follows a conversation until another does so too, or long enough to see that none does."""
+
+    def __init__(self) -> None:
+        self._both = threading.Barrier(2)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        if threading.current_thread() is not threading.main_thread():
+            with suppress(threading.BrokenBarrierError):
+                self._both.wait(timeout=0.5)
+        return super().decode(ids)
+
+
+async def test_of_two_requests_at_once_that_go_on_from_a_long_conversation_one_continues_its_sequence() -> None:
+    engine = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=65_536, script=says("Hello."))
+    await engine.start()
+    session = Session(engine, Meeting(), Sampling(max_tokens=64, stop=(EOS,)))
+    await function("two_after_much")(TASK, session)
+    found = session.experiences(group="t.0", attempt=0, episode=0)
+    assert [entry.num_sampled for entry in found] == [14, 7]
 
 
 @pytest.mark.parametrize(
