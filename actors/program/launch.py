@@ -14,9 +14,8 @@ import os
 import signal
 import ssl
 import threading
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import httpx
 import msgspec
@@ -45,6 +44,7 @@ class AgentLoop:
 
 MAX_OUTPUT_BYTES = 1024 * 1024
 LAST_WORDS = 300
+REST_S = 1.0  # for the rest of the output of a command that has ended
 INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "VIRTUAL_ENV")
 
 
@@ -98,64 +98,56 @@ async def run_command(command: Sequence[str], access: ProgramInput, environment:
     The task is on its standard input. environment: besides a few names like PATH.
     """
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    loop = asyncio.get_running_loop()
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=PIPE,
-            env={**inherited, **environment, **variables(access)},
-            start_new_session=True,
+        process, said = await loop.subprocess_exec(
+            _Said, *command, env={**inherited, **environment, **variables(access)}, start_new_session=True
         )
     except OSError as error:
         raise EpisodeFailed("agent", f"cannot be started: {command[0]}: {error.strerror}") from error
-    try:
-        out, words = await _talk(process, msgspec.json.encode(access.task) + b"\n")
-        code = await process.wait()
-    finally:
-        _end(process)
-        await process.wait()
-    if code:
-        last = words[-LAST_WORDS:].decode(errors="replace").strip()
+    with contextlib.closing(process):
+        try:
+            stdin = cast(asyncio.WriteTransport, process.get_pipe_transport(0))
+            stdin.write(msgspec.json.encode(access.task) + b"\n")  # it need not read its task
+            stdin.write_eof()
+            await said.ended.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.get_pid(), signal.SIGKILL)
+            await said.ended.wait()
+        with contextlib.suppress(TimeoutError):  # a process that left the group may hold the output open
+            await asyncio.wait_for(said.closed.wait(), REST_S)
+    if code := process.get_returncode():
+        last = said.words[-LAST_WORDS:].decode(errors="replace").strip()
         raise EpisodeFailed("agent", f"{command[0]} ended with {code}: {last}")
-    return _last_json(out)
-
-
-async def _talk(process: Process, task: bytes) -> tuple[bytes, bytes]:
-    """Output and the end of standard error. Raises EpisodeFailed where it prints too much."""
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    stdin = process.stdin
-
-    async def give() -> None:
-        with contextlib.suppress(ConnectionError):  # it need not read its task
-            stdin.write(task)
-            await stdin.drain()
-            stdin.close()
-
-    async with asyncio.TaskGroup() as group:
-        group.create_task(give())
-        out = group.create_task(_read(process.stdout))
-        words = group.create_task(_read(process.stderr))
-    if len(out.result()) > MAX_OUTPUT_BYTES:
+    if len(said.out) > MAX_OUTPUT_BYTES:
         raise EpisodeFailed("reward", f"the program printed more than {MAX_OUTPUT_BYTES} bytes")
-    return out.result(), words.result()
+    return _last_json(said.out)
 
 
-async def _read(stream: asyncio.StreamReader) -> bytes:
-    """To its end; of more than MAX_OUTPUT_BYTES the last, and one byte more, which shows that it was cut."""
-    found = bytearray()
-    while piece := await stream.read(65_536):
-        found += piece
-        del found[: max(0, len(found) - MAX_OUTPUT_BYTES - 1)]
-    return bytes(found)
+class _Said(asyncio.SubprocessProtocol):
+    """Output and standard error of a command: of more than MAX_OUTPUT_BYTES the last, and one more, which shows the cut.
+
+    ended: set when the command has ended. closed: set when its output has, too; what it started may hold that open.
+    """
+
+    def __init__(self) -> None:
+        self.out, self.words = bytearray(), bytearray()
+        self.ended, self.closed = asyncio.Event(), asyncio.Event()
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        kept = self.out if fd == 1 else self.words
+        kept += data
+        del kept[: max(0, len(kept) - MAX_OUTPUT_BYTES - 1)]
+
+    def process_exited(self) -> None:
+        self.ended.set()
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self.closed.set()
 
 
-def _end(process: Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _last_json(out: bytes) -> Any:
+def _last_json(out: bytearray) -> Any:
     lines = out.decode(errors="replace").strip().splitlines()
     if not lines:
         return None

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import re
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -269,16 +271,21 @@ def test_a_command_that_crashes_or_talks_nonsense_fails_its_episode_alone(
     assert failed.value.cause == cause
 
 
-def test_what_a_command_started_ends_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["stdout=-3, stderr=-3", "", "start_new_session=True"])
+def test_a_command_s_result_waits_for_nothing_that_it_started_and_what_stays_in_its_group_ends_with_it(
+    tmp_path: Path, how: str
+) -> None:
     pid = tmp_path / "pid"
     left = (
         "import subprocess\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], stdout=-3, stderr=-3)\n"
+        f"child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], {how})\n"
         f"open({str(pid)!r}, 'w').write(str(child.pid))\n"
         "print(1)\n"
     )
     scores, _, _ = play(command(tmp_path, left))
     assert scores == (Score(name="program", value=1.0),)
+    if "session" in how:
+        os.kill(int(pid.read_text()), signal.SIGKILL)
     asyncio.run(until(lambda: gone(int(pid.read_text()))))
 
 
