@@ -278,11 +278,13 @@ class Bulk:
             self.extras = extras
         return self.extras
 
-    def extra_sizes(self) -> Mapping[str, int]:
-        """Bytes of each of `extra_sections`, decompressing nothing."""
-        if self.extras is not None or self.sections is None:
-            return {name: len(raw) for name, (_, raw) in self.extra_sections().items()}
-        columns = zip(self.sections.columns[len(WIDTHS) :], self.ranges[len(WIDTHS) :], strict=True)
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of the experience in each section, decompressing nothing."""
+        if self.sections is None:
+            text = msgspec.msgpack.encode(self.messages)
+            known = zip(WIDTHS, (4 * self.lengths[TOKENS], 4 * self.lengths[LOGPROBS], len(text)), strict=True)
+            return dict(known) | {name: len(raw) for name, (_, raw) in self.extra_sections().items()}
+        columns = zip(self.sections.columns, self.ranges, strict=True)
         return {column.name: column.width * (sum(runs[1::2]) - sum(runs[::2])) for column, runs in columns}
 
     def __eq__(self, other: object) -> bool:

@@ -421,22 +421,11 @@ WITHDRAWN = "withdrawn"  # the reason it is refused with
 def withdrawal_of(experience: Experience, *, lane: Lane, revision: int) -> Experience:
     """Record that takes `experience` back from `lane`, where older revisions than this lie."""
     empty = experience.with_bulk(tokens=(), logprobs=(), messages=(), spans=())
+    # It says nothing of anybody, so it is not sealed, and outlives a key that is destroyed.
     return structs.replace(
-        empty,
-        key_id="",  # it says nothing of anybody, so it is not sealed, and outlives a key that is destroyed
-        lane=lane,
-        revision=revision,
-        scores=(),
-        reward=None,
-        advantage=None,
-        advantages=(),
-        kind="withdrawal",
-        answer=None,
-        edit=None,
-        notes={},
-        meta={},
-        join=None,
-    )
+        empty, key_id="", lane=lane, revision=revision, kind="withdrawal", scores=(), reward=None, advantage=None,
+        advantages=(), answer=None, edit=None, notes={}, meta={}, join=None,
+    )  # fmt: skip
 
 
 def is_withdrawal(experience: Experience) -> bool:

@@ -13,6 +13,8 @@ sections that came in a frame are copied as bytes, so that fields of a newer hea
 """
 
 import struct
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
@@ -76,7 +78,7 @@ class Block(msgspec.Struct, frozen=True):
 
 def split_blocks(experiences: Sequence[Experience]) -> tuple[Block, ...]:
     """Blocks of one group each, in order of first appearance, as few as hold them: MAX_MEMBERS each, and MAX_SECTION_BYTES of
-    every unknown section. An experience with a larger section gets a block alone, which the encoder refuses.
+    every section. An experience with a larger section gets a block alone, which the encoder refuses.
     """
     groups: dict[str, list[Experience]] = {}
     for experience in experiences:
@@ -84,18 +86,25 @@ def split_blocks(experiences: Sequence[Experience]) -> tuple[Block, ...]:
     return tuple(Block(tuple(members)) for group in groups.values() for members in _cut(group))
 
 
-def _cut(group: Sequence[Experience]) -> Iterator[list[Experience]]:
-    members: list[Experience] = []
-    sizes: dict[str, int] = {}
-    for experience in group:
-        own = experience.bulk.extra_sizes() if experience.bulk is not None else {}
-        fits = all(sizes.get(name, 0) + size <= MAX_SECTION_BYTES for name, size in own.items())
-        if members and (len(members) == MAX_MEMBERS or not fits):
-            yield members
-            members, sizes = [], {}
-        members.append(experience)
-        sizes |= {name: sizes.get(name, 0) + size for name, size in own.items()}
-    yield members
+def _cut(group: Sequence[Experience]) -> Iterator[Sequence[Experience]]:
+    while group:
+        members = group[:MAX_MEMBERS]
+        if not _fit(members):
+            fewer = [members[:count] for count in range(2, len(members))]
+            members = members[: 1 + bisect_left(fewer, True, key=lambda some: not _fit(some))]
+        yield members
+        group = group[len(members) :]
+
+
+def _fit(members: Sequence[Experience]) -> bool:
+    """True if no section of their block is too large. Equal prompts and texts count once, which only a look at them tells."""
+    bulks = [member.held() for member in members]
+    if _shared(bulks) is not None:
+        return True
+    most = sum((Counter(bulk.sizes()) for bulk in bulks), Counter[str]())
+    return max(most.values(), default=0) <= MAX_SECTION_BYTES or all(
+        len(raw) <= MAX_SECTION_BYTES for raw in _lay_out(members, bulks)[2]
+    )
 
 
 class _Header(msgspec.Struct, array_like=True, frozen=True):
@@ -226,11 +235,8 @@ def _block_seal(key_id: str, bulks: Sequence[Bulk], find: FindSeal | None) -> Se
 
 def _shared(bulks: Sequence[Bulk]) -> Sections | None:
     sections = bulks[0].sections
-    if sections is None:
+    if sections is None or any(bulk.sections is not sections for bulk in bulks):
         return None
-    for bulk in bulks:
-        if bulk.sections is not sections:
-            return None
     if len(bulks) < sections.num_members:
         used = sum(bulk.lengths[LOGPROBS] for bulk in bulks)
         if 2 * used < sections.columns[LOGPROBS].items:
@@ -238,7 +244,6 @@ def _shared(bulks: Sequence[Bulk]) -> Sections | None:
     return sections
 
 
-_encoder = msgspec.msgpack.Encoder()
 _TOKEN, _LOGPROB = np.dtype("<u4"), np.dtype("<f4")
 
 
@@ -249,18 +254,7 @@ def build(
 
     Raises ValueError where a section would be larger than readers accept.
     """
-    tokens, token_ranges = _tokens(experiences, bulks)
-    logprobs, logprob_ranges = _logprobs(bulks)
-    text, text_ranges = _texts(bulks)
-    columns = [
-        Column("tokens", 4, len(tokens) // 4),
-        Column("logprobs", 4, len(logprobs) // 4),
-        Column("text", 1, len(text)),
-    ]
-    raws = [tokens, logprobs, text]
-    ranges: list[list[Ranges]] = [list(parts) for parts in zip(token_ranges, logprob_ranges, text_ranges, strict=True)]
-    if any(bulk.extras or (bulk.sections and len(bulk.sections.columns) > len(WIDTHS)) for bulk in bulks):
-        _carry_extras(bulks, columns, raws, ranges)
+    columns, ranges, raws = _lay_out(experiences, bulks)
     if len(columns) > MAX_SECTIONS:
         raise ValueError(f"block of sections {[column.name for column in columns]}, expected at most {MAX_SECTIONS}")
     for column, raw in zip(columns, raws, strict=True):
@@ -270,6 +264,20 @@ def build(
                 " put fewer experiences in the block"
             )
     return tuple(columns), ranges, [compress(raw) for raw in raws]
+
+
+def _lay_out(
+    experiences: Sequence[Experience], bulks: Sequence[Bulk]
+) -> tuple[list[Column], list[list[Ranges]], list[bytes]]:
+    tokens, token_ranges = _tokens(experiences, bulks)
+    logprobs, logprob_ranges = _logprobs(bulks)
+    text, text_ranges = _texts(bulks)
+    raws = [tokens, logprobs, text]
+    columns = [Column(name, width, len(raw) // width) for (name, width), raw in zip(WIDTHS.items(), raws, strict=True)]
+    ranges: list[list[Ranges]] = [list(parts) for parts in zip(token_ranges, logprob_ranges, text_ranges, strict=True)]
+    if any(bulk.extras or (bulk.sections and len(bulk.sections.columns) > len(WIDTHS)) for bulk in bulks):
+        _carry_extras(bulks, columns, raws, ranges)
+    return columns, ranges, raws
 
 
 def _tokens(experiences: Sequence[Experience], bulks: Sequence[Bulk]) -> tuple[bytes, list[Ranges]]:
@@ -333,14 +341,13 @@ def _common_messages(bulks: Sequence[Bulk]) -> tuple[Message, ...]:
         return ()
     shortest = min(made, key=len)
     for position, message in enumerate(shortest):
-        for messages in made:
-            if messages[position] is not message and messages[position] != message:
-                return shortest[:position]
+        if any(messages[position] is not message and messages[position] != message for messages in made):
+            return shortest[:position]
     return shortest
 
 
 def _encoded(messages: tuple[Message, ...]) -> list[bytes]:
-    return [_encoder.encode(messages)] if messages else []
+    return [encoder.encode(messages)] if messages else []
 
 
 def _text_chunks(bulk: Bulk) -> list[bytes]:

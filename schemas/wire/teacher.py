@@ -32,7 +32,7 @@ def teacher_logprobs(experience: Experience) -> Logprobs | None:
 
 def is_taught(experience: Experience) -> bool:
     """True if it has a teacher's logprobs; decodes nothing."""
-    return bool(experience.held().extra_sizes().get(SECTION))
+    return bool(experience.held().sizes().get(SECTION))
 
 
 def with_teacher_logprobs(experience: Experience, logprobs: Sequence[float] | npt.NDArray[np.float32]) -> Experience:

@@ -110,9 +110,6 @@ async def test_after_a_version_whose_objects_were_refused_the_next_reads_deltas_
 SAMPLING = Sampling(max_tokens=6, temperature=1.0, stop=())
 
 
-Weights = dict[str, Tensor]
-
-
 class FaultyStore(MemoryStore):
     """A store whose `get` goes wrong while `fault` is set."""
 

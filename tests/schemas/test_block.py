@@ -2,6 +2,7 @@
 
 import math
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -89,11 +90,7 @@ def test_header_consumers_never_decompress() -> None:
 
 def test_members_of_different_frames_share_a_block() -> None:
     one, two, fresh = (group_block(size) for size in (3, 4, 5))
-    mixed = (
-        *decoded(encode(one)).experiences[:2],
-        *decoded(encode(two)).experiences[1:],
-        *fresh.experiences[2:],
-    )
+    mixed = (*decoded(encode(one)).experiences[:2], *decoded(encode(two)).experiences[1:], *fresh.experiences[2:])
     expected = (*one.experiences[:2], *two.experiences[1:], *fresh.experiences[2:])
     result = decoded(encode(Block(mixed)))
     result.validate()
@@ -382,6 +379,26 @@ def test_members_whose_sections_are_together_too_large_go_in_several_blocks() ->
     blocks = split_blocks(members)
     assert [len(block.experiences) for block in blocks] == [4, 3, 1]
     again = [one for block in blocks for one in decode(encode(block)).experiences]
-    assert [one.held().extra_sizes().get("more", 0) for one in again] == [0] + [size] * 7
+    assert [one.held().sizes().get("more", 0) for one in again] == [0] + [size] * 7
     assert [len(block.experiences) for block in split_blocks(again)] == [4, 3, 1]
     assert [len(block.experiences) for block in split_blocks(members[:1] * (MAX_MEMBERS + 1))] == [MAX_MEMBERS, 1]
+
+
+@pytest.mark.parametrize(
+    ("members", "counts"),
+    [
+        (lambda: [made([0] * 1_500_001, [-0.5] * 1_500_000, episode=at) for at in range(3)], [2, 1]),
+        (lambda: [made([0] * 1_500_001, [-0.5], prompt=1_500_000, episode=at) for at in range(3)], [3]),
+        (
+            lambda: [made([0, 0], [-0.5]).with_bulk(messages=(Message("user", text * 6_000_000),)) for text in "abbc"],
+            [3, 1],
+        ),
+    ],
+)
+def test_members_of_different_frames_share_a_block_as_far_as_its_sections_hold_what_differs(
+    members: Callable[[], list[Experience]], counts: list[int]
+) -> None:
+    came = [members_of(Block((member,)))[0] for member in members()]
+    blocks = split_blocks(came)
+    assert [len(block.experiences) for block in blocks] == counts
+    assert [member for block in blocks for member in members_of(block)] == came

@@ -17,11 +17,9 @@ from infra.log.bus import CommitRefused, Headers, Partition
 from infra.log.log import Log, record_key
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
-from infra.settings.config import decode
 from infra.store.memory import MemoryStore
 from schemas import DeadLetter, Feedback, Received, encode, kafka_headers
 from schemas.topics import DEAD_LETTERS, FEEDBACK, VERIFIED
-from streams.config import StreamsConfig
 from streams.sources.event import Event, EventSource, publish_events, read_events
 from streams.sources.file import FilePosition, load_state, read_lines
 from streams.sources.file import take_once as take_from_file
@@ -57,7 +55,6 @@ def events(*values: bytes) -> list[Event]:
 
 async def opened() -> Log:
     log = Log(MemoryBus(), "bot")
-    await log.bus.start()
     await log.create_topics(partitions=2, keep_ms=3_600_000)
     return log
 
@@ -124,12 +121,7 @@ async def test_feedback_goes_to_verified_in_order_and_bad_events_to_dead_letters
     await publish_events(source(), events(*values), log, metrics)
     said, (dead,) = await stored(log)
     assert [word.id for word in said] == ["1", "2"]
-    assert (dead.topic, dead.offset, dead.stage, dead.reason) == (
-        "zendesk.closed",
-        1,
-        "feedback csat",
-        "event invalid",
-    )
+    assert (dead.topic, dead.offset, dead.stage, dead.reason) == ("zendesk.closed", 1, "feedback csat", "event invalid")
     assert dead.value == b"{"
     assert metrics.counters() == {
         "feedback_events{outcome=accepted,source=csat}": 2.0,
@@ -187,7 +179,6 @@ async def test_a_topic_that_is_not_there_is_waited_for_while_other_sources_go_on
 
 async def test_a_file_is_followed_across_restarts_and_half_lines_wait(tmp_path: Path) -> None:
     path, state = tmp_path / "events.jsonl", tmp_path / "feedback-csat"
-
     log, metrics = await opened(), Metrics("process")
     mine = source(topic="", file=path)
     assert await take_from_file(mine, FilePosition(), log, metrics, state) == FilePosition()
@@ -205,7 +196,6 @@ async def test_a_file_is_followed_across_restarts_and_half_lines_wait(tmp_path: 
 
 async def test_a_file_source_on_a_full_disk_goes_on_and_counts_what_it_could_not_remember(tmp_path: Path) -> None:
     path, state = tmp_path / "events.jsonl", tmp_path / "feedback-csat"
-
     log, metrics = await opened(), Metrics("process")
     mine = source(topic="", file=path)
     path.write_bytes(ticket(id="1") + b"\n")
@@ -240,10 +230,6 @@ def test_a_line_without_end_is_invalid_instead_of_blocking_the_file(tmp_path: Pa
     position, lines = read_lines(path, FilePosition())
     assert [len(line) for _, line in lines] == [1024 * 1024]
     assert read_lines(path, position)[1] == [(1024 * 1024, b"xxxxx"), (1024 * 1024 + 6, b"next")]
-
-
-def settings(**table: Any) -> StreamsConfig:
-    return decode({"feedback": [{"name": "csat", "from": {"file": "e.jsonl"}, **table}]}, StreamsConfig, "bot.toml")
 
 
 class LosingReader:
