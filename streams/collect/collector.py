@@ -151,7 +151,7 @@ class Collector:
         due_ms = self._state.next_due_ms()
         if not due_ms or due_ms > now_ms:
             return False
-        await self._publish([Output(VERIFIED, Tick(partition=self.partition, due_ms=due_ms))])
+        await publish_all(self._log, [Output(VERIFIED, Tick(partition=self.partition, due_ms=due_ms))])
         return True
 
     def begin_at(self, offset: int) -> None:
@@ -220,8 +220,8 @@ class Collector:
     async def _emit(self, decisions: Sequence[Decision], letters: Sequence[Output]) -> None:
         blocks = [block for decision in decisions for block in decision.blocks]
         followed = [Output(BUFFER, block) for block in blocks if is_followed(block)]
-        await self._publish([*followed, *letters])  # first: the last of a join says that it is whole
-        await self._publish([Output(BUFFER, block) for block in blocks if not is_followed(block)])
+        await publish_all(self._log, [*followed, *letters])  # first: the last of a join says that it is whole
+        await publish_all(self._log, [Output(BUFFER, block) for block in blocks if not is_followed(block)])
         closures = [decision.closure for decision in decisions]
         if closures:
             reached = max(await asyncio.gather(*(self._close(closure) for closure in closures))) + 1
@@ -231,9 +231,6 @@ class Collector:
     async def _close(self, closure: Closure) -> int:
         position = await confirmed(lambda: self._log.publish(PROGRESS, closure), "progress")
         return position.offset
-
-    async def _publish(self, outputs: Sequence[Output]) -> None:
-        await publish_all(self._log, outputs)
 
     def _is_new(self, decision: Decision) -> bool:
         closure = decision.closure

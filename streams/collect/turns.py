@@ -144,7 +144,8 @@ def joined(decisions: Sequence[Decision], name: str) -> list[Decision]:
     """Mark the kept answers of these turns as one join `name`. With fewer than two kept answers, return the decisions
     unchanged.
     """
-    left = sum(_is_answer(member, decision) for decision in decisions for member in _all(decision.blocks))
+    blocks = [(block, decision) for decision in decisions for block in decision.blocks]
+    left = sum(_is_answer(member, decision) for block, decision in blocks for member in block.experiences)
     if left < 2:
         return list(decisions)
     following = iter(range(left - 1, -1, -1))
@@ -170,10 +171,6 @@ def _in_joins(decision: Decision, join: Callable[[], Join]) -> Decision:
 
 def is_followed(block: Block) -> bool:
     return any(member.join is not None and member.join.more > 0 for member in block.experiences)
-
-
-def _all(blocks: Iterable[Block]) -> Iterable[Experience]:
-    return (member for block in blocks for member in block.experiences)
 
 
 def _is_answer(member: Experience, decision: Decision) -> bool:

@@ -9,8 +9,9 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import NoReturn, Protocol, TypeVar
 
 import msgspec
@@ -132,18 +133,22 @@ async def confirmed(attempt: Callable[[], Awaitable[Result]], what: str, give_up
 
 
 async def publish_all(log: Log, outputs: Iterable[Output]) -> None:
-    """Publish concurrently; returns once all are confirmed."""
-    pending = list(outputs)
-    if len(pending) == 1:
-        await _publish(log, pending[0])
-    elif pending:
+    """Publish concurrently, blocks of one group in order; returns once all are confirmed."""
+    queues: dict[str | int, list[Output]] = {}
+    for number, output in enumerate(outputs):
+        key = output.record.group if isinstance(output.record, Block) else number
+        queues.setdefault(key, []).append(output)
+    if len(queues) == 1:
+        await _publish(log, *queues.values())
+    elif queues:
         async with asyncio.TaskGroup() as tasks:
-            for output in pending:
-                tasks.create_task(_publish(log, output))
+            for queue in queues.values():
+                tasks.create_task(_publish(log, queue))
 
 
-async def _publish(log: Log, output: Output) -> None:
-    await confirmed(lambda: log.publish(output.topic, output.record), output.topic.name)
+async def _publish(log: Log, queue: Sequence[Output]) -> None:
+    for output in queue:
+        await confirmed(partial(log.publish, output.topic, output.record), output.topic.name)
 
 
 def end_for(error: BaseException, doing: str) -> NoReturn:

@@ -11,11 +11,14 @@ from infra.chain.processor import Drop, Memory, processor
 from infra.log.bus import Record
 from infra.log.log import Log, LogMessage
 from infra.observe.metrics import Metrics
+from infra.store.memory import MemoryStore
+from infra.store.seal import Keys
 from schemas import BadFrame, Block, DeadLetter, DropMarker, Experience, Message, Score, Task, Tick, encode
-from schemas.topics import DEAD_LETTERS, EVALS, EXPERIENCES, TASKSET, VERIFIED
+from schemas.experience import withdrawal_of
+from schemas.topics import BUFFER, DEAD_LETTERS, EVALS, EXPERIENCES, TASKSET, VERIFIED
 from streams.processors.filter import dedupe
 from streams.stages.driver import Ticket, Window, WindowDriver, recall
-from streams.stages.stage import Handled, Output, letter
+from streams.stages.stage import Handled, Output, letter, publish_all
 from streams.stages.verify import Verifier
 from tests.actors.rig import until
 from tests.streams.collect.collecting import answer, block
@@ -207,8 +210,7 @@ def message_of(value: object, offset: int = 0, error: BadFrame | None = None) ->
 
 
 def handled(value: object, *steps: object) -> Handled:
-    verifier = Verifier([make_step(function.__name__, function) for function in steps])  # type: ignore[attr-defined,arg-type]
-    return asyncio.run(verifier.handle(message_of(value)))
+    return asyncio.run(verifier(*steps).handle(message_of(value)))
 
 
 def test_kept_members_go_on_in_one_block_and_dropped_ones_leave_a_stub() -> None:
@@ -352,6 +354,15 @@ async def test_reading_back_ends_where_the_memory_reaches() -> None:
 
         await recall(log, Counting(), log.name(EXPERIENCES), 0, 30)
         assert taken == [25, 26, 27, 28, 29]
+
+
+async def test_a_withdrawal_is_stored_behind_the_copy_that_it_takes_back() -> None:
+    async with memory_log() as plain:
+        log = Log(plain.bus, plain.app, store=(store := MemoryStore()))
+        named = msgspec.structs.replace(answer("t.0", 0), key_id=Keys(store).of("ann").key_id)
+        back = withdrawal_of(named, lane="usual", revision=1)
+        await publish_all(log, [Output(BUFFER, block(member)) for member in (named, back)])
+        assert [sent.experiences[0].revision for sent in await values(log, BUFFER)] == [0, 1]  # type: ignore[union-attr]
 
 
 async def test_memories_see_records_in_log_order_whatever_overtakes_before() -> None:
