@@ -136,7 +136,7 @@ def _feed(
 ) -> None:
     log, metrics = role.log, role.metrics
     if host.stage == "tasks":
-        host.add(TASKSET_RAW, WindowDriver("tasks", TaskStage(steps["tasks"], log), log, metrics, tasks))
+        host.add(TASKSET_RAW, WindowDriver("tasks", TaskStage(steps["tasks"]), log, metrics, tasks))
     elif host.stage == "verify":
         for topic in (EXPERIENCES, EXPERTS):
             host.add(topic, WindowDriver("verify", Verifier(steps["verify"]), log, metrics, tasks))

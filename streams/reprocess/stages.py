@@ -40,7 +40,7 @@ from streams.reprocess.report import (
     left_out,
 )
 from streams.stages import verify
-from streams.stages.driver import TIMEOUT_S, Stage, decided, recall
+from streams.stages.driver import TIMEOUT_S, Stage, decided
 from streams.stages.stage import Handled
 
 IN_FLIGHT = 64
@@ -79,7 +79,7 @@ class RunStep(NamedTuple):
 
 async def decided_in(run: ReprocessRun, part: Range, stage: Stage) -> AsyncGenerator[tuple[LogMessage, Handled], None]:
     """Each record of a range with the decision of `stage`, in order, IN_FLIGHT at a time."""
-    await recall(run.log, stage, run.log.name(part.topic), part.partition, part.start)
+    await stage.recall(run.log, Partition(run.log.name(part.topic), part.partition), part.start)
     waiting: deque[tuple[LogMessage, asyncio.Task[Handled]]] = deque()
     turn: ChainTurn | None = None
     try:

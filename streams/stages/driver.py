@@ -42,40 +42,28 @@ FETCH_BYTES = 512 * 1024  # about the size of a chunk: a larger fetch would send
 YIELD_EVERY = 32  # records between two looks at everything else: heartbeats must not wait
 
 
-class Remembers(Protocol):
-    """A stage with a memory of earlier records. reach: number of inputs that the memory goes back, 0 for none."""
-
-    @property
-    def reach(self) -> int: ...
-
-    async def recall(self, message: LogMessage) -> None:
-        """Remember a record that was handled before."""
-
-
-async def recall(log: Log, stage: Remembers, topic: str, partition: int, before: int) -> None:
-    """Have `stage` remember the inputs below offset `before` of a topic (full name) of this app."""
-    if not stage.reach:
+async def read_back(log: Log, reach: int, at: Partition, before: int) -> AsyncGenerator[LogMessage, None]:
+    """The kept records below offset `before` of a partition of this app, as many as hold `reach` experiences."""
+    if not reach:
         return
-    begin = (await log.bus.beginning_offsets(topic))[Partition(topic, partition)]
-    start = await _start(log, stage.reach, topic, partition, begin, before)
+    begin = (await log.bus.beginning_offsets(at.topic))[at]
+    start = await _start(log, reach, at, begin, before)
     if start >= before:
         return
-    count = 0
-    async with aclosing(_kept(log, topic, partition, start, before)) as messages:
+    async with aclosing(_kept(log, at, start, before)) as messages:
         async for message in messages:
-            await stage.recall(message)
-            count += 1
-            if count % YIELD_EVERY == 0:
+            yield message
+            if message.offset % YIELD_EVERY == 0:
                 await asyncio.sleep(0)
-    logger.info("recalled topic=%s partition=%d from=%d to=%d", topic, partition, start, before)
+    logger.info("recalled topic=%s partition=%d from=%d to=%d", at.topic, at.index, start, before)
 
 
-async def _start(log: Log, reach: int, topic: str, partition: int, begin: int, before: int) -> int:
+async def _start(log: Log, reach: int, at: Partition, begin: int, before: int) -> int:
     start, found = before, 0
     while start > begin and found < reach:
         stop, start = start, max(begin, start - CHUNK_RECORDS)
         sizes: list[tuple[int, int]] = []
-        async with aclosing(_kept(log, topic, partition, start, stop)) as messages:
+        async with aclosing(_kept(log, at, start, stop)) as messages:
             async for message in messages:
                 sizes.append(
                     (message.offset, len(message.value.experiences) if isinstance(message.value, Block) else 1)
@@ -87,18 +75,18 @@ async def _start(log: Log, reach: int, topic: str, partition: int, begin: int, b
     return start
 
 
-async def _kept(log: Log, topic: str, partition: int, start: int, stop: int) -> AsyncGenerator[LogMessage, None]:
-    known = by_name(topic.removeprefix(f"{log.app}."))
+async def _kept(log: Log, at: Partition, start: int, stop: int) -> AsyncGenerator[LogMessage, None]:
+    known = by_name(at.topic.removeprefix(f"{log.app}."))
     while True:
-        scanned = log.scan(known, {partition: start}, {partition: stop}, fetch_bytes=FETCH_BYTES)
+        scanned = log.scan(known, {at.index: start}, {at.index: stop}, fetch_bytes=FETCH_BYTES)
         try:
             async with aclosing(scanned) as messages:
                 async for message in messages:
                     yield message
             return
         except OffsetOutOfRange:
-            begin = (await log.bus.beginning_offsets(topic))[Partition(topic, partition)]
-            logger.warning("recall_trimmed topic=%s partition=%d from=%d to=%d", topic, partition, start, begin)
+            begin = (await log.bus.beginning_offsets(at.topic))[at]
+            logger.warning("recall_trimmed topic=%s partition=%d from=%d to=%d", at.topic, at.index, start, begin)
             start = begin
 
 
@@ -179,8 +167,11 @@ class Window(Generic[Handle]):
         return sum(len(lane.flying) for lane in self._lanes.values())
 
 
-class Stage(Remembers, Protocol):
+class Stage(Protocol):
     """A stage that decides about one record at a time."""
+
+    async def recall(self, log: Log, at: Partition, before: int) -> None:
+        """Remember what it decided before the input at offset `before` of a partition."""
 
     async def handle(self, message: LogMessage, turn: ChainTurn | None = None) -> Handled:
         """Decide about the record; does no I/O on the log. turn: waited for before anything is remembered."""
@@ -282,7 +273,7 @@ class WindowDriver:
 
     async def _recall(self, record: Record) -> None:
         try:
-            await recall(self._log, self._stage, record.topic, record.partition, record.offset)
+            await self._stage.recall(self._log, Partition(record.topic, record.partition), record.offset)
         except asyncio.CancelledError:
             raise
         except BaseException as error:

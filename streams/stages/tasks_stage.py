@@ -9,11 +9,13 @@ tasks.
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import aclosing
 
 import msgspec
 
 from infra.chain.chain import ChainTurn, Context, Step, call_step, new_memories, run_task_chain, task_fault
 from infra.chain.processor import Memory
+from infra.log.bus import Partition
 from infra.log.log import Log, LogMessage
 from schemas import Task
 from schemas.topics import TASKSET
@@ -24,27 +26,28 @@ BAD_TASK = "bad task"
 
 
 class TaskStage:
-    """The chain of tasks, with one set of memories for all partitions: any of them may have the same question.
+    """The chain of tasks, with one set of memories for all partitions: any of them may have the same question."""
 
-    log: source of `taskset`; with None the memories begin empty.
-    """
-
-    def __init__(self, steps: Sequence[Step], log: Log | None = None) -> None:
+    def __init__(self, steps: Sequence[Step]) -> None:
         self._steps = steps
-        self._log = log
         self._memories: dict[str, Memory] | None = None
         self._remembering = asyncio.Lock()
 
     def forget(self) -> None:
         self._memories = None
 
-    @property
-    def reach(self) -> int:
-        """0: the stage rebuilds its memories from `taskset`, not from `taskset.raw`."""
-        return 0
-
-    async def recall(self, message: LogMessage) -> None:
-        """Never called, since `reach` is 0."""
+    async def recall(self, log: Log, at: Partition, before: int) -> None:
+        """Rebuild the memories, for all partitions, from `taskset`."""
+        async with self._remembering:
+            if self._memories is not None:
+                return
+            memories = new_memories(self._steps)
+            if memories:
+                async with aclosing(log.scan(TASKSET)) as messages:
+                    async for message in messages:
+                        if isinstance(message.value, Task):
+                            await self._remember(message.value, memories)
+            self._memories = memories
 
     async def handle(self, message: LogMessage, turn: ChainTurn | None = None) -> Handled:
         task = message.value
@@ -54,7 +57,9 @@ class TaskStage:
             return Handled(then=(letter(message, STAGE, reason, error),), dropped={reason: 1})
         if fault := task_fault(task):
             return Handled(then=(letter(message, STAGE, BAD_TASK, fault),), dropped={BAD_TASK: 1}, num_in=1)
-        context = Context(record_offset=message.record.offset, memories=await self._remembered(), turn=turn)
+        if self._memories is None:
+            self._memories = new_memories(self._steps)
+        context = Context(record_offset=message.record.offset, memories=self._memories, turn=turn)
         kept, gone = await run_task_chain(self._steps, task, context)
         return Handled(
             first=tuple(Output(TASKSET, passed) for passed in kept),
@@ -68,18 +73,7 @@ class TaskStage:
     def failed(self, message: LogMessage, reason: str, error: str) -> Handled:
         return Handled(then=(letter(message, STAGE, reason, error),), dropped={reason: 1}, num_in=1)
 
-    async def _remembered(self) -> dict[str, Memory]:
-        async with self._remembering:
-            if self._memories is None:
-                memories = new_memories(self._steps)
-                if self._log is not None and memories:
-                    async for message in self._log.scan(TASKSET):
-                        if isinstance(message.value, Task):
-                            await self._recall(message.value, memories)
-                self._memories = memories
-            return self._memories
-
-    async def _recall(self, task: Task, memories: dict[str, Memory]) -> None:
+    async def _remember(self, task: Task, memories: dict[str, Memory]) -> None:
         context = Context(memories=memories)
         for step in self._steps:
             if step.memory:

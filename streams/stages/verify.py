@@ -6,17 +6,20 @@ never dropped.
 """
 
 from collections.abc import Sequence
+from contextlib import aclosing
 
 import msgspec
 
 from infra.chain.chain import ChainResult, ChainTurn, Context, Dropped, Step, new_memories, run_chain
 from infra.chain.processor import Memory
 from infra.chain.verdict import Recorded
-from infra.log.log import LogMessage
+from infra.log.bus import Partition
+from infra.log.log import Log, LogMessage
 from schemas import Block, DropMarker, Experience
 from schemas.topics import EVALS, VERIFIED
 from schemas.wire.block import split_blocks
 from streams.processors.filter import DUPLICATE, dedupe_key
+from streams.stages.driver import read_back
 from streams.stages.stage import Handled, Output, count_faults, letter
 
 STAGE = "verify"
@@ -34,18 +37,16 @@ class Verifier:
         self._remembering = steps[: max((index + 1 for index, step in enumerate(steps) if step.memory), default=0)]
         self._memories: dict[tuple[str, int], dict[str, Memory]] = {}
 
-    @property
-    def reach(self) -> int:
-        """Number of experiences of a partition that the memories go back, 0 for none."""
-        return max((step.memory for step in self._steps), default=0)
-
     def forget(self) -> None:
         self._memories.clear()
 
-    async def recall(self, message: LogMessage) -> None:
-        """Remember a record that was handled before: the same steps, and nothing comes of it."""
-        if isinstance(message.value, Block):
-            await self._run(self._remembering, message, message.value.experiences, None)
+    async def recall(self, log: Log, at: Partition, before: int) -> None:
+        """Pass the records before through the same steps, as far as the memories go back; nothing comes of it."""
+        reach = max((step.memory for step in self._steps), default=0)
+        async with aclosing(read_back(log, reach, at, before)) as messages:
+            async for message in messages:
+                if isinstance(message.value, Block):
+                    await self._run(self._remembering, message, message.value.experiences, None)
 
     async def handle(self, message: LogMessage, turn: ChainTurn | None = None) -> Handled:
         if message.error is not None:

@@ -172,7 +172,7 @@ async def run_streams(scenario: Scenario, log: Log, metrics: Metrics, folder: Pa
             snapshots=SnapshotPolicy(SNAPSHOT_S, SNAPSHOT_RECORDS),
         )
         drivers: list[tuple[Topic, WindowDriver | CollectDriver]] = [
-            (TASKSET_RAW, WindowDriver("tasks", TaskStage(build_tasks(scenario.streams), log), log, metrics, tasks)),
+            (TASKSET_RAW, WindowDriver("tasks", TaskStage(build_tasks(scenario.streams)), log, metrics, tasks)),
             (EXPERIENCES, WindowDriver("verify", Verifier(verify_steps), log, metrics, tasks)),
             (EXPERTS, WindowDriver("verify", Verifier(verify_steps), log, metrics, tasks)),
             (VERIFIED, CollectDriver(log, metrics, settings, committed, tasks, wall_ms=wall_ms)),

@@ -60,9 +60,7 @@ async def work(log: Log, config: StreamsConfig, folder: Path, *, limit: int = 64
 
                 driver: Any = CollectDriver(log, metrics, settings, committed, tasks)
             else:
-                made = (
-                    TaskStage(build_tasks(config), log) if stage == "tasks" else Verifier(build_verify(config, model))
-                )
+                made = TaskStage(build_tasks(config)) if stage == "tasks" else Verifier(build_verify(config, model))
                 driver = WindowDriver(stage, made, log, metrics, tasks, limit=limit)
             tasks.create_task(_feed(log, topic, f"{stage}", driver))
 

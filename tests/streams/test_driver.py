@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from infra.chain.chain import ChainTurn, make_step
 from infra.chain.processor import Drop, Memory, processor
-from infra.log.bus import Record
+from infra.log.bus import Partition, Record
 from infra.log.log import Log, LogMessage
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
@@ -17,7 +17,7 @@ from schemas import BadFrame, Block, DeadLetter, DropMarker, Experience, Message
 from schemas.experience import withdrawal_of
 from schemas.topics import BUFFER, DEAD_LETTERS, EVALS, EXPERIENCES, TASKSET, VERIFIED
 from streams.processors.filter import dedupe
-from streams.stages.driver import Ticket, Window, WindowDriver, recall
+from streams.stages.driver import Ticket, Window, WindowDriver, read_back
 from streams.stages.stage import Handled, Output, letter, publish_all
 from streams.stages.verify import Verifier
 from tests.actors.rig import until
@@ -33,10 +33,8 @@ class GatedStage:
         self.errors: dict[int, Exception] = {}
         self.num_forgets = 0
 
-    reach = 0
-
-    async def recall(self, message: LogMessage) -> None:
-        raise AssertionError("nothing is remembered here")
+    async def recall(self, log: Log, at: Partition, before: int) -> None:
+        """Nothing is remembered here."""
 
     async def handle(self, message: LogMessage, turn: ChainTurn | None = None) -> Handled:
         await self.gates.setdefault(message.offset, asyncio.Event()).wait()
@@ -342,18 +340,8 @@ async def test_reading_back_ends_where_the_memory_reaches() -> None:
     async with memory_log() as log:
         for number in range(40):
             await log.publish(EXPERIENCES, block(answer(f"g{number}.0", 0), answer(f"g{number}.0", 1)))
-        stage = Verifier([msgspec.structs.replace(make_step("dedupe", dedupe), memory=10)])
-        taken: list[int] = []
-
-        class Counting:
-            reach = stage.reach
-
-            async def recall(self, message) -> None:  # type: ignore[no-untyped-def]
-                taken.append(message.offset)
-                await stage.recall(message)
-
-        await recall(log, Counting(), log.name(EXPERIENCES), 0, 30)
-        assert taken == [25, 26, 27, 28, 29]
+        read = read_back(log, 10, Partition(log.name(EXPERIENCES), 0), 30)
+        assert [message.offset async for message in read] == [25, 26, 27, 28, 29]
 
 
 async def test_a_withdrawal_is_stored_behind_the_copy_that_it_takes_back() -> None:

@@ -8,16 +8,20 @@ import pytest
 
 from infra.chain.chain import Context, make_step, new_memories, run_task_chain
 from infra.chain.processor import Drop, processor, score
-from infra.log.bus import Record
+from infra.log.bus import Partition, Record
 from infra.log.log import Log, LogMessage
 from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
 from infra.settings.config import decode
 from schemas import DeadLetter, Experience, Message, Task, encode
 from schemas.errors import ConfigError
-from schemas.topics import DEAD_LETTERS, TASKSET
+from schemas.topics import DEAD_LETTERS, TASKSET, TASKSET_RAW
 from streams.config import StreamsConfig
 from streams.stages.chain_builder import build_tasks
+from streams.stages.driver import WindowDriver
 from streams.stages.tasks_stage import TaskStage
+from tests.actors.rig import until
+from tests.streams.deliveries import KeptDelivery, memory_log, stored, values
 
 HERE = "tests.streams.test_tasks_stage"
 EXACT = {"name": "exact", "use": "streams.scores.exact:exact"}
@@ -104,12 +108,27 @@ async def test_questions_are_remembered_across_a_restart() -> None:
     log = Log(MemoryBus(), "app")
     await log.create_topics(partitions=2, keep_ms=1)
     await log.publish(TASKSET, task("a"))
-    stage = TaskStage(build_tasks(config()), log)
+    stage, at = TaskStage(build_tasks(config())), Partition(log.name(TASKSET_RAW), 0)
+    await stage.recall(log, at, 0)
     first = await stage.handle(message(task("b"), 0))
     stage.forget()
     await log.publish(TASKSET, task("c", "1+1="))
+    await stage.recall(log, at, 1)
     second = await stage.handle(message(task("d", "1+1="), 1))
     assert [output.record.error for output in (*first.then, *second.then)]  # type: ignore[union-attr] == ["task b: the same question as a", "task d: the same question as c"]
+
+
+async def test_what_is_remembered_at_a_start_takes_no_task_its_time() -> None:
+    async with memory_log() as log, asyncio.TaskGroup() as tasks:
+        await log.publish(TASKSET, task("a"))
+        for record in (task("b"), task("c", "1+1=")):
+            await log.publish(TASKSET_RAW, record)
+        driver = WindowDriver("tasks", TaskStage(build_tasks(config())), log, Metrics("process"), tasks, timeout_s=0)
+        deliveries = [KeptDelivery(sent.record) for sent in await stored(log, TASKSET_RAW)]
+        for delivery in deliveries:
+            await driver.accept(delivery)
+        await until(lambda: all(delivery.is_acknowledged for delivery in deliveries))
+        assert [dead.reason for dead in await values(log, DEAD_LETTERS)] == ["duplicate task"]  # type: ignore[union-attr]
 
 
 def test_a_task_without_what_its_workflow_needs_is_dropped_with_the_field() -> None:
