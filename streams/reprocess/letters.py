@@ -18,17 +18,17 @@ from infra.log.blobs import is_claim
 from infra.log.bus import Partition, Reader, Record
 from infra.log.log import Log, LogMessage, letter_at, records_at
 from infra.store.seal import open_event
-from schemas import DeadLetter, UnknownMajor, decode
+from schemas import DeadLetter, Received, UnknownMajor, decode
 from schemas.errors import BadFrame, BrokerUnavailable, RecordTooLarge
 from schemas.records import MAX_LETTER_BYTES
-from schemas.topics import DEAD_LETTERS, by_name
+from schemas.topics import DEAD_LETTERS, FEEDBACK, by_name
 from streams.reprocess.ranges import Range, messages_in
 from streams.sources.event import event_table
 from streams.sources.langfuse import LANGFUSE
 from streams.stages.verify import REDELIVERED
 
 MARK = "re-delivered"
-FEEDBACK = "feedback "
+EVENT_STAGE = "feedback "
 Value = tuple[bytes, bytes]  # key, value
 
 
@@ -76,9 +76,10 @@ async def redeliver(
 
 
 async def _redeliver(log: Log, report: LettersReport, message: LogMessage, letter: DeadLetter, marks: "Marks") -> None:
-    is_event = letter.stage.startswith(FEEDBACK)
+    is_event = letter.stage.startswith(EVENT_STAGE)
+    received = await _received(log, letter) if is_event else None
     try:
-        topic = letter.topic if is_event else log.name(by_name(letter.topic))
+        topic = received.topic if received else letter.topic if is_event else log.name(by_name(letter.topic))
         await log.bus.partitions(topic)
     except ValueError:
         where = "expected a topic of this app"
@@ -90,7 +91,7 @@ async def _redeliver(log: Log, report: LettersReport, message: LogMessage, lette
         report.refuse(message, "no such topic", f"{letter.topic!r} {where}")
         return
     try:
-        key, value = await _value(log, letter, topic, is_event)
+        key, value = (received.key, received.value) if received else await _value(log, letter, topic, is_event)
     except (BadFrame, UnknownMajor) as error:
         report.refuse(message, "still does not decode", str(error))
         return
@@ -112,6 +113,15 @@ def _partition(letter: DeadLetter, topic: str, log: Log) -> int | None:
     return letter.partition if topic.startswith(f"{log.app}.") else None
 
 
+async def _received(log: Log, letter: DeadLetter) -> Record | None:
+    """The record of `feedback` whose body the letter holds, None for another letter."""
+    topic = log.name(FEEDBACK)
+    named = letter.topic in (topic, FEEDBACK.name)  # earlier releases wrote the short name
+    record = await _original(log, topic, letter) if named else None
+    held = log.decode(record).value if record is not None else None
+    return record if isinstance(held, Received) and held.body[:MAX_LETTER_BYTES] == letter.value else None
+
+
 async def _value(log: Log, letter: DeadLetter, topic: str, is_event: bool) -> Value:
     """Key and bytes to send: the letter's own, or where these are cut the record they were taken from. Raises BadFrame."""
     if is_event:
@@ -128,6 +138,8 @@ async def _value(log: Log, letter: DeadLetter, topic: str, is_event: bool) -> Va
 
 async def _event(log: Log, letter: DeadLetter, topic: str) -> Value:
     """An event as its topic holds it, or else as the letter does, redacted. Raises BadFrame, Sealed where it is forgotten."""
+    if topic == log.name(FEEDBACK):
+        raise BadFrame("the letter has only the body of what came over HTTP, and the log no longer holds the record")
     held = letter.value if log.keys is None else await asyncio.to_thread(open_event, letter.value, log.keys)
     original = await _original(log, topic, letter)
     value = held if original is None else original.value

@@ -87,7 +87,7 @@ async def take_once(
         # The gateway seals the texts within clients' feedback, and a webhook's body as a whole.
         answer = received.ref.removeprefix(ANSWER_PREFIX) if received.path == FEEDBACK_PATH else ""
         events.setdefault(received.path, []).append(
-            Event(received.body, FEEDBACK.name, message.partition, message.offset, answer, ours=True)
+            Event(received.body, message.record.topic, message.partition, message.offset, answer, ours=True)
         )
     for path, came in events.items():
         await publish_events(by_path[path], came, log, metrics)

@@ -20,6 +20,8 @@ from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
 from schemas import DeadLetter, Feedback, Received, encode, kafka_headers
 from schemas.topics import DEAD_LETTERS, FEEDBACK, VERIFIED
+from streams.reprocess.letters import redeliver
+from streams.reprocess.ranges import Range
 from streams.sources.event import Event, EventSource, publish_events, read_events
 from streams.sources.file import FilePosition, load_state, read_lines
 from streams.sources.file import take_once as take_from_file
@@ -53,8 +55,8 @@ def events(*values: bytes) -> list[Event]:
     return [Event(value, "zendesk.closed", 0, offset) for offset, value in enumerate(values)]
 
 
-async def opened() -> Log:
-    log = Log(MemoryBus(), "bot")
+async def opened(store: MemoryStore | None = None) -> Log:
+    log = Log(MemoryBus(), "bot", store=store)
     await log.create_topics(partitions=2, keep_ms=3_600_000)
     return log
 
@@ -262,10 +264,9 @@ def said(**fields: Any) -> Received:
 
 
 async def read(
-    records: list[Received], *sources: EventSource, more_headers: Headers = ()
+    records: list[Received], *sources: EventSource, more_headers: Headers = (), log: Log | None = None
 ) -> tuple[list[Feedback], list[DeadLetter]]:
-    log = Log(MemoryBus(), "bot", store=MemoryStore())
-    await log.create_topics(partitions=2, keep_ms=3_600_000)
+    log = log or await opened(MemoryStore())
     for record in records:
         headers = (*kafka_headers(record), *more_headers)
         await log.bus.send(log.name(FEEDBACK), encode(record), key=record_key(FEEDBACK, record), headers=headers)
@@ -275,9 +276,7 @@ async def read(
     while await received_once(by_path, reader, log, Metrics("process"), seen, poll_s=0.01):
         pass
     await reader.close()
-    found = [m.value async for m in log.scan(VERIFIED) if isinstance(m.value, Feedback)]
-    dead = [m.value async for m in log.scan(DEAD_LETTERS) if isinstance(m.value, DeadLetter)]
-    return found, dead
+    return await stored(log)
 
 
 USER = EventSource(name="user", function=rating, webhook="/v1/feedback")
@@ -315,6 +314,26 @@ def test_what_only_looks_like_a_seal_harms_nobody_but_who_sent_it(forged: str) -
         read([said(value=1, kind="value", rater=forged), whole, said(value=0, kind="value")], USER, source)
     )
     assert [found_item.value for found_item in found] == [0.0] and len(dead) <= 2
+
+
+async def test_a_webhooks_event_that_its_function_failed_on_is_delivered_again_as_it_came() -> None:
+    log, hook = await opened(), Received(path="/zendesk", body=ticket(csat="4"), id="x")
+
+    @feedback(version=1)
+    def mended(event: dict[str, Any]) -> Feedback | None:
+        return csat({**event, "csat": float(event["csat"])})
+
+    _, (dead,) = await read([hook], EventSource(name="csat", function=csat, webhook="/zendesk"), log=log)
+    for change in ({"topic": "feedback"}, {"offset": 1000}):  # as earlier releases wrote it; past what retention kept
+        await log.publish(DEAD_LETTERS, msgspec.structs.replace(dead, **change))  # type: ignore[arg-type]
+    ends = await log.bus.end_offsets(log.name(DEAD_LETTERS))
+    report = await redeliver(
+        log, [Range(DEAD_LETTERS, at.index, 0, end) for at, end in ends.items()], lambda count: None
+    )
+    assert report.delivered == {"bot.feedback": 1, "feedback": 1} and report.refused == {"still does not decode": 1}
+    assert await values(log, FEEDBACK) == [hook] * 3
+    found, _ = await read([], EventSource(name="csat", function=mended, webhook="/zendesk"), log=log)
+    assert [said.ref for said in found] == [REF] * 2
 
 
 def test_what_no_source_listens_to_is_a_dead_letter_that_can_be_read_again() -> None:
