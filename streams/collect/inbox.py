@@ -89,6 +89,7 @@ class Inbox:
                 await collector.recover(await committed(), lambda: self._retired)
                 await self._fold(collector)
             finally:
+                self._collector = None  # its groups wait on the partition's next worker
                 collector.close()
         except TakenAway:
             logger.info("collect_taken_away partition=%d", self.partition)

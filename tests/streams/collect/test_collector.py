@@ -19,6 +19,7 @@ from streams.collect.feedback import FeedbackRules
 from streams.collect.inbox import CollectDriver
 from streams.collect.rules import APART_MS, PORTION, Rules, go_by
 from streams.collect.state import State
+from streams.stages.stage import Waiting
 from tests.actors.rig import until
 from tests.names import subject_name
 from tests.streams.collect.collecting import FakePartition, answer, block, decisions, folded, said, tick
@@ -141,10 +142,12 @@ async def test_a_driver_folds_acknowledges_and_lets_go_of_its_partition(tmp_path
             for delivery in deliveries[:3]:
                 await driver.accept(delivery)
             await until(lambda: all(delivery.is_acknowledged for delivery in deliveries[:3]))
+            assert driver.waiting().groups == 1
             driver.retire()
             late = KeptDelivery(deliveries[3].record)
             await driver.accept(late)
             assert late.is_abandoned
+            await until(lambda: driver.waiting() == Waiting())
             again = [KeptDelivery(delivery.record, generation=2) for delivery in deliveries]
             for delivery in again:
                 await driver.accept(delivery)
