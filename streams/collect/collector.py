@@ -25,7 +25,7 @@ from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.store.seal import FORGOTTEN, open_text
 from infra.store.snapshots import SnapshotManifest
-from schemas import Block, Closure, FeedbackWait, Tick, encode
+from schemas import Block, Closure, Tick, encode
 from schemas.errors import BadFrame, NotInLog, Sealed
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
 from streams.collect.decision import Chain, Decision, Folded
@@ -103,15 +103,6 @@ class Collector:
         """Everything below is folded, published and saved."""
         return self._state.next_offset
 
-    def next_due_ms(self) -> int:
-        return self._state.next_due_ms()
-
-    def num_open(self) -> int:
-        return self._state.num_open()
-
-    def waits(self) -> FeedbackWait:
-        return self._state.waits()
-
     def close(self) -> None:
         self._snapshots.close()
         self._pending.close()
@@ -135,7 +126,9 @@ class Collector:
             logger.info("collect_rebuild partition=%d from=%d to=%d", self.partition, self.next_offset, committed)
             await self._replay(committed, taken_away)
         self._snapshots.begin(self.next_offset, newest)
-        logger.info("collect_ready partition=%d offset=%d open=%d", self.partition, self.next_offset, self.num_open())
+        logger.info(
+            "collect_ready partition=%d offset=%d open=%d", self.partition, self.next_offset, self.state.num_open()
+        )
 
     async def take(self, records: Sequence[Record]) -> None:
         fresh = [record for record in records if record.offset >= self.next_offset]

@@ -100,17 +100,12 @@ async def _redeliver(log: Log, report: LettersReport, message: LogMessage, lette
         return
     try:
         place = f"dead-letters/{message.partition}@{message.offset}".encode()
-        await log.bus.send(
-            topic, value, key=key, headers=((REDELIVERED, place),), partition=_partition(letter, topic, log)
-        )
+        partition = letter.partition if topic.startswith(f"{log.app}.") else None
+        await log.bus.send(topic, value, key=key, headers=((REDELIVERED, place),), partition=partition)
     except (RecordTooLarge, BrokerUnavailable) as error:
         report.refuse(message, "marked and not sent", str(error))
         return
     report.delivered[letter.topic] = report.delivered.get(letter.topic, 0) + 1
-
-
-def _partition(letter: DeadLetter, topic: str, log: Log) -> int | None:
-    return letter.partition if topic.startswith(f"{log.app}.") else None
 
 
 async def _received(log: Log, letter: DeadLetter) -> Record | None:

@@ -211,7 +211,7 @@ async def collect_steps(run: ReprocessRun) -> AsyncGenerator[RunStep, None]:
                         outcomes=[pair for pairs, _ in compared for pair in pairs],
                         unrecorded=sum(count for _, count in compared),
                     )
-            run.report.open_groups += collector.num_open()
+            run.report.open_groups += collector.state.num_open()
         finally:
             collector.close()
 

@@ -23,7 +23,7 @@ from infra.log.log import Log, letter_at
 from infra.observe.metrics import Metrics
 from infra.store.seal import MAX_SESSIONS, Keys, open_event, open_text, seal_event, seal_text
 from schemas import Feedback, ids
-from schemas.errors import BadFrame, Sealed
+from schemas.errors import BadFrame, RecordTooLarge, Sealed
 from schemas.ids import pseudonym
 from schemas.records import MAX_LETTER_BYTES
 from schemas.topics import DEAD_LETTERS, VERIFIED
@@ -94,19 +94,21 @@ async def publish_events(source: EventSource, events: Sequence[Event], log: Log,
 
 
 async def _publish_portion(source: EventSource, events: Sequence[Event], log: Log, metrics: Metrics) -> None:
-    readings = await read_events(source, events, log.keys)
-    queues: dict[str, list[Callable[[], Awaitable[object]]]] = {}
+    readings = await confirmed(lambda: read_events(source, events, log.keys), "key of an event")
+    queues: dict[str, list[Callable[[], Awaitable[EventOutcome]]]] = {}
     for index, (event, reading) in enumerate(zip(events, readings, strict=True)):
-        metrics.counter("feedback_events", source=source.name, outcome=reading.outcome).inc()
         if reading.feedback is not None:
             group = ids.group_of(reading.feedback.ref)
-            queues.setdefault(group, []).append(partial(_publish_feedback, source, log, reading.feedback))
+            queues.setdefault(group, []).append(partial(_publish_feedback, source, log, event, reading.feedback))
         elif reading.outcome in ("invalid", "failed"):
             queues[f"dead {index}"] = [partial(_publish_letter, source, log, event, reading)]
+        else:
+            metrics.counter("feedback_events", source=source.name, outcome=reading.outcome).inc()
 
-    async def publish_in_order(queue: Sequence[Callable[[], Awaitable[object]]]) -> None:
+    async def publish_in_order(queue: Sequence[Callable[[], Awaitable[EventOutcome]]]) -> None:
         for publish in queue:
-            await confirmed(publish, "feedback")
+            outcome = await confirmed(publish, "feedback")
+            metrics.counter("feedback_events", source=source.name, outcome=outcome).inc()
 
     async with asyncio.TaskGroup() as tasks:
         for queue in queues.values():
@@ -163,8 +165,11 @@ def feedback_fault(feedback: Feedback) -> str:
     try:
         msgspec.convert(msgspec.structs.asdict(feedback), Feedback)
         ids.group_of(feedback.ref)
+        msgspec.msgpack.encode(feedback)
     except msgspec.ValidationError as error:
         return str(error)
+    except UnicodeEncodeError as error:
+        return f"a field holds half a character, which is not text: {error.reason}"
     except ValueError as error:
         return f"ref: {error}"
     if not feedback.id:
@@ -198,7 +203,7 @@ def _reading(source: EventSource, table: dict[str, Any], answer: object) -> Even
     return EventReading("accepted", msgspec.structs.replace(answer, source=source.name))
 
 
-async def _publish_feedback(source: EventSource, log: Log, feedback: Feedback) -> None:
+async def _publish_feedback(source: EventSource, log: Log, event: Event, feedback: Feedback) -> EventOutcome:
     text = source.redactor.mask(feedback.text)[0] if feedback.text else feedback.text
     names = [name for name in ("id", "rater") if source.redactor.mask(getattr(feedback, name))[1]]
     secret = await asyncio.to_thread(log.keys.app_secret) if names and log.keys is not None else b""
@@ -206,10 +211,15 @@ async def _publish_feedback(source: EventSource, log: Log, feedback: Feedback) -
     named = {name: pseudonym(secret, "source", source.name, getattr(feedback, name)) for name in names}
     if text and log.keys is not None:
         text = await asyncio.to_thread(seal_text, text, log.keys, feedback.ref.removeprefix(ids.ANSWER_PREFIX))
-    await log.publish(VERIFIED, msgspec.structs.replace(feedback, text=text, **named))
+    try:
+        await log.publish(VERIFIED, msgspec.structs.replace(feedback, text=text, **named))
+    except RecordTooLarge as error:
+        fault = f"{source.name}: {error}"
+        return await _publish_letter(source, log, event, EventReading("invalid", error=fault, brief=fault))
+    return "accepted"
 
 
-async def _publish_letter(source: EventSource, log: Log, event: Event, reading: EventReading) -> None:
+async def _publish_letter(source: EventSource, log: Log, event: Event, reading: EventReading) -> EventOutcome:
     sessions = ids.sessions_in(event.value.decode("utf-8", "replace"))
     letter = letter_at(
         (event.topic, event.partition, event.offset),
@@ -219,6 +229,7 @@ async def _publish_letter(source: EventSource, log: Log, event: Event, reading: 
     )
     value = await asyncio.to_thread(_kept, source, event, sessions, log.keys)
     await log.publish(DEAD_LETTERS, msgspec.structs.replace(letter, value=value))  # sealed bytes stay whole
+    return reading.outcome
 
 
 def _kept(source: EventSource, event: Event, sessions: Sequence[str], keys: Keys | None) -> bytes:

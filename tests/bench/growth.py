@@ -108,7 +108,7 @@ def collect(size: int) -> Figures:
         stored = await cpu_s(first.snapshot)
         first.close()
         took = await cpu_s(partial(second.recover, size, lambda: False))
-        assert second.num_open() == size
+        assert second.state.num_open() == size
         second.close()
         return {"collect, taken over": took, "collect, state stored": stored}
 

@@ -326,7 +326,7 @@ async def feedback_rows(pending: int, joins: int) -> list[Row]:
             for at in range(0, len(part), 64):
                 await collector.take(part[at : at + 64])
             spent_us.append(1e6 * (time.process_time() - begin_s) / len(part))
-        assert collector.num_open() == pending - joins
+        assert collector.state.num_open() == pending - joins
         collector.close()
     return [
         Row("collect, a lone answer that waits", spent_us[0], "µs", cost="answer_waits"),

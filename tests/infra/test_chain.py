@@ -174,10 +174,7 @@ def test_cancelling_the_chain_is_not_swallowed() -> None:
         asyncio.run(cancelled())
 
 
-@pytest.mark.parametrize(
-    ("verdict", "kept"),
-    [(1.0, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (3, 3.0), (None, None)],
-)
+@pytest.mark.parametrize(("verdict", "kept"), [(1.0, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (3, 3.0), (None, None)])
 def test_a_verdict_is_recorded_under_the_steps_name(verdict: object, kept: float | None) -> None:
     def given(experience: Experience) -> object:
         return verdict
@@ -263,11 +260,7 @@ def test_a_group_step_sees_only_its_group_and_what_it_made_goes_on_alone() -> No
             NONSENSE,
             "subject: got 'them'",
         ),
-        (
-            lambda group: (*group, made_from(group[0]), made_from(group[0])),
-            NONSENSE,
-            "is there already",
-        ),
+        (lambda group: (*group, made_from(group[0]), made_from(group[0])), NONSENSE, "is there already"),
         (lambda group: 1 / 0, "processor failed", "ZeroDivisionError"),
     ],
 )

@@ -13,12 +13,15 @@ import msgspec
 import pytest
 
 from infra.chain.processor import feedback
+from infra.chain.redact import Redactor
 from infra.log.bus import CommitRefused, Headers, Partition
 from infra.log.log import Log, record_key
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
+from infra.store.seal import Keys, seal_event
 from schemas import DeadLetter, Feedback, Received, encode, kafka_headers
+from schemas.errors import StoreError
 from schemas.topics import DEAD_LETTERS, FEEDBACK, VERIFIED
 from streams.reprocess.letters import redeliver
 from streams.reprocess.ranges import Range
@@ -130,6 +133,41 @@ async def test_feedback_goes_to_verified_in_order_and_bad_events_to_dead_letters
         "feedback_events{outcome=ignored,source=csat}": 1.0,
         "feedback_events{outcome=invalid,source=csat}": 1.0,
     }
+
+
+@pytest.mark.parametrize(("text", "error"), [("\ud800", "not text"), ("x" * 9_000_000, "expected at most")])
+async def test_feedback_that_no_record_holds_is_a_dead_letter(text: str, error: str) -> None:
+    log, metrics = await opened(), Metrics("process")
+
+    @feedback(version=1)
+    def label(event: dict[str, Any]) -> Feedback:
+        return Feedback(ref=event["answer_id"], id=event["id"], type="label", text=text)
+
+    await publish_events(source(function=label, redactor=Redactor(())), events(ticket()), log, metrics)
+    said, (dead,) = await stored(log)
+    assert not said and dead.reason == "event invalid" and error in dead.error
+    assert metrics.counters() == {"feedback_events{outcome=invalid,source=csat}": 1.0}
+
+
+class Away(MemoryStore):
+    """A store whose next read can fail."""
+
+    fails = False
+
+    def get(self, key: str) -> bytes:
+        if not self.fails:
+            return super().get(key)
+        self.fails = False
+        raise StoreError("the store is away")
+
+
+async def test_a_store_that_is_away_is_asked_again_for_the_key_of_an_event() -> None:
+    log = await opened(store := Away())
+    body = seal_event(ticket(), Keys(store), ("ann",))
+    store.fails = True
+    event = Event(body, log.name(FEEDBACK), 0, 0, ours=True)
+    await publish_events(source(), [event], log, Metrics("process"))
+    assert [word.id for word in (await stored(log))[0]] == ["t-1"]
 
 
 async def until(log: Log, ids: Sequence[str]) -> None:

@@ -6,11 +6,7 @@ from asyncio.subprocess import PIPE
 from pathlib import Path
 
 import pytest
-from aiokafka.errors import (
-    KafkaTimeoutError,
-    RequestTimedOutError,
-    TopicAuthorizationFailedError,
-)
+from aiokafka.errors import KafkaTimeoutError, RequestTimedOutError, TopicAuthorizationFailedError
 
 from infra.local.broker import EmbeddedKafka
 from infra.log.access import kafka_access

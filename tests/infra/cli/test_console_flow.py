@@ -10,11 +10,7 @@ import httpx
 import msgspec
 import pytest
 
-from infra.cli.console.flow import (
-    MAX_ALARMS,
-    figures,
-    sentence,
-)
+from infra.cli.console.flow import MAX_ALARMS, figures, sentence
 from infra.cli.console.learning import CURVES
 from infra.cli.look.status import State
 from infra.log.log import Log

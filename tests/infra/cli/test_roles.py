@@ -12,11 +12,7 @@ from actors.config import GateConfig, MasterConfig, PeopleConfig, ReloadConfig
 from actors.gateway.access.keys import create_key, list_keys
 from infra.cli.connect import app_store
 from infra.cli.options import SettingsFile, file_umask
-from infra.cli.run.roles import (
-    implied_options,
-    open_on_rank,
-    train_on_ranks,
-)
+from infra.cli.run.roles import implied_options, open_on_rank, train_on_ranks
 from infra.cli.settings import Settings, load_settings
 from infra.settings.config import Use
 from infra.store.directory import DirectoryStore

@@ -189,11 +189,11 @@ async def test_the_next_worker_begins_where_the_snapshot_ends_and_leaves_the_blo
     log, _, first = await stored_once(tmp_path / "a")
     metrics = Metrics("process")
     second = await opened(log, tmp_path / "b", metrics)
-    assert (second.next_offset, second.num_open()) == (first.next_offset, first.num_open())
+    assert (second.next_offset, second.state.num_open()) == (first.next_offset, first.state.num_open())
     assert counted(metrics, "snapshots") == {"snapshots_taken_up": 1.0}
     size = metrics.gauges()["snapshot_bytes{partition=0}"]
     assert size > 0
-    assert second.num_open() > 0 and len(second._state.frames.absent) > 0
+    assert second.state.num_open() > 0 and len(second._state.frames.absent) > 0
     before = await outcome(log)
     await second.take(await everything(log))
     assert await outcome(log) == before
@@ -249,7 +249,7 @@ async def test_a_snapshot_that_cannot_be_used_is_said_and_counted_and_the_log_is
     metrics = Metrics("process")
     before = await outcome(log)
     second = await opened(log, tmp_path / "b", metrics, committed=first.next_offset)
-    assert (second.next_offset, second.num_open()) == (first.next_offset, first.num_open())
+    assert (second.next_offset, second.state.num_open()) == (first.next_offset, first.state.num_open())
     assert counted(metrics, "snapshots") == {f"snapshots_refused{{reason={reason}}}": 1.0}
     assert await outcome(log) == before
     second.close()
@@ -285,7 +285,7 @@ async def test_a_snapshot_older_than_the_log_or_waiting_for_a_trimmed_block_is_n
     await log.bus.delete_records(Partition(log.name(VERIFIED), 0), first.next_offset + beyond)
     metrics = Metrics("process")
     second = await opened(log, tmp_path / "b", metrics)
-    assert second.num_open() == 0
+    assert second.state.num_open() == 0
     assert counted(metrics, "snapshots_refused") == {"snapshots_refused{reason=older than the log}": 1.0}
     second.close()
 

@@ -106,7 +106,7 @@ async def test_an_idle_partition_ticks_once_its_deadline_is_due(tmp_path: Path) 
         await log.publish(VERIFIED, block(answer("t.0", 0)))
         collector = await opened(log, tmp_path)
         await fold_everything(log, collector)
-        due_ms = collector.next_due_ms()
+        due_ms = collector.state.next_due_ms()
         assert not await collector.tick(due_ms - 1)
         assert await collector.tick(due_ms)
         collector.close()
@@ -231,10 +231,10 @@ async def test_a_shorter_window_closes_what_waits_for_the_longer_one(tmp_path: P
     clock = Clock()
     log = await log_by(clock)
     second = await begun_anew(log, tmp_path, rules(csat=DAY_MS), rules(csat=HOUR_MS))
-    assert second.waits() == FeedbackWait(1, START_MS + HOUR_MS)
+    assert second.state.waits() == FeedbackWait(1, START_MS + HOUR_MS)
     assert await ended_at(log, second, clock, START_MS + HOUR_MS - 1) == []
     assert await ended_at(log, second, clock, START_MS + HOUR_MS) == ["a1b2.0"]
-    assert second.waits() == FeedbackWait()
+    assert second.state.waits() == FeedbackWait()
     second.close()
 
 
