@@ -33,14 +33,11 @@ async def forget(
 
     Example: [cyan]headrace forget --user ann@example.org --tenant acme --json[/]
     """
+    if not user:
+        raise ConfigError('--user: got "", expected the user as requests named them')
     settings = chosen.load()
     keys = Keys(app_store(settings))
     key_ids = await asyncio.to_thread(destroy, keys, tenant, user)
-    if not key_ids:
-        raise ConfigError(
-            f"forget: nothing was written of this user of tenant {tenant!r}, expected the user as requests named them"
-            " and the tenant of the API key they came with (`headrace keys list`)"
-        )
     secret = await asyncio.to_thread(keys.app_secret)
     index = open_index(settings)
     try:
@@ -49,6 +46,12 @@ async def forget(
             found = await complete(log, index, keys, about, key_ids)
     finally:
         index.close()
+    if not key_ids:
+        raise ConfigError(
+            f"forget: nothing was written of this user of tenant {tenant!r}, expected the user as requests named them"
+            " and the tenant of the API key they came with (`headrace keys list`); texts that a gateway holds because the"
+            " store was away stay unreadable: repeat this command once the gateway has sent them"
+        )
     print_json(found) if as_json else show(Screen(soft_wrap=True), found)
     return 0
 
