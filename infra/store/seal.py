@@ -217,6 +217,10 @@ class Keys:
         folder = f"{FOLDER}{subject}/"
         return (f"{subject}-{name.removeprefix(folder)}" for name in self._store.keys(folder))
 
+    def is_forgotten(self, subject: str) -> bool:
+        """True if a key of a subject was ever destroyed, as the store has them now. Raises StoreError."""
+        return any(not self._store.get(key_place(key_id)) for key_id in self.named(subject))
+
     def destroy(self, subject: str) -> tuple[str, ...]:
         """Destroy all keys of a subject and return their ids. Raises StoreError; then call it again.
 

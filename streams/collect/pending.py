@@ -104,7 +104,9 @@ class PendingFile:
                 for part in [part for name, part in snapshot.parts.items() if name.startswith("groups/")]:
                     rows = _group_rows.decode(read(store, part))
                     connection.executemany("INSERT INTO groups (rowid, id, closed_ms, data) VALUES (?, ?, ?, ?)", rows)
-                connection.executemany(REMEMBER, _memory_rows(memories))
+                connection.executemany(
+                    REMEMBER, _entry_rows({name: entries_in(data) for name, data in memories.items()}, 0)
+                )
                 connection.executemany("INSERT INTO meta VALUES (?, ?)", snapshot.about["meta"].items())
                 connection.execute("COMMIT")
             except BaseException as error:
@@ -232,10 +234,6 @@ class PendingFile:
 def _entry_rows(entries: Mapping[str, Iterable[tuple[str, Value]]], age: int) -> Rows:
     named = ((name, key, value) for name, own in entries.items() for key, value in own)
     return [(name, key, at, _encoder.encode(value)) for at, (name, key, value) in enumerate(named, age + 1)]
-
-
-def _memory_rows(memories: Mapping[str, bytes]) -> Rows:
-    return _entry_rows({name: entries_in(data) for name, data in memories.items()}, 0)
 
 
 def saved_memories(connection: sqlite3.Connection) -> dict[str, bytes]:

@@ -36,14 +36,11 @@ def filter(
     if truncated == "drop" and experience.end == "truncated":
         return Drop("truncated", f"cut off after {num_sampled} tokens")
     if max_repetition < 1 and num_sampled >= MIN_LOOP_TOKENS:
-        share = repetition(sampled_tokens(experience)[-MAX_LOOKED_AT:])
+        sampled = np.concatenate([experience.tokens[span.start : span.stop] for span in experience.spans])
+        share = repetition(sampled[-MAX_LOOKED_AT:])
         if share > max_repetition:
             return Drop("repetition", f"{share:.2f} of the {WINDOW}-token windows repeat, expected {max_repetition:g}")
     return experience
-
-
-def sampled_tokens(experience: Experience) -> npt.NDArray[np.uint32]:
-    return np.concatenate([experience.tokens[span.start : span.stop] for span in experience.spans])
 
 
 def repetition(tokens: npt.NDArray[np.uint32]) -> float:

@@ -54,10 +54,6 @@ def novelty(
     keys = [task_of(judged[0].group)] if of == "task" else [_answer_key(member) for member in judged]
     bonus = math.fsum(1.0 / math.sqrt(_seen(key, memory, is_new)) for key in keys) / len(keys)
     factor = max(min_factor, bonus)
-    return _times(group, factor)
-
-
-def _times(group: tuple[Experience, ...], factor: float) -> tuple[Experience, ...]:
     return tuple(msgspec.structs.replace(m, priority=m.priority * factor) if not m.is_given else m for m in group)
 
 

@@ -132,11 +132,7 @@ def _content(experience: Experience) -> str:
         bulk = (experience.tokens.tobytes(), experience.logprobs.tobytes(), experience.messages)
     except BadFrame:
         return "unreadable"
-    return _hash(_encoder.encode((*bulk, experience.spans)))
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=12).hexdigest()
+    return hashlib.blake2b(_encoder.encode((*bulk, experience.spans)), digest_size=12).hexdigest()
 
 
 EXAMPLES = 3

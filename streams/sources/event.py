@@ -2,9 +2,9 @@
 
 Delivery: at least once; feedback published before a crash is published again with the same id, and collect absorbs it.
 Order: feedback about one group keeps the order of its events. Loss: an event that raises, hangs or makes no sense is
-dead-lettered and counted, and the next event is read; an event whose key was destroyed is counted as forgotten. Privacy: for
-events of every source, the written Feedback or dead letter is redacted and sealed (see `infra.store.seal`); topics and files
-of other systems are only read.
+dead-lettered and counted, and the next event is read; an event whose key was destroyed, and a text about a forgotten session,
+is counted as forgotten. Privacy: for events of every source, the written Feedback or dead letter is redacted and sealed (see
+`infra.store.seal`); topics and files of other systems are only read.
 """
 
 import asyncio
@@ -133,7 +133,20 @@ async def read_events(source: EventSource, events: Sequence[Event], keys: Keys |
     else:
         answers = await calls.in_thread(source.function, tables, source.timeout_s, source.trouble)
     answered = zip(tables, answers, strict=True)
-    return [_reading(source, *next(answered)) if reading is None else reading for reading in readings]
+    read = [_reading(source, *next(answered)) if reading is None else reading for reading in readings]
+    return await asyncio.gather(*(_kept_back(*pair, keys) for pair in zip(events, read, strict=True)))
+
+
+async def _kept_back(event: Event, reading: EventReading, keys: Keys | None) -> EventReading:
+    """The reading, or `forgotten` where a text would be sealed anew for a session whose user was forgotten."""
+    said = reading.feedback
+    if event.ours or keys is None or reading.outcome == "ignored" or (said is not None and not said.text):
+        return reading
+    about = event.value.decode("utf-8", "replace") if said is None else said.ref
+    for session in ids.sessions_in(about)[:MAX_SESSIONS]:
+        if await confirmed(partial(asyncio.to_thread, keys.is_forgotten, session), "forgotten key"):
+            return EventReading("forgotten")
+    return reading
 
 
 async def _table(event: Event, keys: Keys | None) -> dict[str, Any]:

@@ -275,10 +275,13 @@ async def test_what_an_event_says_is_in_no_topic_in_the_clear_and_cannot_be_read
         await forgotten(log, tmp_path)
         later = Log(log.bus, "test", store=served.store)
         assert legible(item, later.keys).text == FORGOTTEN
+        again = Metrics("process")
         if way == "webhook":
-            again = Metrics("process")
             await heard_events(EventSource(name="note", function=note), later, again, group="later")
-            assert again.counters() == {"feedback_events{outcome=forgotten,source=note}": 2.0}
+        else:
+            again = await said(way, served, answer, later)
+        assert again.counters() == {"feedback_events{outcome=forgotten,source=note}": 2.0}
+        assert await written(later) == (item, letter)
 
 
 def broken_event(answer: str) -> bytes:

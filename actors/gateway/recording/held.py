@@ -61,9 +61,8 @@ class HeldKeys(Keys):
         """Put the held keys into the store. Raises StoreError if it is still unavailable."""
         for subject, key in tuple(self._held.items()):
             path = self._folder / key.key_id
-            # As the store has them now: this one may lie there already, put by a deposit that was not confirmed.
-            forgotten = any(not self._store.get(key_place(key_id)) for key_id in self.named(subject))
-            self._put(key_place(key.key_id), b"" if forgotten else path.read_bytes())
+            # This one may lie there already, put by a deposit that was not confirmed.
+            self._put(key_place(key.key_id), b"" if self.is_forgotten(subject) else path.read_bytes())
             del self._held[subject]
             path.unlink()
         self._ask_again_s = float("-inf")

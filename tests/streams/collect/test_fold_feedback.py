@@ -175,10 +175,6 @@ def values(closure: Closure) -> list[tuple[str, float]]:
     return [(rating.rater, rating.value) for rating in closure.ratings]
 
 
-def live_inbox() -> FakePartition:
-    return FakePartition().extend([live()])
-
-
 def test_four_sessions_of_ten_turns_praised_once_each_are_four_ratings_and_none_is_bad() -> None:
     inbox = FakePartition()
     for session in range(4):
@@ -194,7 +190,7 @@ def test_four_sessions_of_ten_turns_praised_once_each_are_four_ratings_and_none_
 
 
 def test_silence_and_its_default_are_no_rating() -> None:
-    inbox = live_inbox()
+    inbox = FakePartition().extend([live()])
     inbox.append(tick(), after_ms=WINDOW_MS)
     (closure,) = closures(inbox, rules(default=0.7))
     assert (closure.mean_reward, closure.ratings) == (0.7, ())
