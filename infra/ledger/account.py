@@ -265,8 +265,8 @@ AGAIN_S = 1.0
 MAX_AGAIN_S = 15.0
 
 
-async def drain(log: Log, run: str, owner: str, timeout_s: float, tell: Callable[[str], None]) -> Account:
-    """Drain and account for every experience, also for experiences on their way at the timeout. tell: takes progress texts."""
+async def drain(log: Log, run: str, owner: str, timeout_s: float, tell: Callable[[str], None]) -> tuple[Account, bool]:
+    """Drain; return the account, and True if nothing was outstanding or on its way in time. tell: takes progress texts."""
     _, reports_end = await log.bounds(REPORTS)
     order = await log.publish(POLICIES, Directive(order="drain", owner=owner))
     ends_s = time.monotonic() + timeout_s
@@ -274,13 +274,13 @@ async def drain(log: Log, run: str, owner: str, timeout_s: float, tell: Callable
         async with asyncio.timeout(timeout_s):
             await _master_drained(log, reports_end, order.offset, tell)
     except TimeoutError:
-        return await audit(log, run)
+        return await audit(log, run), False
     again_s = AGAIN_S
     while True:
         account = await audit(log, run)
         tell(f"nothing is outstanding; {account.on_the_way:,} experiences are still on their way")
         if not account.on_the_way or time.monotonic() + again_s > ends_s:
-            return account
+            return account, not account.on_the_way
         await asyncio.sleep(again_s)  # stragglers of superseded attempts, on their way through verify and collect
         again_s = min(2 * again_s, MAX_AGAIN_S)
 

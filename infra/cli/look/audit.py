@@ -40,11 +40,12 @@ async def audit_log(
     timeout_s = duration_s(within)
     console = Screen(stderr=as_json)
     run = settings.run or settings.app
+    is_finished = True
     # A drain needs the roles at work, so a broker that is not there is not started for it.
     async with connected(settings) if drained else reading(settings) as log:
         with console.status("waiting for the master" if drained else "reading the log") as status:
             if drained:
-                account = await drain(log, run, operator(), timeout_s, status.update)
+                account, is_finished = await drain(log, run, operator(), timeout_s, status.update)
             else:
                 account = await audit(
                     log, run, lambda topic, left: status.update(f"reading {topic}: {left:,} records left")
@@ -56,13 +57,12 @@ async def audit_log(
         for title, ids in (("trained twice", account.trained_twice), ("trained, never published", account.unknown)):
             if ids:
                 console.print(f"{title}: {', '.join(ids[:SHOWN_IDS])}", style="red")
-    unfinished = drained and account.on_the_way > 0
-    if unfinished:
+    if not is_finished:
         some = ", ".join(account.pending_ids[:SHOWN_IDS]) + (", …" if len(account.pending_ids) > SHOWN_IDS else "")
-        console.print(f"{account.on_the_way:,} still on their way after {within}: {some}", style="red")
+        console.print(f"not drained after {within}; {account.on_the_way:,} on their way {some}", style="red")
     if drained:
         console.print("the app stays drained; `headrace resume` ends that", style="dim")
-    return 0 if account.is_clean and not unfinished else 1
+    return 0 if account.is_clean and is_finished else 1
 
 
 def operator() -> str:
