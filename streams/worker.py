@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.chain.chain import Step
@@ -87,17 +86,11 @@ class HeldTopic(NamedTuple):
 
 
 async def run_worker(
-    role: Role,
-    config: StreamsConfig,
-    login: BrokerLogin,
-    *,
-    stages: Sequence[StageName] = ALL_STAGES,
-    state_folder: Path | None = None,
+    role: Role, config: StreamsConfig, login: BrokerLogin, *, stages: Sequence[StageName] = ALL_STAGES
 ) -> None:
     """Host `stages` until the role is stopped. The topics must exist.
 
-    login: where Faust finds the brokers of the role's log. state_folder: where workers of this machine keep their state
-    files, by default `state` in the folder of the TOML.
+    login: where Faust finds the brokers of the role's log.
     Raises ConfigError for settings that cannot hold, BrokerUnavailable naming the address.
     """
     quieten_clients()
@@ -108,7 +101,7 @@ async def run_worker(
         "collect": build_collect(config, floor.model_path),
     }
     sources = build_sources(config.feedback, floor.folder, config.verify.redact)
-    folder = ClaimedFolder(state_folder or floor.folder / "state")
+    folder = ClaimedFolder(floor.folder / "state")
     try:
         async with asyncio.TaskGroup() as tasks:
             hosts, log_time = [], LogTime()
@@ -120,7 +113,7 @@ async def run_worker(
                     folder.path, collect_rules(floor, config), steps["collect"], snapshots=snapshots
                 )
                 _feed(hosts[-1], role, tasks, steps, settings, log_time)
-            listening = tasks.create_task(run_sources(sources, log, metrics, folder.path))
+            listening = tasks.create_task(run_sources(sources, log, metrics, folder.path.parent))
             try:
                 await _host(hosts, role, log_time)
             finally:

@@ -146,7 +146,7 @@ MEASURES = (
     _counter("feedback_events", "process", "events of a feedback source, by outcome", "source", "outcome"),
     _counter("feedback_trimmed", "process", "feedback records that the broker deleted before they were read", "source"),
     _gauge("feedback_topic_missing", "process", "1 while the topic of the source does not exist", "source", "topic"),
-    _counter("feedback_polls_failed", "process", "failed polls of another feedback system", "source", "reason"),
+    _counter("feedback_polls_failed", "process", "failed reads of a feedback file or system", "source", "reason"),
     _counter("feedback_position_not_saved", "process", "failed writes of the read position in a source", "source"),
     _gauge("feedback_read_to_timestamp_s", "process", "Unix time up to which the source was read", "source"),
     # training

@@ -2,7 +2,8 @@
 
 Delivery: at least once; the position is saved after the events before it are published. On a full disk it is not saved, which
 is counted, and reading continues; a restart then publishes again, and ids absorb it. A line counts once its line end is there.
-A file that was replaced or cut is read from its beginning. One process per file: the others wait for its lock.
+A file that was replaced or cut is read from its beginning; a file that cannot be read is counted, and tried again. One process
+of a machine per file: the others wait for its lock.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from streams.sources.event import Event, EventSource, publish_events
 
 POLL_S = 0.5
 LOCK_POLL_S = 5.0
+LONGEST_WAIT_S = 30.0
 MAX_CHUNK_BYTES = 1024 * 1024  # a longer line is invalid
 logger = logging.getLogger(__name__)
 State = TypeVar("State", bound=msgspec.Struct)
@@ -37,18 +39,28 @@ async def run_file(source: EventSource, log: Log, metrics: Metrics, state: Path)
     with state.with_suffix(".lock").open("a") as lock:
         await take_lock(lock)
         position = load_state(state.with_suffix(".json"), FilePosition)
+        wait_s = POLL_S
         while True:
-            moved = await take_once(source, position, log, metrics, state)
+            try:
+                moved = await take_once(source, position, log, metrics, state)
+                wait_s = POLL_S
+            except OSError as error:
+                metrics.counter("feedback_polls_failed", source=source.name, reason=str(error.strerror)).inc()
+                logger.warning("feedback_file_unreadable path=%s error=%s", source.file, error.strerror)
+                moved, wait_s = position, min(2 * wait_s, LONGEST_WAIT_S)
             if moved == position:
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(wait_s)
             position = moved
 
 
 async def take_lock(lock: IO[str]) -> None:
     while True:
-        if _locked(lock):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            await asyncio.sleep(LOCK_POLL_S)
+        else:
             return
-        await asyncio.sleep(LOCK_POLL_S)
 
 
 async def take_once(
@@ -93,11 +105,13 @@ def read_lines(path: Path, position: FilePosition) -> tuple[FilePosition, list[t
 
 
 def load_state(path: Path, kind: type[State]) -> State:
-    """The saved state of a source; an empty one where none was saved. Raises msgspec.DecodeError for a damaged file."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except FileNotFoundError:
-        return kind()
+    """The saved state of a source; an empty one where none was saved. Raises msgspec.DecodeError for a damaged file.
+
+    Before the first save, the newest state in a worker's folder counts.
+    """
+    earlier = sorted(path.parent.parent.glob(f"worker-*/{path.name}"), key=lambda place: place.stat().st_mtime_ns)
+    saved = path if path.exists() else earlier[-1] if earlier else None
+    return kind() if saved is None else msgspec.json.decode(saved.read_bytes(), type=kind)
 
 
 async def save_state(source: EventSource, path: Path, state: msgspec.Struct, metrics: Metrics) -> None:
@@ -107,11 +121,3 @@ async def save_state(source: EventSource, path: Path, state: msgspec.Struct, met
     except OSError as error:
         metrics.counter("feedback_position_not_saved", source=source.name).inc()
         logger.warning("feedback_position_not_saved source=%s error=%s", source.name, error.strerror)
-
-
-def _locked(lock: IO[str]) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -54,11 +54,14 @@ def build_sources(
 
 
 async def run_sources(sources: Sequence[EventSource], log: Log, metrics: Metrics, folder: Path) -> None:
-    """Listen to all sources until cancelled; `folder` keeps the positions in files. Raises the readers' errors."""
+    """Listen to all sources until cancelled. folder: keeps the positions in files, for all workers of this machine.
+
+    Raises the readers' errors.
+    """
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(run_received([source for source in sources if source.webhook], log, metrics))
         for source in sources:
-            state = folder / f"feedback-{source.name}"
+            state = folder / log.app / f"feedback-{source.name}"
             if source.langfuse is not None:
                 tasks.create_task(run_langfuse(source, log, metrics, state))
             elif source.file is not None:

@@ -85,7 +85,8 @@ class Verifier:
 
 def handled_from(experiences: Sequence[Experience], outcome: ChainResult) -> Handled:
     evals = [experience for experience in outcome.kept if experience.suite]
-    evals += [failed_eval(drop) for drop in outcome.dropped if drop.experience.suite]
+    failed = [drop for drop in outcome.dropped if drop.experience.suite]
+    evals += [msgspec.structs.replace(drop.experience, scores=(), failure=drop.reason) for drop in failed]
     kept = [experience for experience in outcome.kept if not experience.suite]
     gone = [drop for drop in outcome.dropped if not drop.experience.suite]
     first = [Output(VERIFIED, block) for block in split_blocks(kept)]
@@ -122,7 +123,3 @@ def make_marker(drop: Dropped) -> DropMarker:
         processor=drop.processor,
         revision=experience.revision,
     )
-
-
-def failed_eval(drop: Dropped) -> Experience:
-    return msgspec.structs.replace(drop.experience, scores=(), failure=drop.reason)

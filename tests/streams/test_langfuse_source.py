@@ -31,6 +31,7 @@ from streams.sources.file import load_state
 from streams.sources.langfuse import LangfuseAway, LangfuseState, langfuse_score, run_langfuse, take_round
 from streams.sources.otel import EVENT, evaluation_result, split_otlp
 from streams.sources.source import build_sources, run_sources
+from tests.actors.rig import running
 from tests.http_endpoint import Reply, http_endpoint
 from tests.streams.test_source import opened, stored, until
 
@@ -278,10 +279,9 @@ def test_a_source_runs_until_it_is_ended_and_counts_what_failed(fake: FakeLangfu
         log, metrics = await opened(), Metrics("process")
         fake.broken = [(503, b"")]
         fake.score("s1", 1.0, updatedAt="t", **NAMED)
-        running = asyncio.create_task(run_langfuse(source(fake), log, metrics, tmp_path / "s" / "feedback-csat"))
-        await until(log, ["s1@t"])
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        state = tmp_path / "s" / "feedback-csat"
+        async with running(asyncio.create_task(run_langfuse(source(fake), log, metrics, state))):
+            await until(log, ["s1@t"])
         assert metrics.counters()["feedback_polls_failed{reason=refused,source=csat}"] == 1
 
     os.environ |= {"LANGFUSE_PUBLIC_KEY": PUBLIC, "LANGFUSE_SECRET_KEY": SECRET}
@@ -369,16 +369,14 @@ async def test_a_topic_that_a_collector_writes_is_read_event_by_event(tmp_path: 
 
     log, metrics = await opened(), Metrics("process")
     await log.bus.create_topic("otel.logs", 1, {})
-    running = asyncio.create_task(run_sources(sources, log, metrics, tmp_path))
     broken = result(7.0, **uid(3))
     mine = [result(1.0, **uid(1)), broken, {"gen_ai.evaluation.name": "brief"}, result(0.5, **uid(2))]
-    await log.bus.send("otel.logs", emitted(*mine), key=b"")
-    for wrong in (b'{"resourceLogs": 7}', b"no JSON"):
-        await log.bus.send("otel.logs", wrong, key=b"")
-    await log.bus.send("otel.logs", emitted(result(0.25, **uid(4))), key=b"")
-    await until(log, ["1", "2", "4"])
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    async with running(asyncio.create_task(run_sources(sources, log, metrics, tmp_path))):
+        await log.bus.send("otel.logs", emitted(*mine), key=b"")
+        for wrong in (b'{"resourceLogs": 7}', b"no JSON"):
+            await log.bus.send("otel.logs", wrong, key=b"")
+        await log.bus.send("otel.logs", emitted(result(0.25, **uid(4))), key=b"")
+        await until(log, ["1", "2", "4"])
     dead = (await stored(log))[1]
     reasons = sorted((letter.offset, letter.reason) for letter in dead)
     assert reasons == [(0, "event invalid"), (1, "event failed"), (2, "event invalid")]

@@ -33,6 +33,7 @@ from streams.sources.received import take_once as received_once
 from streams.sources.source import run_sources
 from streams.sources.topic import take_once
 from streams.stages.verify import REDELIVERED
+from tests.actors import rig
 from tests.actors.gateway.test_gateway_clock_and_disk import full_disk
 from tests.streams.deliveries import memory_log, values
 
@@ -183,18 +184,16 @@ async def test_a_topic_is_followed_from_its_beginning_and_again_from_where_it_wa
     await log.bus.create_topic("zendesk.closed", 1, {})
     await log.bus.send("zendesk.closed", ticket(id="1"), key=b"")
     for number in ("2", "3"):
-        running = asyncio.create_task(run_sources([source()], log, metrics, tmp_path))
-        await log.bus.send("zendesk.closed", ticket(id=number), key=b"")
-        await until(log, ["1", "2", "3"][: int(number)])
-        committed = await log.bus.committed("bot.feedback.csat", "zendesk.closed")
-        while set(committed.values()) != {int(number)}:
-            await asyncio.sleep(0.01)
+        async with rig.running(asyncio.create_task(run_sources([source()], log, metrics, tmp_path))):
+            await log.bus.send("zendesk.closed", ticket(id=number), key=b"")
+            await until(log, ["1", "2", "3"][: int(number)])
             committed = await log.bus.committed("bot.feedback.csat", "zendesk.closed")
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+            while set(committed.values()) != {int(number)}:
+                await asyncio.sleep(0.01)
+                committed = await log.bus.committed("bot.feedback.csat", "zendesk.closed")
 
 
-async def test_a_topic_that_is_not_there_is_waited_for_while_other_sources_go_on_and_is_then_read_whole(
+async def test_a_topic_or_file_that_cannot_be_read_is_waited_for_while_other_sources_go_on_and_is_then_read_whole(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     waiting = "feedback_topic_missing{source=csat,topic=zendesk.closed}"
@@ -202,16 +201,20 @@ async def test_a_topic_that_is_not_there_is_waited_for_while_other_sources_go_on
     log, metrics = await opened(), Metrics("process")
     path = tmp_path / "events.jsonl"
     path.write_bytes(ticket(id="of a file") + b"\n")
-    others = [source(), source(name="review", topic="", file=path)]
-    running = asyncio.create_task(run_sources(others, log, metrics, tmp_path / "s"))
-    await until(log, ["of a file"])
-    assert metrics.gauges()[waiting] == 1 and not running.done()
-    await log.bus.create_topic("zendesk.closed", 1, {})
-    await log.bus.send("zendesk.closed", ticket(id="before it was seen"), key=b"")
-    await until(log, ["of a file", "before it was seen"])
-    assert metrics.gauges()[waiting] == 0
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    (refused := tmp_path / "refused").mkdir()
+    others = [source()]
+    others += [source(name=file.stem, topic="", file=file) for file in (path, refused)]
+    async with rig.running(asyncio.create_task(run_sources(others, log, metrics, tmp_path / "s"))):
+        await until(log, ["of a file"])
+        assert metrics.gauges()[waiting] == 1
+        await rig.until(lambda: "feedback_polls_failed{reason=Is a directory,source=refused}" in metrics.counters())
+        refused.rmdir()
+        refused.write_bytes(ticket(id="of a file that was refused") + b"\n")
+        await until(log, ["of a file", "of a file that was refused"])
+        await log.bus.create_topic("zendesk.closed", 1, {})
+        await log.bus.send("zendesk.closed", ticket(id="before it was seen"), key=b"")
+        await until(log, ["of a file", "of a file that was refused", "before it was seen"])
+        assert metrics.gauges()[waiting] == 0
     told = [record.getMessage() for record in caplog.records if record.name == "streams.sources.topic"]
     assert [line.split()[0] for line in told] == ["feedback_topic_missing", "feedback_topic_there"]
     assert "headrace check --create makes it" in told[0]
@@ -232,6 +235,18 @@ async def test_a_file_is_followed_across_restarts_and_half_lines_wait(tmp_path: 
     await until(log, ["1", "2"])
     assert (await stored(log))[1][0].offset == len(ticket(id="1")) + 2 + len(ticket(id="2")) + 1
     assert await take_from_file(mine, position, log, metrics, state) == position
+
+
+async def test_the_workers_of_a_machine_read_a_file_once_from_where_one_of_them_had_come(tmp_path: Path) -> None:
+    log, metrics, path = await opened(), Metrics("process"), tmp_path / "events.jsonl"
+    mine = source(topic="", file=path)
+    path.write_bytes(ticket(id="1") + b"\n")
+    (tmp_path / "worker-1").mkdir()
+    await take_from_file(mine, FilePosition(), log, metrics, tmp_path / "worker-1" / "feedback-csat")
+    async with rig.running(*[asyncio.create_task(run_sources([mine], log, metrics, tmp_path)) for _ in range(2)]):
+        with path.open("ab") as file:
+            file.write(ticket(id="2") + b"\n")
+        await until(log, ["1", "2"])
 
 
 async def test_a_file_source_on_a_full_disk_goes_on_and_counts_what_it_could_not_remember(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas import Block, Control, Experience, Join, Score
+from schemas import Block, Control, Join, Score
 from schemas.fields import HISTORY_REWRITTEN
 from schemas.ids import partition_key, request_group
 from schemas.topics import VERIFIED
@@ -48,11 +48,7 @@ def group_of_turn(number: int, session: str = SESSION) -> str:
 def turn(number: int, session: str = SESSION, size: int = 1) -> Block:
     """The number-th answer of a session: before it stand its own question and two messages for each earlier turn."""
     made = [answer(group_of_turn(number, session), episode, size=size, lane="live") for episode in range(size)]
-    return block(*(at_turn(item, 1 + 2 * number) for item in made))
-
-
-def at_turn(member: Experience, messages: int) -> Experience:
-    return msgspec.structs.replace(member, scores=(), turn=messages)
+    return block(*(msgspec.structs.replace(item, scores=(), turn=1 + 2 * number) for item in made))
 
 
 def ref(number: int) -> str:
@@ -232,16 +228,12 @@ def turn_scores() -> tuple[Score, ...]:
     return (Score(name="exact", value=1.0),)
 
 
-def number_of(member: Experience) -> int:
-    return int(member.group.rpartition("-")[2])
-
-
 def sent(results: list[Folded]) -> list[tuple[int, int, Join | None]]:
     """(turn, revision, join) of what went on, in its order."""
     found = []
     for decision in decisions(results):
         members = [member for sent_block in decision.blocks for member in sent_block.experiences]
-        found += [(number_of(member), decision.closure.revision, member.join) for member in members]
+        found += [(int(member.group.rpartition("-")[2]), decision.closure.revision, member.join) for member in members]
     return found
 
 
