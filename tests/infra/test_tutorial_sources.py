@@ -20,6 +20,7 @@ from schemas import Block, Closure, DropMarker, Experience, Message, Span, make_
 from schemas.ids import answer_id, experience_id
 from schemas.topics import BUFFER, EXPERIENCES, PROGRESS, VERIFIED
 from streams.sources.source import build_sources, run_sources
+from tests.actors.rig import running
 from tests.infra.chat_models import STYLES, build_chat_model
 from tests.streams.deliveries import memory_log, until_stored, values
 from tests.streams.memory_worker import working
@@ -77,12 +78,8 @@ async def workers(log: Log, settings: Settings) -> AsyncIterator[None]:
     folder, streams = settings.folder / "state", settings.streams()
     sources = build_sources(settings.feedback, settings.folder)
     listening = asyncio.create_task(run_sources(sources, log, Metrics("process"), folder))
-    try:
-        async with working(log, streams, folder):
-            yield
-    finally:
-        listening.cancel()
-        await asyncio.gather(listening, return_exceptions=True)
+    async with running(listening), working(log, streams, folder):
+        yield
 
 
 def test_each_example_is_at_most_15_lines_of_code_and_wired_by_its_own_tables() -> None:

@@ -24,7 +24,7 @@ from streams.config import StreamsConfig
 from streams.sources.event import EventSource
 from streams.sources.received import rating, run_received
 from tests.actors.gateway.gateway_rig import AwayBus, ByteTokenizer, RunningGateway, engine, says, serving
-from tests.actors.rig import until
+from tests.actors.rig import running, until
 from tests.streams.memory_worker import settled, working
 
 RATED = EventSource(name="user", function=rating, webhook="/v1/feedback")
@@ -79,17 +79,13 @@ async def collected(served: RunningGateway, num_said: int) -> None:
     """Let the streams fold all that was written and said into their databases."""
     log = served.log
     hearing = asyncio.create_task(run_received((RATED,), log, Metrics("process")))
-    try:
-        async with working(log, StreamsConfig(), served.folder / "state"), asyncio.timeout(120):
-            heard = 0
-            async for message in log.tail(VERIFIED, "beginning"):
-                heard += isinstance(message.value, Feedback)
-                if heard == num_said:
-                    break
-            await settled(log)
-    finally:
-        hearing.cancel()
-        await asyncio.gather(hearing, return_exceptions=True)
+    async with running(hearing), working(log, StreamsConfig(), served.folder / "state"), asyncio.timeout(120):
+        heard = 0
+        async for message in log.tail(VERIFIED, "beginning"):
+            heard += isinstance(message.value, Feedback)
+            if heard == num_said:
+                break
+        await settled(log)
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,13 @@ def test_the_resolved_chain_is_shown_in_order_with_versions_and_options(config: 
     assert "ScriptedEngine" in result.stdout and "dppo" in result.stdout
 
 
+def test_a_source_that_polls_langfuse_is_shown(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LANGFUSE_PUBLIC_KEY", "LANGFUSE_SECRET_KEY"):
+        monkeypatch.setenv(name, "k")
+    result = check(replaced(config, '{ topic = "zendesk.closed" }', '{ langfuse = { score = "csat" } }'))
+    assert result.exit_code == 0 and " langfuse " in result.stdout, result.output
+
+
 def test_a_score_that_nothing_gives_is_pointed_out(config: Path) -> None:
     notes = [line for line in check(config).stdout.splitlines() if line.startswith("note:")]
     assert len(notes) == 2 and '"judge"' in notes[0] and "csat, exact" in notes[0]
