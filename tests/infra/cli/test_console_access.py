@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ import httpx
 import pytest
 from starlette.routing import Mount, Route
 
-from actors.gateway.access.keys import Refused, Scope, create_key, revoke_key
+from actors.gateway.access.keys import SCOPES, Refused, Scope, create_key, revoke_key
 from infra.cli.console.access import LIVES_S as SESSION_S
 from infra.cli.console.access import MAX_ENDED, RELOAD_S, ConsoleAccess
 from infra.cli.settings import ConsoleConfig
@@ -162,7 +163,9 @@ def test_the_link_looks_and_does_nothing_else(here: Console) -> None:
         answer = client.post("/open", data=FORM | {"token": minted(client)})
         assert answer.status_code == 403 and "needs a key with the scope" in answer.text
     with browser(here) as client:
-        assert client.get("/enter", params={"link": "another"}).status_code == 401
+        refused = client.get("/enter", params={"link": "another"})
+        assert refused.status_code == 401 and "keys create --scope look" in refused.text
+        assert set(re.findall(r"<code>(\w+)</code>", refused.text)) <= {*SCOPES}, "a person can ask for each scope"
 
 
 def test_nothing_is_done_by_a_get_and_no_other_host_is_answered(here: Console) -> None:

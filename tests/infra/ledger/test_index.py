@@ -14,7 +14,7 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
 from schemas import Batch, BatchItem, Block, Fence, PolicyEvent, Progress, Rollback, Skip, topics
-from tests.actors.rig import until
+from tests.actors.rig import running, until
 from tests.infra.cli.console_rig import SECRET, fill, folded, live
 
 BEYOND = 20
@@ -197,14 +197,12 @@ def test_who_keeps_the_index_up_keeps_it_bounded(tmp_path: Path) -> None:
     async def main() -> None:
         log = Log(MemoryBus(), "t", store=MemoryStore())
         await log.create_topics(partitions=1, keep_ms=-1)
-        following = asyncio.create_task(follow(log, index, every_s=0.01))
-        await until(lambda: index.note("whole") == 1)
-        with index.database as database:
-            database.executemany("INSERT INTO curves VALUES ('loss', ?, 0, 0, 1)", [(n,) for n in range(at_most)])
-        await publish(log, PolicyEvent(event="published", policy="main", version=at_most, stats={"loss": 0.5}))
-        await until(lambda: sizes(index.database)["policies"] == 1 and sizes(index.database)["curves"] == at_most)
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+        async with running(asyncio.create_task(follow(log, index, every_s=0.01))):
+            await until(lambda: index.note("whole") == 1)
+            with index.database as database:
+                database.executemany("INSERT INTO curves VALUES ('loss', ?, 0, 0, 1)", [(n,) for n in range(at_most)])
+            await publish(log, PolicyEvent(event="published", policy="main", version=at_most, stats={"loss": 0.5}))
+            await until(lambda: sizes(index.database)["policies"] == 1 and sizes(index.database)["curves"] == at_most)
         index.close()
 
     asyncio.run(main())
