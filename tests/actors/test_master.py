@@ -238,8 +238,7 @@ def test_a_snapshot_that_is_not_whole_or_of_others_is_refused_in_a_line_that_say
 
 
 @pytest.mark.parametrize(
-    ("places", "fits"),
-    [({0: 5}, True), ({0: 9}, True), ({0: 4}, False), ({0: 10}, False), ({}, False)],
+    ("places", "fits"), [({0: 5}, True), ({0: 9}, True), ({0: 4}, False), ({0: 10}, False), ({}, False)]
 )
 def test_the_log_must_hold_all_that_lies_behind_a_snapshot(places: dict[int, int], fits: bool) -> None:
     bounds = {"progress": ({0: 5}, {0: 9})}

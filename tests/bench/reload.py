@@ -29,11 +29,7 @@ GROUP, MAX_TOKENS, LONG_TOKENS = 16, 5, 200
 
 
 def run(
-    versions: int = 100,
-    engine: str = "vllm",
-    groups: int = 64,
-    long: int = 8,
-    modes: str = "rebuild,keep",
+    versions: int = 100, engine: str = "vllm", groups: int = 64, long: int = 8, modes: str = "rebuild,keep"
 ) -> Iterator[Row]:
     """versions: Loaded one after the other. engine: vllm or torch. groups: In flight. long: Requests of 200 tokens."""
     for mode in modes.split(","):

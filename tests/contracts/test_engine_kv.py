@@ -256,12 +256,7 @@ def three_versions(folder: str, engine: Callable[[str], Engine], lora: LoraConfi
                 learner.step(batch(version), learning_rate=1e-3, seed=version)
                 tensors, probe = learner.tensors(), learner.probe(SEQUENCES)
                 new = NewVersion(
-                    policy="main",
-                    token=0,
-                    version=version,
-                    parent=version - 1,
-                    step=version,
-                    adapter=learner.adapter,
+                    policy="main", token=0, version=version, parent=version - 1, step=version, adapter=learner.adapter
                 )
                 event = publish(store, new, tensors, previous=previous, probe=probe)
                 policy = await asyncio.to_thread(follower.fetch, event)

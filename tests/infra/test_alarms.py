@@ -70,9 +70,7 @@ def of_status() -> dict[str, list[str]]:
 
 def of_master() -> dict[str, list[str]]:
     """Lines that the master says."""
-    named = {
-        "customers-stay": [*crowd("a", 3, MANY, 0), *crowd("b", 5, MANY, MANY)],
-    }
+    named = {"customers-stay": [*crowd("a", 3, MANY, 0), *crowd("b", 5, MANY, MANY)]}
     return {name: alarms_after(said, promoted=name == "customers-stay") for name, said in named.items()}
 
 

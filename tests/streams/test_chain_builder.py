@@ -11,10 +11,7 @@ from infra.settings.config import decode
 from schemas import Experience, Message, Span, ids, make_experience
 from schemas.errors import ConfigError
 from streams.config import ScoreConfig, StreamsConfig
-from streams.stages.chain_builder import (
-    build_collect,
-    build_verify,
-)
+from streams.stages.chain_builder import build_collect, build_verify
 
 HERE = "tests.streams.test_chain_builder"
 EXACT = {"name": "exact", "use": "streams.scores.exact:exact"}

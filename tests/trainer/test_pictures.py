@@ -185,9 +185,7 @@ async def filled(log: Log, store: MemoryStore, tiny_model_folder: Path) -> None:
         await log.publish(topics.BUFFER, Block(members))
 
 
-async def test_a_run_on_pictures_drops_what_cannot_be_shown_and_is_replayed_to_the_bit(
-    tiny_model_folder: Path,
-) -> None:
+async def test_a_run_on_pictures_drops_what_cannot_be_shown_and_is_replayed_to_the_bit(tiny_model_folder: Path) -> None:
     store = MemoryStore()
     log = Log(MemoryBus(), "t", store=store)
     await filled(log, store, tiny_model_folder)
