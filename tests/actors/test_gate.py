@@ -20,14 +20,8 @@ from tests.actors.rig import BLOCK_MS, MASTER, PACING, crowd, decisions, rated, 
 from tests.simulator.virtual_loop import VirtualLoop
 
 CONFIG = GateConfig(suites={"dev": GateSuite(at_least=0.5, max_drop=0.02), "safety": GateSuite(at_least=0.9)})
-
-
 CANARY = CanaryConfig(max_duration="2d", watch="1d")
-
-
 STABLE, TRIAL = 3, 5
-
-
 HOUR_MS, DAY_MS = 3_600_000, 86_400_000
 MANY = 200  # people
 

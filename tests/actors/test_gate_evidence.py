@@ -10,11 +10,7 @@ from schemas.ids import fallback_rater
 from tests.actors.rig import BLOCK_MS, rated
 
 PEOPLE = PeopleConfig(rating_window="1h")
-
-
 HOUR_MS = 3_600_000
-
-
 ANN_DOWN = rated("ann", 5, 0.0, trial=7)
 
 

@@ -30,8 +30,6 @@ from tests.role import role_of
 from tests.tiny_models import drawings
 
 BOS, END, NEWLINE = 1, 2, 3
-
-
 FIRST_CHARACTER, FIRST_PAIR = 10, 1000
 
 

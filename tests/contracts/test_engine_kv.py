@@ -29,8 +29,6 @@ Answers = list[tuple[tuple[int, ...], Completion]]
 
 
 WORKERS, TOKENS = 6, 60
-
-
 LONG = (1, *(20 + at % 70 for at in range(300)))  # of blocks enough for vLLM to cache
 CHECKED = 40  # of the answers, token by token
 MOST_GROWTH_MB = 40.0
