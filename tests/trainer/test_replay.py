@@ -165,11 +165,16 @@ async def test_the_buffer_keeps_what_kept_checkpoints_need_and_loses_what_none_d
     store = MemoryStore()
     log = Log(MemoryBus(lambda: next(time_ms)), "t", store=store)
     await log.create_topics(partitions=2, keep_ms=-1)
-    for sequence in range(2 * STEPS):
-        await log.publish(topics.BUFFER, block(sequence))
+    validation = block(9, "expert", held_out=True)
+    for each in (validation, *(block(sequence) for sequence in range(2 * STEPS))):
+        await log.publish(topics.BUFFER, each)
     config = msgspec.structs.replace(CONFIG, warmup=None, checkpoint_every=1)
     floor = msgspec.structs.replace(FLOOR, keep=Keep(replay="20s"))
+    await train(log, store, ScriptedLearner(), msgspec.structs.replace(config, max_steps=STEPS // 2), floor)
+    await log.publish(topics.BUFFER, validation)
     await train(log, store, ScriptedLearner(), config, floor)
+    newest = checkpoint.load_newest(store, "t")
+    assert newest is not None and newest.references == (), "a warm-up that is over needs no validation"
     (begins,) = (await log.bus.beginning_offsets(log.name(topics.BUFFER))).values()
     kept = checkpoint.manifests(store, "t")
     assert 0 < begins == min(each.oldest_offset for each in kept) and len(kept) < STEPS

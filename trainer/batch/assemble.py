@@ -9,7 +9,7 @@ alone.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -116,6 +116,7 @@ def assemble(
     drops: dict[str, int] = {STALE: len(old)} if old else {}
     for candidate, reason in dropped:
         drops[reason] = drops.get(reason, 0) + candidate.num_experiences
+    digests = {candidate.offset: candidate.digest for candidate, _ in drawn}
     batch = Batch(
         run=stamp.run,
         token=stamp.token,
@@ -127,18 +128,13 @@ def assemble(
         dropped=tuple(old),
         seed=stamp.seed,
         config_hash=stamp.config_hash,
-        blocks=block_digests((*items, *old), {candidate.offset: candidate.digest for candidate, _ in drawn}),
+        blocks=tuple(digests[offset] for offset in dict.fromkeys(item.offset for item in (*items, *old))),
         dropped_because=(STALE,) * len(old),
         masked_below=below if masked else -1,
         masked=masked,
     )
     blocks = {candidate.offset: block for candidate, block in drawn}
     return batch, train_items(batch, blocks)
-
-
-def block_digests(items: Iterable[BatchItem], digests: Mapping[int, bytes]) -> tuple[bytes, ...]:
-    """Digests of the items' blocks, in the order in which they are first named. digests: by offset, as far as known."""
-    return tuple(digests[offset] for offset in dict.fromkeys(item.offset for item in items) if offset in digests)
 
 
 def journaled_items(batch: Batch, found: Mapping[int, Stored]) -> list[TrainItem]:

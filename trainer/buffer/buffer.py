@@ -135,7 +135,7 @@ class Buffer:
         self._frames: dict[int, bytes] = {}
         self._candidates = {lane: LaneRows() for lane in max_uses}
         self._held: dict[tuple[str, str], int] = {}  # (group, lane) → offset
-        self._validation: dict[int, tuple[bytes, Block]] = {}
+        self._validation: dict[int, Block] | None = {}
         self._awaited = Awaited()
         self._used_up: dict[Lane, int] = {}
 
@@ -161,7 +161,8 @@ class Buffer:
         if first.held_out:
             if first.sequence >= 0:  # the master waits for it, and it is never drawn here
                 return "held out"
-            self._validation[offset] = (frame, block)
+            if self._validation is not None:
+                self._validation[offset] = block
             return ""
         used = self.uses.delivered(use_key(block.group, first.retrained, first.lane), offset)
         if used >= self._max_uses[first.lane]:
@@ -252,11 +253,15 @@ class Buffer:
 
     def references(self) -> list[int]:
         """Return the offsets of all held blocks, ascending, which a resume must read again."""
-        return sorted({*self._frames, *self._validation})
+        return sorted({*self._frames, *(self._validation or ())})
 
     def validation(self) -> list[Block]:
         """Blocks that are never trained, in log order."""
-        return [block for _, (_, block) in sorted(self._validation.items())]
+        return [block for _, block in sorted((self._validation or {}).items())]
+
+    def end_validation(self) -> None:
+        """Let go of the blocks that are never trained, and hold no further ones: only the warm-up reads them."""
+        self._validation = None
 
     def num_waiting(self) -> int:
         return len(self._frames)

@@ -137,6 +137,10 @@ class Run(Learning):
     def name(self) -> str:
         return self.lease.run
 
+    async def begin_training(self) -> None:
+        await super().begin_training()
+        self.supply.intake.buffer.end_validation()
+
     def settle(self, sequences: list[int]) -> None:
         """Groups of these issue numbers are being trained: the trainer no longer waits for groups issued before them."""
         self.supply.intake.settle(sequences)

@@ -66,19 +66,13 @@ async def resume(
     clock = asyncio.get_running_loop().time
     intake = Intake(buffer, buffer_next=position.buffer_next, progress_next=position.progress_next, clock=clock)
     intake.floor = position.settled
+    if position.warmed_up:
+        buffer.end_validation()
     run = Run(
-        floor=floor,
-        config=config,
-        log=log,
-        store=store,
-        learner=learner,
-        lease=lease,
-        publisher=publisher,
-        supply=Supply(config=config, pacing=floor.pacing, intake=intake, seed=seed),
-        report=report,
-        position=position,
+        floor=floor, config=config, log=log, store=store, learner=learner, lease=lease, publisher=publisher,
+        supply=Supply(config=config, pacing=floor.pacing, intake=intake, seed=seed), report=report, position=position,
         image_inputs=image_inputs,
-    )
+    )  # fmt: skip
     todo = pending(journal.entries, position.step)
     if state is not None:
         await restore_learner(run, state)
