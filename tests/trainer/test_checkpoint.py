@@ -37,7 +37,7 @@ from trainer.journal.checkpoint import (
     remove_unfinished,
     save,
 )
-from trainer.learners.learner import StepStats
+from trainer.learners.learner import StepStats, take_snapshot
 from trainer.learners.scripted import ScriptedLearner
 from trainer.loop.prune import stored_bytes
 from trainer.state import (
@@ -327,6 +327,15 @@ async def test_a_failed_upload_ends_the_trainer_and_the_older_checkpoint_is_wher
     await train(await filled_log(alone), alone, whole, CONFIG)
     assert again.tensors() == whole.tensors()
     assert [event.version for event in await published(log)] == [*range(7)]
+
+
+def test_whatever_keeps_a_rank_from_storing_its_part_is_reported_as_its_fault() -> None:
+    class Full(MemoryStore):
+        def put(self, key: str, data: bytes) -> None:
+            raise MemoryError("no room for a copy")
+
+    with pytest.raises(StoreError, match="rank 0: MemoryError: no room for a copy"):
+        take_snapshot(ScriptedLearner(), Full(), "f").write()
 
 
 async def test_a_version_is_what_its_steps_made_whatever_the_next_step_does_meanwhile() -> None:
