@@ -150,6 +150,20 @@ async def test_what_a_killed_trainer_left_unfinished_goes_when_the_next_one_tidi
     assert [key for key in rig.store.keys("") if "b" * 32 in key]
 
 
+async def test_what_channels_serve_and_the_version_to_roll_back_to_stay_stored() -> None:
+    rig = await new_rig()
+    trainer = await rig.trainer()
+    for version in range(6):
+        await publish(trainer, version, version)
+    for version in (1, 3):
+        promoted = PolicyEvent(event="promoted", policy="main", version=version, channel="stable", owner="ann")
+        await rig.log.publish(topics.POLICIES, promoted)
+    await read_on(rig.log, trainer.past)
+    trainer.prune(5)
+    kept = {key.rpartition("/")[2] for key in rig.store.keys("policies/main/") if "/manifests/" in key}
+    assert kept == {"1.json", "3.json", "5.json"}
+
+
 def tokens_of(rig: Rig) -> set[str]:
     return {key.split("/")[2] for key in rig.store.keys("policies/main/")}
 

@@ -152,7 +152,7 @@ class WeightPublisher:
         if oldest < 0:
             return unfinished
         stable = self.past.of(self._policy).stable
-        needed = {stable.version, stable.promoted, stable.trial}
+        needed = {stable.version, stable.promoted, stable.trial, stable.before}
         return unfinished + prune_weights(
             self._store, self._policy, oldest=oldest, needed=needed, tensors_only=tensors_only
         )
