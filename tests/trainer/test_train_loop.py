@@ -179,6 +179,17 @@ async def test_skips_in_a_row_are_counted_across_a_death_between_them(send: int)
     assert [record.to_step for record in records if isinstance(record, Rollback)] == [5]
 
 
+async def test_a_rollback_in_the_warm_up_publishes_nothing_before_its_end() -> None:
+    store = MemoryStore()
+    log = await filled_log(store)
+    learner = ScriptedLearner(fail_at=(step_seed(3, 1), step_seed(3, 2)))
+    await train(log, store, learner, msgspec.structs.replace(CONFIG, max_skips=2))
+    records = await journal(log)
+    assert [record.version for record in records if isinstance(record, Rollback)] == [0]
+    first = min(record.step for record in records if isinstance(record, Batch) and record.phase == "train")
+    assert [(event.version, event.step) for event in await published(log)][:2] == [(0, -1), (1, first - 1)]
+
+
 @pytest.mark.parametrize("topic", [topics.BUFFER, topics.BATCHES], ids=lambda topic: topic.name)
 async def test_a_resume_whose_segment_was_deleted_says_so_and_overwrites_nothing(topic: topics.Topic) -> None:
     store = MemoryStore()

@@ -277,7 +277,7 @@ async def roll_back(run: Run, batch: Batch, reason: str, *, newest: int) -> None
         from_step=state.position.step + 1,
         to_step=batch.step,
         restored_version=state.position.version,
-        version=run.position.version + 1,
+        version=run.position.version + run.position.warmed_up,
         reason=reason,
     )
     await run.journal(record)
@@ -296,7 +296,8 @@ async def finish_rollback(run: Run, record: Rollback) -> None:
         checkpoint.remove, run.store, run.name, [place for place in places if place.step in quarantined]
     )
     await write_checkpoint(run, record.version)
-    await publish_now(run, record.version)
+    if run.position.warmed_up:  # a version of the warm-up would open sampling before its end
+        await publish_now(run, record.version)
 
 
 Prepare = Callable[[Pending], Awaitable[list[TrainItem]]]
