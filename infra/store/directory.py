@@ -2,7 +2,7 @@
 
 Atomic: bytes go to a temporary name and are renamed into place. Durable: the file and every folder that names it are
 synced before `put` returns. A process killed in `put` leaves only a temporary file, which is removed when the folder is
-opened an hour later.
+opened an hour later. A folder below goes with its last object.
 """
 
 import os
@@ -39,16 +39,20 @@ class DirectoryStore(Store):
         return f"DirectoryStore({str(self._root)!r})"
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        target = self._path(key)
-        temporary = self._incoming / uuid.uuid4().hex
-        is_private = key.startswith(PRIVATE)
         with self._guarded("put", key):
-            self._make_folders(target.parent, 0o700 if is_private else 0o777)
-            with replacing(target, mode=PRIVATE_MODE if is_private else PUBLIC_MODE, temporary=temporary) as file:
-                write_all("store.write", data, file.write)
-                file.flush()
-                reach("store.before_rename")
-            reach("store.after_rename")
+            try:
+                self._put(self._path(key), data, is_private=key.startswith(PRIVATE))
+            except FileNotFoundError:  # the folder went with its last other object
+                self._put(self._path(key), data, is_private=key.startswith(PRIVATE))
+
+    def _put(self, target: Path, data: bytes | memoryview, *, is_private: bool) -> None:
+        temporary = self._incoming / uuid.uuid4().hex
+        self._make_folders(target.parent, 0o700 if is_private else 0o777)
+        with replacing(target, mode=PRIVATE_MODE if is_private else PUBLIC_MODE, temporary=temporary) as file:
+            write_all("store.write", data, file.write)
+            file.flush()
+            reach("store.before_rename")
+        reach("store.after_rename")
 
     def get(self, key: str) -> bytes:
         path = self._path(key)
@@ -78,6 +82,8 @@ class DirectoryStore(Store):
             reach("store.before_delete")
             path.unlink()
             sync_folder(path.parent)
+            with suppress(OSError):  # unless it holds others: each listing walks all folders
+                path.parent.rmdir()
 
     def disk_usage(self) -> tuple[int, int]:
         return self._usage(self._root)

@@ -22,6 +22,7 @@ import pytest
 from minio.credentials import Credentials
 
 from infra.files import free_and_usable
+from infra.observe import failpoint
 from infra.store.directory import STALE_AFTER_S, DirectoryStore
 from infra.store.open import open_store
 from infra.store.s3 import S3Store, fixed_keys, keys_of, open_s3
@@ -325,6 +326,24 @@ def test_an_unfinished_put_is_never_an_object_and_is_swept_later(tmp_path: Path)
     DirectoryStore(tmp_path)
     assert not left_behind.exists()
     assert store.get("k") == b"whole"
+
+
+def test_a_folder_goes_with_its_last_object_and_a_put_meanwhile_makes_it_again(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    store.put("a/1", b"x")
+    if not (child := os.fork()):
+        try:
+            os.environ[failpoint.VARIABLE] = "store.before_rename=stop"
+            failpoint.check()
+            store.put("a/2", b"y")
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.waitpid(child, os.WUNTRACED)
+    store.delete("a/1")
+    is_gone = not (tmp_path / "a").exists()
+    os.kill(child, signal.SIGCONT)
+    assert is_gone and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and list(store.keys("")) == ["a/2"]
 
 
 def test_the_free_share_of_a_disk_leaves_out_what_only_root_may_take(tmp_path: Path) -> None:
