@@ -1,7 +1,7 @@
 """The ranks of one trainer on one machine: started together and stopped together.
 
     rank 0 done           it has asked the others to end; a rank that stays is killed
-    another one done      rank 0 asked it to, and is about to end; it has as long as a stop may take
+    another one done      rank 0 asked it to, and is about to end, within END_S
     anyone dead           the group cannot go on (its next collective would never return): all are killed
 
 Guarantee: when the group has ended, no process of it is left. Rank 0 alone touches the log; the next group
@@ -28,16 +28,17 @@ logger = logging.getLogger(__name__)
 RANK = "RANK"
 WORLD_SIZE = "WORLD_SIZE"
 POLL_S = 0.2
+END_S = 30.0  # for all ranks, once one has ended
 
 
 class RankGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Command of a group of ranks. log: folder, one file per rank. stop_s: seconds from SIGTERM to SIGKILL."""
+    """Command of a group of ranks. log: folder, one file per rank. stop_s: from SIGTERM to SIGKILL while none has ended."""
 
     argv: tuple[str, ...]
     num_ranks: int
     log: Path
+    stop_s: float
     env: dict[str, str] = {}
-    stop_s: float = 30.0
 
 
 def launched_rank(environment: Mapping[str, str]) -> int | None:
@@ -46,27 +47,25 @@ def launched_rank(environment: Mapping[str, str]) -> int | None:
 
 
 async def run_ranks(group: RankGroup, stop: asyncio.Event) -> int:
-    """Run the ranks until rank 0 has done its work, a rank dies, or `stop`; returns the exit code of the group."""
+    """Run the ranks to the end of rank 0, a death or `stop`; returns 0 where rank 0 ended by itself or had not begun."""
     ranks = _start(group)
-    ending = False
     deadline_s = float("inf")
     try:
         while True:
             codes = [watched.process.poll() for watched in ranks]
-            is_done = stop.is_set() or codes[0] == 0  # rank 0 has asked the others to end
             if codes[0] == 0 and None not in codes:
                 return 0
             if codes[0] != 0 and (dead := [(rank, code) for rank, code in enumerate(codes) if code]):
                 logger.warning("ranks ended codes=%s; the others are killed", dead)
-                return 0 if is_done else max(1, dead[0][1])
-            if stop.is_set() and not ending:
-                ending = True
+                return 0 if stop.is_set() and codes[0] == -signal.SIGTERM else max(1, dead[0][1])
+            if stop.is_set() and deadline_s == float("inf"):
                 ranks[0].process.send_signal(signal.SIGTERM)
-            if is_done or 0 in codes:  # a rank that rank 0 asked to end was sooner
-                deadline_s = min(deadline_s, time.monotonic() + group.stop_s)
+                deadline_s = time.monotonic() + group.stop_s
+            if 0 in codes:  # rank 0 has asked the others to end, and a rank was the first
+                deadline_s = min(deadline_s, time.monotonic() + END_S)
             if time.monotonic() > deadline_s:
-                logger.warning("ranks did not end within %.0f s", group.stop_s)
-                return 0 if is_done else 1
+                logger.warning("ranks did not end in time codes=%s; the others are killed", codes)
+                return 0 if codes[0] == 0 else 1
             await asyncio.sleep(POLL_S)
     finally:
         for watched in ranks:

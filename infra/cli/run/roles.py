@@ -413,6 +413,7 @@ async def train_on_ranks(settings: Settings, chosen: SettingsFile, stop: asyncio
         argv=(sys.executable, "-m", "infra.cli.main", "train", *chosen.arguments),
         num_ranks=settings.trainer.ranks,
         log=settings.folder / "logs",
+        stop_s=STOP_S,
     )
     return await run_ranks(group, stop)
 

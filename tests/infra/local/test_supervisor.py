@@ -119,9 +119,11 @@ def test_a_supervisor_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> No
 
 # Every rank writes its pid; then rank 0 does what the first argument says, the others wait to be ended.
 SCRIPT = """
-import os, sys, time, pathlib
+import os, signal, sys, time, pathlib
 rank, folder = int(os.environ["RANK"]), pathlib.Path(sys.argv[2])
 assert os.environ["WORLD_SIZE"] == "3" and os.environ["LOCAL_RANK"] == str(rank) and os.environ["MASTER_PORT"]
+if sys.argv[1] == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 (folder / f"{rank}-{os.getpid()}").write_text(os.environ["MASTER_PORT"])
 if sys.argv[1] == "done" and rank == 0:
     (folder / "done").touch()
@@ -137,9 +139,9 @@ while not (folder / "done").exists():
 """
 
 
-def group(tmp_path: Path, what: str, **settings: object) -> RankGroup:
+def group(tmp_path: Path, what: str, stop_s: float = 30.0) -> RankGroup:
     argv = (sys.executable, "-c", SCRIPT, what, str(tmp_path))
-    return RankGroup(argv=argv, num_ranks=3, log=tmp_path / "logs", **settings)  # type: ignore[arg-type]
+    return RankGroup(argv=argv, num_ranks=3, log=tmp_path / "logs", stop_s=stop_s)
 
 
 def pids(tmp_path: Path, rank: int | str = "[0-9]") -> list[int]:
@@ -166,14 +168,17 @@ async def test_a_killed_rank_takes_the_others_with_it(tmp_path: Path, victim: in
     await until(lambda: all(map(gone, pids(tmp_path))))  # its watcher reaps a killed process, a moment later
 
 
-async def test_a_stop_ends_the_group_also_where_nobody_listens(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("what", "stop_s", "expected"), [("wait", 30.0, 0), ("deaf", 0.5, 1)])
+async def test_a_stop_ends_the_group_and_tells_where_rank_0_did_not_end_by_itself(
+    tmp_path: Path, what: str, stop_s: float, expected: int
+) -> None:
     stop = asyncio.Event()
-    running = asyncio.create_task(run_ranks(group(tmp_path, "wait", stop_s=0.5), stop))
+    running = asyncio.create_task(run_ranks(group(tmp_path, what, stop_s=stop_s), stop))
     await until(lambda: len(pids(tmp_path)) == 3)
     stop.set()
     code = await running
     await until(lambda: all(map(gone, pids(tmp_path))))
-    assert code == 0
+    assert code == expected
 
 
 def test_a_folder_keeps_its_address(tmp_path: Path) -> None:
