@@ -130,20 +130,22 @@ class _Loops(msgspec.Struct, frozen=True):
     async def run(self, server: HttpServer, sock: socket.socket, listening: Callable[[int], None]) -> None:
         gateway, config, outbox = self.gateway, self.gateway.config, self.gateway.outbox
         halt, connected, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        await run_until(
-            halt,
-            serve_on(server, sock, listening),
-            _end(server, gateway, config, self.role.stop, halt, lambda: self._tell_last(connected, ended)),
-            outbox.write(),
-            _lasting("drain", connected, outbox.drain),
-            _connect(self.role.log, connected),
-            _lasting("policies", connected, self.follower.read),
-            _lasting("reload", connected, self.follower.load),
-            *(() if self.canary is None else (self.canary.watch(),)),
-            _reload_keys(self.book, self.role.store, config, self.role.metrics),
-            self._report(connected, ended),
-        )
-        await outbox.flush()  # of requests that came in between the stop and the end of listening
+        try:
+            await run_until(
+                halt,
+                serve_on(server, sock, listening),
+                _end(server, gateway, config, self.role.stop, halt, lambda: self._tell_last(connected, ended)),
+                outbox.write(),
+                _lasting("drain", connected, outbox.drain),
+                _connect(self.role.log, connected),
+                _lasting("policies", connected, self.follower.read),
+                _lasting("reload", connected, self.follower.load),
+                *(() if self.canary is None else (self.canary.watch(),)),
+                _reload_keys(self.book, self.role.store, config, self.role.metrics),
+                self._report(connected, ended),
+            )
+        finally:  # of requests that ended after `write`: those of a stop, or of a loop that failed
+            await outbox.flush()
 
     async def _report(self, connected: asyncio.Event, ended: asyncio.Event) -> None:
         await connected.wait()

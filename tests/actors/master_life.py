@@ -189,7 +189,7 @@ class MasterLife:
             one = random.choice(self.said)
             self.write(
                 PROGRESS,
-                replace(one, revision=random.randrange(1, 4), ratings=one.ratings if number_odd(random) else ()),
+                replace(one, revision=random.randrange(1, 4), ratings=one.ratings if random.random() < 0.5 else ()),
             )
 
     def _served(self, random: Random) -> None:
@@ -226,10 +226,6 @@ class MasterLife:
             POLICIES,
             PolicyEvent(event=event, policy="main", version=version, channel="stable", owner="ann"),  # type: ignore[arg-type]
         )
-
-
-def number_odd(random: Random) -> bool:
-    return random.random() < 0.5
 
 
 def issued_in(message: LogMessage) -> Issued:

@@ -166,15 +166,9 @@ def test_a_task_imports_nothing_and_is_closed_with_its_reason(tmp_path: Path) ->
 
     async def run() -> tuple[list[DropMarker], list[Closure], list[Experience]]:
         log = await memory_log()
-        stubs, closures, heard = (
-            TopicArrivals(log, VERIFIED),
-            TopicArrivals(log, PROGRESS),
-            TopicArrivals(log, EXPERIENCES),
-        )
-        async with running(
-            explorer(log, folder_store(tmp_path), ScriptedEngine()), *listening(stubs), *listening(closures),
-            *listening(heard),
-        ):  # fmt: skip
+        stubs, closures, heard = (TopicArrivals(log, topic) for topic in (VERIFIED, PROGRESS, EXPERIENCES))
+        role = explorer(log, folder_store(tmp_path), ScriptedEngine())
+        async with running(role, *listening(stubs, closures, heard)):
             for index, name in enumerate(names):
                 await log.publish(TASKS, issue(f"t{index}", workflow=name))
             await log.publish(TASKS, replace(ask(0), workflow=names[0]))
@@ -201,10 +195,9 @@ async def test_evals_of_the_model_folder_are_answered_before_newer_policies_are_
     engine = ScriptedEngine(token_s=0.005)
     async with running(explorer(log, store, engine), *listening(heard)):
         await until(lambda: len(heard.experiences) == 5 and engine.version == 1)
-    experiences, version = heard.experiences, engine.version
-    assert version == 1
-    assert {(experience.min_version, experience.max_version) for experience in experiences} == {(0, 0)}
-    assert {(experience.suite, experience.group_size) for experience in experiences} == {("dev", 1)}
+    assert engine.version == 1
+    assert {(experience.min_version, experience.max_version) for experience in heard.experiences} == {(0, 0)}
+    assert {(experience.suite, experience.group_size) for experience in heard.experiences} == {("dev", 1)}
 
 
 async def test_a_version_an_eval_waits_for_is_not_skipped_and_one_that_is_past_is_given_up(tmp_path: Path) -> None:
@@ -219,9 +212,8 @@ async def test_a_version_an_eval_waits_for_is_not_skipped_and_one_that_is_past_i
         await until(lambda: len(heard.experiences) == 2 and engine.version == 3)
         await log.publish(TASKS, ask(1))
         await until(lambda: bool(progress.of(Closure)))
-    experiences, closures = heard.experiences, progress.of(Closure)
-    assert {(experience.min_version, experience.max_version) for experience in experiences} == {(2, 2)}
-    assert [(closure.group, closure.outcome, closure.reason) for closure in closures] == [
+    assert {(experience.min_version, experience.max_version) for experience in heard.experiences} == {(2, 2)}
+    assert [(closure.group, closure.outcome, closure.reason) for closure in progress.of(Closure)] == [
         ("eval-dev-1.0", "dropped", VERSION_PASSED)
     ]
 

@@ -235,13 +235,9 @@ def test_fewer_groups_in_flight_than_the_bound_allows_keep_it_and_fewer_than_a_s
         replace(PACING, groups_in_flight=1).__post_init__()
 
 
-def book_task(name: str, **fields: object) -> Task:
-    return replace(Task(id=name, messages=(Message(role="user", content=name),)), **fields)
-
-
 def draws(priorities: Sequence[float], num: int, *, seed: int = 0) -> Counter[str]:
     """Number of draws of each task in the first `num` groups, by its index as a name."""
-    tasks = [book_task(str(index)) for index in range(len(priorities))]
+    tasks = [Task(id=name, messages=(Message(role="user", content=name),)) for name in map(str, range(len(priorities)))]
     pool = tasks, list(accumulate(priorities))
     found = [chosen(pool, seed=seed, sequence=sequence) for sequence in range(num)]
     return Counter("nothing" if task is None else task.id for task in found)

@@ -51,15 +51,9 @@ class ChatBytes(ByteTokenizer):
         return self.encode_request([{"role": message.role, "content": message.content} for message in messages])
 
 
-def play(
-    program: Program,
-    *texts: str,
-    max_model_len: int = 4096,
-    token_s: float = 0.0,
-    stop: Callable[[], bool] = lambda: False,
-) -> tuple[tuple[Score, ...], list[Experience], Session]:
-    """Scores, and what was recorded of one episode. texts: what the policy says, in turn. stop: when it is cut off."""
-    return asyncio.run(episode(program, TASK, *texts, max_model_len=max_model_len, token_s=token_s, stop=stop))
+def play(program: Program, *texts: str, **more: Any) -> tuple[tuple[Score, ...], list[Experience], Session]:
+    """Scores, and what was recorded of one episode. texts: what the policy says, in turn. more: of `episode`."""
+    return asyncio.run(episode(program, TASK, *texts, **more))
 
 
 async def episode(
@@ -71,7 +65,7 @@ async def episode(
     token_s: float = 0.0,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[tuple[Score, ...], list[Experience], Session]:
-    """An episode of any task, played like `play`."""
+    """An episode of any task, played like `play`. stop: when it is cut off."""
     engine = ScriptedEngine(
         num_vocabulary=VOCABULARY, max_model_len=max_model_len, script=says(*(texts or ("Hello.",))), token_s=token_s
     )

@@ -199,19 +199,18 @@ class Outbox:
         return True
 
     async def _to_disk(self, unsent: Sequence[tuple[Outgoing, Control | Block]]) -> None:
-        outgoings = [outgoing for outgoing, _ in unsent]
         async with self._disk:
+            written = await asyncio.to_thread(lambda: [_entry(outgoing.topic, record) for outgoing, record in unsent])
+            outgoings = [outgoing for (outgoing, _), entry in zip(unsent, written, strict=True) if entry]
+            if refused := [outgoing for (outgoing, _), entry in zip(unsent, written, strict=True) if not entry]:
+                self._shed(refused, "refused by the log")
             # Under the lock: a drain that finds the disk empty just now would say that all may go direct.
             if self.direct:
                 self.direct = False
                 why = "store_away" if self._held.num_held else "broker_away"
                 _log.warning("%s records=%d go to the spool", why, len(unsent))
             try:
-                await asyncio.to_thread(
-                    lambda: self._spool.append(
-                        [msgspec.msgpack.encode((outgoing.topic.name, encode(record))) for outgoing, record in unsent]
-                    )
-                )
+                await asyncio.to_thread(self._spool.append, [entry for entry in written if entry])
             except SpoolFull as error:
                 _log.error("%s error=%s", error.reason.replace(" ", "_"), error)
                 self._shed(outgoings, error.reason)
@@ -293,6 +292,15 @@ class Outbox:
     def _say_spooled(self) -> None:
         self._metrics.gauge("spool_records").set(len(self._spool))
         self._metrics.gauge("spool_bytes").set(self._spool.num_bytes)
+
+
+def _entry(topic: Topic, record: Control | Block) -> bytes:
+    """The record as the spool keeps it; b"" for one that no log takes."""
+    try:
+        return msgspec.msgpack.encode((topic.name, encode(record)))
+    except ValueError as error:
+        _log.warning("outgoing_refused topic=%s error=%s", topic.name, error)
+        return b""
 
 
 def _tell(outgoing: Outgoing, kept: bool) -> None:

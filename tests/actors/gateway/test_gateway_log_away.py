@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.engines.engine import EngineStopped
 from actors.gateway.recording.held import HeldKeys
 from actors.gateway.recording.outbox import Outbox, Outgoing
 from actors.gateway.recording.spool import Spool
@@ -22,7 +23,7 @@ from infra.store.memory import MemoryStore
 from schemas import Control, Received
 from schemas.errors import BrokerUnavailable
 from schemas.topics import FEEDBACK
-from tests.actors.gateway.gateway_rig import AwayBus, RunningGateway, engine, says, serving
+from tests.actors.gateway.gateway_rig import EOS, AwayBus, RunningGateway, engine, says, serving
 from tests.actors.rig import until
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
@@ -86,13 +87,27 @@ async def test_what_does_not_fit_is_shed_and_counted_and_still_answered(tmp_path
         assert served.metrics.counters()["shed{reason=spool full}"] == 4
 
 
-def received(number: int) -> Received:
-    return Received(path="/x", body=b"{}", id=str(number))
+async def test_an_answer_that_ends_after_the_engine_was_gone_for_another_is_recorded(tmp_path: Path) -> None:
+    answers = iter([[*b"Hello.", EOS]])
+
+    def script(prompt: tuple[int, ...]) -> list[int]:
+        for answer in answers:
+            return answer
+        raise EngineStopped("it is gone")
+
+    with pytest.raises(EngineStopped):
+        async with serving(tmp_path, engine(script, token_s=0.1)) as served:
+            asking = asyncio.create_task(ask_many(served, key := await served.new_key(), 1))
+            await until(lambda: served.engine.num_running > 0)
+            async with served.http(key) as http:
+                await http.post("/v1/chat/completions", json=ASK)
+            ids = await asking
+    assert [one.id for one in await served.experiences()] == ids
 
 
 def outgoing(number: int) -> Outgoing:
     async def prepare() -> Control:
-        return received(number)
+        return Received(path="/x", body=b"{}", id=str(number))
 
     return Outgoing(FEEDBACK, prepare, 10)
 
@@ -151,6 +166,19 @@ def opened(folder: Path, log: Log, metrics: Metrics | None = None) -> Outbox:
         queue_bytes=10_000,
         send_s=1.0,
     )
+
+
+async def test_while_the_broker_is_away_too_a_record_that_cannot_be_written_is_shed_alone(tmp_path: Path) -> None:
+    async def prepare() -> Control:
+        return Received(path="\ud83d", body=b"{}", id="")
+
+    metrics = Metrics("t")
+    outbox = opened(tmp_path, Log(AwayBus(), "test"), metrics)
+    for offered in (outgoing(0), Outgoing(FEEDBACK, prepare, 10), outgoing(1)):
+        outbox.offer(offered)
+    await outbox.flush()
+    assert outbox.num_waiting == 2
+    assert metrics.counters()["shed{reason=refused by the log}"] == 1
 
 
 class RefusingBus(AwayBus):
