@@ -40,7 +40,8 @@ class GatewayLimits(Section, frozen=True):
     stops: Positive = 16
     """Maximum stop strings of a request."""
     concurrency: Positive = 256
-    """Maximum answers in progress, including those of a canary. An eighth is reserved for keys with few answers in progress."""
+    """Maximum answers in progress, including those of a canary. An eighth, above 1 at least one, is reserved for keys with few
+    answers in progress."""
     body_s: Seconds = 30.0
     """Seconds that a client may take for a head, for a body, between two requests, and between two reads of an answer. Then the
     gateway closes the connection."""

@@ -29,13 +29,13 @@ def chat(**more: Any) -> dict[str, Any]:
 
 
 async def all_back(served: RunningGateway, limit: int) -> None:
-    """Until as many answers as there are places are given at once: what was sent before may not have been read yet, and may
-    still run; a place that is not given back keeps one of them out for ever. Then nothing runs.
+    """Until as many answers as there are places are given at once, each to a key: what was sent before may not have been read
+    yet, and may still run; a place that is not given back keeps one of them out for ever. Then nothing runs.
     """
-    client = await served.opened()
+    clients = [await served.opened() for _ in range(limit)]
 
     async def are_given() -> bool:
-        asked = [client.chat.completions.create(**chat(max_tokens=1)) for _ in range(limit)]
+        asked = [client.chat.completions.create(**chat(max_tokens=1)) for client in clients]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         failed = [one for one in answers if isinstance(one, BaseException)]
         assert all(isinstance(one, openai.RateLimitError) for one in failed), failed
@@ -77,7 +77,7 @@ async def test_no_more_answers_are_made_at_once_than_the_limit_says(tmp_path: Pa
         refused = [one for one in answers if isinstance(one, openai.RateLimitError)]
         assert refused and refused[0].code == "overloaded"
         assert not [one for one in answers if isinstance(one, openai.APIStatusError) and one.status_code != 429]
-        assert 0 < max(seen) <= 4
+        assert 0 < max(seen) <= 3, "also of few places one is for other keys"
         await all_back(served, 4)
 
 
@@ -107,7 +107,7 @@ async def test_what_a_canary_answers_takes_places_too_and_gives_them_back(tmp_pa
     async with serving(tmp_path, slow, bus=bus, store=store, channel="canary") as canary:
         there = CanaryShare(url=canary.url, share=1.0)
         more: dict[str, Any] = {"bus": bus, "store": store, "topics": False, "canary": there, "report_s": 0.05}
-        async with serving(tmp_path, engine(says("x")), limits=GatewayLimits(concurrency=3), **more) as served:
+        async with serving(tmp_path, engine(says("x")), limits=GatewayLimits(concurrency=4), **more) as served:
             key = served.key()
             await until(lambda: served.metrics.gauges().get("canary_there") == 1.0, seconds=60)
             await served.keys_read(), await canary.keys_read()
@@ -125,7 +125,7 @@ async def test_what_a_canary_answers_takes_places_too_and_gives_them_back(tmp_pa
             second.cancel()
             await asyncio.gather(second, return_exceptions=True)
             await until(lambda: slow.num_running == 0)
-            await all_back(served, 3)
+            await all_back(served, 4)
 
 
 @pytest.mark.parametrize("version", ["2.3", "2.4"])
