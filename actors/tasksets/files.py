@@ -44,8 +44,8 @@ def raise_broken(broken: Broken) -> None:
 def tasks(*, path: str, fields: dict[str, str] | None = None, split: str = "") -> Iterator[Task]:
     """Tasks of a file. Raises ConfigError for a broken row.
 
-    path: JSONL or Parquet file, or folder of such files. fields: Column of each field, as {"prompt": "question"}. Default:
-    columns are named like the fields. split: Split of rows without a split. "" for none.
+    path: JSONL or Parquet file. fields: Column of each field, as {"prompt": "question"}. Default: columns are named like the
+    fields. split: Split of rows without a split. "" for none.
     """
     return read_rows(Path(path), Task, fields=fields, split=split)
 
