@@ -226,7 +226,7 @@ def _stops(request: ChatRequest, limits: GatewayLimits) -> tuple[str, ...]:
 def _shaping(request: ChatRequest) -> Shaping | None:
     """The shaping that a client asks for, None for none. Raises ApiError for a bias of something that is no token id."""
     bias = request.logit_bias or {}
-    if wrong := [token for token in bias if not token.isdigit()]:
+    if wrong := [token for token in bias if not (token.isascii() and token.isdecimal())]:
         raise bad(f"logit_bias: got {wrong[0]!r}, expected token ids", "logit_bias")
     found = Shaping(
         frequency_penalty=request.frequency_penalty or 0.0,
