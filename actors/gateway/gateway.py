@@ -133,6 +133,7 @@ class Gateway:
 
     async def count(self, request: ParsedRequest, key: ApiKey) -> int:
         """Tokens of a request's prompt as the template writes it. Raises ApiError."""
+        request = ready(request, self.parser, takes_tools=self.tokenizer.takes_tools)
         return len((await self._tokenized(request, key, "")).rendered)
 
     async def answer(self, in_flight: InFlight, watch: Watch | None = None) -> None:

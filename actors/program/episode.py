@@ -69,6 +69,7 @@ class ProgramEpisode:
 
     def count(self, request: ParsedRequest) -> int:
         """Tokens of a request's prompt as the template writes it. Raises ApiError."""
+        request = ready(request, self._parser, takes_tools=self._tokenizer.takes_tools)
         return len(render(request.prompt, self._tokenizer))
 
     async def begin(self, request: ParsedRequest) -> InFlight:

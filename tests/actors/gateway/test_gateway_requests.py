@@ -317,14 +317,17 @@ async def test_tools_of_a_model_whose_template_knows_none_are_put_into_a_system_
         async with served.http(await served.new_key()) as http:
             ask = {"model": "m", "messages": [{"role": "system", "content": "Be brief."}, *ASK], "tools": [TOOL]}
             first = await http.post("/v1/chat/completions", json=ask)
+            tools = [{"name": "weather", "input_schema": {"type": "object"}}]
+            same = {"model": "m", "system": "Be brief.", "messages": ASK, "tools": tools}
+            counted = await http.post("/v1/messages/count_tokens", json=same)
+            assert counted.json()["input_tokens"] == first.json()["usage"]["prompt_tokens"]
             message = first.json()["choices"][0]["message"]
             (call,) = message["tool_calls"]
             assert json.loads(call["function"]["arguments"]) == {"city": "Bern"}
             result = {"role": "tool", "content": "12 mm", "tool_call_id": call["id"]}
             ask["messages"] += [message, result]
-            assert (await http.post("/v1/chat/completions", json=ask)).json()["choices"][0]["message"][
-                "content"
-            ] == "Rain."
+            answer = (await http.post("/v1/chat/completions", json=ask)).json()
+            assert answer["choices"][0]["message"]["content"] == "Rain."
         _, second = await served.recorded(2)
         prompt = ByteTokenizer().decode(second.tokens.tolist())
         assert "Be brief." in prompt and '"name": "weather"' in prompt and "<tool_response>\n12 mm" in prompt
