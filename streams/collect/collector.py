@@ -20,8 +20,8 @@ import msgspec
 
 from infra.chain.chain import Step, new_memories, run_chain
 from infra.chain.processor import Memory
-from infra.log.bus import Partition, Record
-from infra.log.log import Log
+from infra.log.bus import Partition, Record, partition_for
+from infra.log.log import Log, record_key
 from infra.observe.metrics import Metrics
 from infra.store.seal import FORGOTTEN, open_text
 from infra.store.snapshots import SnapshotManifest
@@ -306,11 +306,15 @@ class Collector:
         at = Partition(topic, 0)
         end = (await self._log.bus.end_offsets(topic))[at]
         start = max(offset, (await self._log.bus.beginning_offsets(topic))[at])
+        count = len(await self._log.bus.partitions(self._log.name(VERIFIED)))
         found: set[ClosureKey] = set()
         async with aclosing(self._log.scan(PROGRESS, {0: start}, {0: end}, max_records=REBUILD_RECORDS)) as messages:
             async for message in messages:
                 closure = message.value
-                if isinstance(closure, Closure):
+                if (
+                    isinstance(closure, Closure)
+                    and partition_for(record_key(VERIFIED, closure), count) == self.partition
+                ):
                     found.add((closure.group, closure.attempt, closure.revision))
         return found, end
 

@@ -83,11 +83,10 @@ async def _redeliver(log: Log, report: LettersReport, message: LogMessage, lette
         await log.bus.partitions(topic)
     except ValueError:
         where = "expected a topic of this app"
-        if is_event:
-            polled = letter.topic.startswith(LANGFUSE)
-            where = (
-                "came from Langfuse: change it there" if polled else "came from a file: append the event there again"
-            )
+        if letter.topic.startswith(LANGFUSE):
+            where = "came from Langfuse: change it there"
+        elif is_event:
+            where = "came from a file: append the event there again"
         report.refuse(message, "no such topic", f"{letter.topic!r} {where}")
         return
     try:

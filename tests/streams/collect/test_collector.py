@@ -75,6 +75,19 @@ async def test_a_worker_that_closed_late_what_another_had_closed_sends_nothing_o
         assert await closed_groups(log) == ["t.0", "u.0", "t.0"]
 
 
+async def test_a_worker_remembers_the_closures_of_its_own_partition_only(tmp_path: Path) -> None:
+    async with memory_log(partitions=2) as log:
+        homes: dict[int, set[str]] = {0: set(), 1: set()}
+        for group in [f"t-{number}.0" for number in range(9)]:
+            homes[(await log.publish(VERIFIED, block(answer(group, 0)))).partition].add(group)
+            await log.publish(PROGRESS, Closure(group=group, outcome="dropped"))
+        for partition, groups in homes.items():
+            collector = Collector(log, Metrics("process"), partition, settings(tmp_path))
+            await collector.recover(0, lambda: False)
+            collector.close()
+            assert groups and {group for group, _, _ in collector._published} == groups
+
+
 async def test_records_already_folded_are_skipped_and_gaps_are_read_from_the_log(tmp_path: Path) -> None:
     async with memory_log() as log:
         await feed(log, "t.0", "u.0")
