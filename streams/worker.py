@@ -198,7 +198,7 @@ def _progress(
 
 def _held(hosts: Sequence[HostedStage]) -> list[HeldTopic]:
     return [
-        HeldTopic(topic=name, group=host.group, partitions=partitions, marks=host.drivers[name].marks())
+        HeldTopic(name, host.group, partitions, {index: host.drivers[name].mark(index) for index in partitions})
         for host in hosts
         for name, partitions in host.assignment().items()
         if name in host.drivers

@@ -193,9 +193,7 @@ class Collector:
             return None
 
     def _memories(self) -> dict[str, Memory]:
-        sources = self._settings.rules.sources
-        kept = limit_memories() | usual_memories(sources)
-        return new_memories(self._settings.steps) | kept
+        return new_memories(self._settings.steps) | limit_memories() | usual_memories(self._settings.rules.sources)
 
     async def _fold_all(self, records: Sequence[Record], *, counted: bool) -> None:
         folded, letters = await self.fold(records)
@@ -217,13 +215,10 @@ class Collector:
         await publish_all(self._log, [Output(BUFFER, block) for block in blocks if not is_followed(block)])
         closures = [decision.closure for decision in decisions]
         if closures:
-            reached = max(await asyncio.gather(*(self._close(closure) for closure in closures))) + 1
+            closing = (confirmed(partial(self._log.publish, PROGRESS, closure), "progress") for closure in closures)
+            reached = max(position.offset for position in await asyncio.gather(*closing)) + 1
             if self._mark is None and reached - self._pending.progress_offset >= MARK_EVERY:
                 self._mark = LogEnds(reached, await self._end())
-
-    async def _close(self, closure: Closure) -> int:
-        position = await confirmed(lambda: self._log.publish(PROGRESS, closure), "progress")
-        return position.offset
 
     def _is_new(self, decision: Decision) -> bool:
         closure = decision.closure
@@ -306,15 +301,12 @@ class Collector:
         at = Partition(topic, 0)
         end = (await self._log.bus.end_offsets(topic))[at]
         start = max(offset, (await self._log.bus.beginning_offsets(topic))[at])
-        count = len(await self._log.bus.partitions(self._log.name(VERIFIED)))
+        place = partial(partition_for, num_partitions=len(await self._log.bus.partitions(self._log.name(VERIFIED))))
         found: set[ClosureKey] = set()
         async with aclosing(self._log.scan(PROGRESS, {0: start}, {0: end}, max_records=REBUILD_RECORDS)) as messages:
             async for message in messages:
                 closure = message.value
-                if (
-                    isinstance(closure, Closure)
-                    and partition_for(record_key(VERIFIED, closure), count) == self.partition
-                ):
+                if isinstance(closure, Closure) and place(record_key(VERIFIED, closure)) == self.partition:
                     found.add((closure.group, closure.attempt, closure.revision))
         return found, end
 

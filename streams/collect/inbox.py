@@ -195,8 +195,8 @@ class CollectDriver:
             feedback=together(state.waits() for state in states),
         )
 
-    def marks(self) -> dict[int, int]:
-        return {partition: inbox.mark() for partition, inbox in self._inboxes.items()}
+    def mark(self, partition: int) -> int:
+        return self._inboxes[partition].mark() if partition in self._inboxes else -1
 
     async def finish(self) -> None:
         self.retire()

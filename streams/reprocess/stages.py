@@ -79,7 +79,7 @@ class RunStep(NamedTuple):
 
 async def decided_in(run: ReprocessRun, part: Range, stage: Stage) -> AsyncGenerator[tuple[LogMessage, Handled], None]:
     """Each record of a range with the decision of `stage`, in order, IN_FLIGHT at a time."""
-    await stage.recall(run.log, Partition(run.log.name(part.topic), part.partition), part.start)
+    await stage.recall(run.log, Partition(run.log.name(part.topic), part.partition), part.start, lambda: None)
     waiting: deque[tuple[LogMessage, asyncio.Task[Handled]]] = deque()
     turn: ChainTurn | None = None
     try:

@@ -76,9 +76,8 @@ async def take_once(
         if not isinstance(received, Received) or received.path not in by_path:
             await _unheard(message, log, metrics)
             continue
-        again = any(
-            name == REDELIVERED for name, _ in message.record.headers
-        )  # by a person, who knows that it was here
+        # A person delivers it again, who knows that it was here.
+        again = any(name == REDELIVERED for name, _ in message.record.headers)
         if received.path != FEEDBACK_PATH and not again:
             if received.id in read or received.id in came_now:
                 metrics.counter("feedback_events", source=by_path[received.path].name, outcome="repeated").inc()

@@ -20,7 +20,7 @@ repeats records and skips none.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -42,15 +42,16 @@ FETCH_BYTES = 512 * 1024  # about the size of a chunk: a larger fetch would send
 YIELD_EVERY = 32  # records between two looks at everything else: heartbeats must not wait
 
 
-async def read_back(log: Log, reach: int, at: Partition, before: int) -> AsyncGenerator[LogMessage, None]:
+Moved = Callable[[], None]  # called for each record that is read, as proof that the reading goes on
+
+
+async def read_back(log: Log, reach: int, at: Partition, before: int, moved: Moved) -> AsyncGenerator[LogMessage, None]:
     """The kept records below offset `before` of a partition of this app, as many as hold `reach` experiences."""
-    if not reach:
-        return
     begin = (await log.bus.beginning_offsets(at.topic))[at]
-    start = await _start(log, reach, at, begin, before)
+    start = await _start(log, reach, at, begin, before, moved)
     if start >= before:
         return
-    async with aclosing(_kept(log, at, start, before)) as messages:
+    async with aclosing(_kept(log, at, start, before, moved)) as messages:
         async for message in messages:
             yield message
             if message.offset % YIELD_EVERY == 0:
@@ -58,16 +59,15 @@ async def read_back(log: Log, reach: int, at: Partition, before: int) -> AsyncGe
     logger.info("recalled topic=%s partition=%d from=%d to=%d", at.topic, at.index, start, before)
 
 
-async def _start(log: Log, reach: int, at: Partition, begin: int, before: int) -> int:
+async def _start(log: Log, reach: int, at: Partition, begin: int, before: int, moved: Moved) -> int:
     start, found = before, 0
     while start > begin and found < reach:
         stop, start = start, max(begin, start - CHUNK_RECORDS)
         sizes: list[tuple[int, int]] = []
-        async with aclosing(_kept(log, at, start, stop)) as messages:
+        async with aclosing(_kept(log, at, start, stop, moved)) as messages:
             async for message in messages:
-                sizes.append(
-                    (message.offset, len(message.value.experiences) if isinstance(message.value, Block) else 1)
-                )
+                value = message.value
+                sizes.append((message.offset, len(value.experiences) if isinstance(value, Block) else 1))
         for offset, size in reversed(sizes):
             found += size
             if found >= reach:
@@ -75,13 +75,14 @@ async def _start(log: Log, reach: int, at: Partition, begin: int, before: int) -
     return start
 
 
-async def _kept(log: Log, at: Partition, start: int, stop: int) -> AsyncGenerator[LogMessage, None]:
+async def _kept(log: Log, at: Partition, start: int, stop: int, moved: Moved) -> AsyncGenerator[LogMessage, None]:
     known = by_name(at.topic.removeprefix(f"{log.app}."))
     while True:
         scanned = log.scan(known, {at.index: start}, {at.index: stop}, fetch_bytes=FETCH_BYTES)
         try:
             async with aclosing(scanned) as messages:
                 async for message in messages:
+                    moved()
                     yield message
             return
         except OffsetOutOfRange:
@@ -170,7 +171,7 @@ class Window(Generic[Handle]):
 class Stage(Protocol):
     """A stage that decides about one record at a time."""
 
-    async def recall(self, log: Log, at: Partition, before: int) -> None:
+    async def recall(self, log: Log, at: Partition, before: int, moved: Moved) -> None:
         """Remember what it decided before the input at offset `before` of a partition."""
 
     async def handle(self, message: LogMessage, turn: ChainTurn | None = None) -> Handled:
@@ -211,6 +212,7 @@ class WindowDriver:
         self._turns: dict[int, ChainTurn] = {}  # of the newest record of each partition
         self._recalls: dict[int, asyncio.Task[None]] = {}
         self._running: set[asyncio.Task[None]] = set()
+        self._num_recalled = 0
 
     async def accept(self, delivery: Delivery) -> None:
         record = delivery.record
@@ -258,9 +260,9 @@ class WindowDriver:
         """Nothing: each record is handled by itself."""
         return Waiting()
 
-    def marks(self) -> dict[int, int]:
-        """Nothing moves here but the group's offset."""
-        return {}
+    def mark(self, partition: int) -> int:
+        """Grows while the memory of any partition is rebuilt: records of the others may wait behind its own."""
+        return self._num_recalled
 
     async def finish(self) -> None:
         """Give up the records in flight: Kafka delivers them again."""
@@ -271,9 +273,13 @@ class WindowDriver:
         if running:
             await asyncio.wait(running)
 
+    def _moved(self) -> None:
+        self._num_recalled += 1
+
     async def _recall(self, record: Record) -> None:
         try:
-            await self._stage.recall(self._log, Partition(record.topic, record.partition), record.offset)
+            at = Partition(record.topic, record.partition)
+            await self._stage.recall(self._log, at, record.offset, self._moved)
         except asyncio.CancelledError:
             raise
         except BaseException as error:

@@ -19,6 +19,7 @@ from infra.log.bus import Partition
 from infra.log.log import Log, LogMessage
 from schemas import Task
 from schemas.topics import TASKSET
+from streams.stages.driver import Moved
 from streams.stages.stage import Handled, Output, count_faults, letter
 
 STAGE = "tasks"
@@ -36,7 +37,7 @@ class TaskStage:
     def forget(self) -> None:
         self._memories = None
 
-    async def recall(self, log: Log, at: Partition, before: int) -> None:
+    async def recall(self, log: Log, at: Partition, before: int, moved: Moved) -> None:
         """Rebuild the memories, for all partitions, from `taskset`."""
         async with self._remembering:
             if self._memories is not None:
@@ -45,6 +46,7 @@ class TaskStage:
             if memories:
                 async with aclosing(log.scan(TASKSET)) as messages:
                     async for message in messages:
+                        moved()
                         if isinstance(message.value, Task):
                             await self._remember(message.value, memories)
             self._memories = memories

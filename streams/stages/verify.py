@@ -19,7 +19,7 @@ from schemas import Block, DropMarker, Experience
 from schemas.topics import EVALS, VERIFIED
 from schemas.wire.block import split_blocks
 from streams.processors.filter import DUPLICATE, dedupe_key
-from streams.stages.driver import read_back
+from streams.stages.driver import Moved, read_back
 from streams.stages.stage import Handled, Output, count_faults, letter
 
 STAGE = "verify"
@@ -40,10 +40,10 @@ class Verifier:
     def forget(self) -> None:
         self._memories.clear()
 
-    async def recall(self, log: Log, at: Partition, before: int) -> None:
+    async def recall(self, log: Log, at: Partition, before: int, moved: Moved) -> None:
         """Pass the records before through the same steps, as far as the memories go back; nothing comes of it."""
         reach = max((step.memory for step in self._steps), default=0)
-        async with aclosing(read_back(log, reach, at, before)) as messages:
+        async with aclosing(read_back(log, reach, at, before, moved)) as messages:
             async for message in messages:
                 if isinstance(message.value, Block):
                     await self._run(self._remembering, message, message.value.experiences, None)

@@ -17,7 +17,7 @@ from schemas import BadFrame, Block, DeadLetter, DropMarker, Experience, Message
 from schemas.experience import withdrawal_of
 from schemas.topics import BUFFER, DEAD_LETTERS, EVALS, EXPERIENCES, TASKSET, VERIFIED
 from streams.processors.filter import dedupe
-from streams.stages.driver import Ticket, Window, WindowDriver, read_back
+from streams.stages.driver import Moved, Ticket, Window, WindowDriver, read_back
 from streams.stages.stage import Handled, Output, letter, publish_all
 from streams.stages.verify import Verifier
 from tests.actors.rig import until
@@ -33,7 +33,7 @@ class GatedStage:
         self.errors: dict[int, Exception] = {}
         self.num_forgets = 0
 
-    async def recall(self, log: Log, at: Partition, before: int) -> None:
+    async def recall(self, log: Log, at: Partition, before: int, moved: Moved) -> None:
         """Nothing is remembered here."""
 
     async def handle(self, message: LogMessage, turn: ChainTurn | None = None) -> Handled:
@@ -326,10 +326,11 @@ async def test_a_rebalance_rebuilds_the_memory_before_the_first_record_is_handle
             for delivery in first:
                 await driver.accept(delivery)
             await until(lambda: all(delivery.is_acknowledged for delivery in first))
-            again = [KeptDelivery(record, generation=2) for record in records[2:]]
+            again, moved = [KeptDelivery(record, generation=2) for record in records[2:]], driver.mark(0)
             for delivery in again:
                 await driver.accept(delivery)
             await until(lambda: all(delivery.is_acknowledged for delivery in again))
+            assert driver.mark(0) > moved, "the watchdog sees that the rebuild goes on"
         sent = [record.experiences[0] for record in await values(log, VERIFIED) if isinstance(record, Block)]
         assert {sent_block.group: sent_block.score("number") for sent_block in sent} == {
             f"g{n}.0": float(n) for n in range(6)
@@ -340,7 +341,7 @@ async def test_reading_back_ends_where_the_memory_reaches() -> None:
     async with memory_log() as log:
         for number in range(40):
             await log.publish(EXPERIENCES, block(answer(f"g{number}.0", 0), answer(f"g{number}.0", 1)))
-        read = read_back(log, 10, Partition(log.name(EXPERIENCES), 0), 30)
+        read = read_back(log, 10, Partition(log.name(EXPERIENCES), 0), 30, lambda: None)
         assert [message.offset async for message in read] == [25, 26, 27, 28, 29]
 
 

@@ -109,11 +109,11 @@ async def test_questions_are_remembered_across_a_restart() -> None:
     await log.create_topics(partitions=2, keep_ms=1)
     await log.publish(TASKSET, task("a"))
     stage, at = TaskStage(build_tasks(config())), Partition(log.name(TASKSET_RAW), 0)
-    await stage.recall(log, at, 0)
+    await stage.recall(log, at, 0, lambda: None)
     first = await stage.handle(message(task("b"), 0))
     stage.forget()
     await log.publish(TASKSET, task("c", "1+1="))
-    await stage.recall(log, at, 1)
+    await stage.recall(log, at, 1, lambda: None)
     second = await stage.handle(message(task("d", "1+1="), 1))
     assert [output.record.error for output in (*first.then, *second.then)]  # type: ignore[union-attr] == ["task b: the same question as a", "task d: the same question as c"]
 
