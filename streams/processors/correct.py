@@ -49,7 +49,8 @@ class Correct:
         if not any(member.edit for member in group):
             return group
         made = [new for member in group for new in self._made(member)]
-        return (*(without_edit(member) for member in group), *made)
+        answers = (member if member.edit is None else msgspec.structs.replace(member, edit=None) for member in group)
+        return (*answers, *made)
 
     def _made(self, answer: Experience) -> list[Experience]:
         if answer.edit is None:
@@ -70,10 +71,6 @@ class Correct:
             made.append(_side(better, chosen, messages, edits, CHOSEN))
             made.append(_side(worse, rejected, answer.messages, edits, REJECTED))
         return made
-
-
-def without_edit(answer: Experience) -> Experience:
-    return answer if answer.edit is None else msgspec.structs.replace(answer, edit=None)
 
 
 def answer_start(answer: Experience) -> int:

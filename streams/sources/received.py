@@ -17,6 +17,7 @@ from infra.log.bus import CommitRefused, Partition, Reader
 from infra.log.log import Log, LogMessage
 from infra.observe.metrics import Metrics
 from schemas import Feedback, Received
+from schemas.errors import ConfigError, OffsetOutOfRange
 from schemas.ids import ANSWER_PREFIX
 from schemas.topics import FEEDBACK
 from streams.config import FEEDBACK_PATH
@@ -44,12 +45,16 @@ def rating(body: dict[str, Any]) -> Feedback | None:
 
 
 async def run_received(sources: Sequence[EventSource], log: Log, metrics: Metrics) -> None:
+    """Read until cancelled. Raises ConfigError where retention deleted what was not read yet."""
     by_path = {source.webhook: source for source in sources}
     reader = await log.subscribed(FEEDBACK, group=GROUP)
     read: OrderedDict[str, None] = OrderedDict()
     try:
         while True:
             await take_once(by_path, reader, log, metrics, read)
+    except OffsetOutOfRange as error:
+        way_out = f"`headrace skip {GROUP}` continues at the oldest kept record, and prints the number of lost records"
+        raise ConfigError(f"{GROUP}: records were deleted before they were read ({error}); {way_out}") from error
     finally:
         await reader.close()
 

@@ -10,6 +10,17 @@ from infra.log.memory import MemoryBus
 from schemas import Block, Control
 from schemas.topics import Topic
 
+START_MS = 1_763_715_600_000
+
+
+class Clock:
+    """Log-append milliseconds, set by hand."""
+
+    now_ms = START_MS
+
+    def __call__(self) -> int:
+        return self.now_ms
+
 
 class KeptDelivery:
     """A Delivery of a stored record."""

@@ -14,6 +14,7 @@ import pytest
 
 from infra.chain.processor import feedback
 from infra.chain.redact import Redactor
+from infra.cli.data.skip import Lost, skip_lost
 from infra.log.bus import CommitRefused, Headers, Partition
 from infra.log.log import Log, record_key
 from infra.log.memory import MemoryBus
@@ -21,14 +22,14 @@ from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
 from infra.store.seal import Keys, seal_event
 from schemas import DeadLetter, Feedback, Received, encode, kafka_headers
-from schemas.errors import StoreError
+from schemas.errors import ConfigError, StoreError
 from schemas.topics import DEAD_LETTERS, FEEDBACK, VERIFIED
 from streams.reprocess.letters import redeliver
 from streams.reprocess.ranges import Range
 from streams.sources.event import Event, EventSource, publish_events, read_events
 from streams.sources.file import FilePosition, load_state, read_lines
 from streams.sources.file import take_once as take_from_file
-from streams.sources.received import GROUP, rating
+from streams.sources.received import GROUP, rating, run_received
 from streams.sources.received import take_once as received_once
 from streams.sources.source import run_sources
 from streams.sources.topic import take_once
@@ -314,6 +315,21 @@ ANSWERED = "hr-bcdfhjklmnqrtvwzbcdfhjkl.7-3-0"
 def said(**fields: Any) -> Received:
     body = msgspec.json.encode({"answer_id": ANSWERED, "id": "f-1", **fields})
     return Received(path="/v1/feedback", body=body, id="f-1", ref=ANSWERED)
+
+
+async def test_feedback_that_was_deleted_unread_stops_the_worker_until_skip_has_named_the_loss() -> None:
+    log, metrics = await opened(), Metrics("process")
+    at = await log.publish(FEEDBACK, said(value=1.0), partition=0)
+    reader = await log.subscribed(FEEDBACK, group=GROUP)
+    await reader.commit({Partition(log.name(FEEDBACK), at.partition): 0})
+    await reader.close()
+    await log.bus.delete_records(Partition(log.name(FEEDBACK), at.partition), 1)
+    with pytest.raises(ConfigError, match="headrace skip feedback"):
+        await run_received([USER], log, metrics)
+    assert await skip_lost(log, "feedback") == [Lost(FEEDBACK, 0, 0, 1)]
+    await log.publish(FEEDBACK, said(value=0.0, id="f-2"), partition=0)
+    async with rig.running(asyncio.create_task(run_received([USER], log, metrics))):
+        await until(log, ["f-2"])
 
 
 async def read(

@@ -98,11 +98,7 @@ async def _rights_tried(settings: Settings, bootstrap: str, access: Access, role
                 fault = "is not there, and [[feedback]] names it: headrace check --create makes it"
             found.append(Tried(f"topic {source_topic}", f"{asked.partitions} partitions: read", fault))
         # Stages, explorers, feedback over HTTP, and each source with a topic read as a group.
-        for group in (
-            *READS,
-            "feedback",
-            *(f"feedback.{source.name}" for source in settings.feedback if source.from_.topic),
-        ):
+        for group in (*READS, *(f"feedback.{source.name}" for source in settings.feedback if source.from_.topic)):
             if group.startswith(RIGHTS[role].groups):
                 name = f"{settings.app}.{group}"
                 asked = await rights.group_rights(name)

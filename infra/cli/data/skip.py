@@ -33,7 +33,7 @@ class Lost(NamedTuple):
 async def skip(
     chosen: SettingsFile,
     group: Annotated[
-        Group, typer.Argument(help="Stopped consumer group: a stage of the stream workers, or the explorers.")
+        Group, typer.Argument(help="Stopped consumer group: a stage, feedback over HTTP, or the explorers.")
     ],
 ) -> int:
     """Skip records that retention deleted before they were read, and list them.

@@ -20,12 +20,13 @@ STARTING_S = 60.0  # of the app's first report: a role that neither reported nor
 OVER = ("stopped", "done", "failed")  # states of a role's last report
 
 # The consumer groups of an app, with the topics that each reads: a group's lag is the number of records that wait for it.
-Group = Literal["tasks", "explore", "verify", "collect"]
+Group = Literal["tasks", "explore", "verify", "collect", "feedback"]
 READS: Mapping[Group, tuple[Topic, ...]] = {
     "tasks": (topics.TASKSET_RAW,),
     "explore": (topics.TASKS,),
     "verify": (topics.EXPERIENCES, topics.EXPERTS),
     "collect": (topics.VERIFIED,),
+    "feedback": (topics.FEEDBACK,),
 }
 
 

@@ -40,6 +40,7 @@ from schemas.ids import experience_id
 from schemas.topics import BATCHES, BUFFER, EXPERIENCES, POLICIES, PROGRESS, VERIFIED, Topic
 from tests.infra.ledger.ledger_records import RUN, batch, closure
 from tests.schemas.record_samples import blocks, controls
+from tests.streams.deliveries import Clock
 
 
 @given(st.lists(st.integers(0, 2), max_size=12), st.integers(0, 5))
@@ -122,7 +123,6 @@ def test_whatever_a_record_holds_it_can_be_shown_and_is_json(record: Control | B
     assert json.loads(line)["offset"] == 77
 
 
-START_MS = 1_763_715_600_000
 GROUP = "a.0"
 NAME = experience_id(GROUP, 0, 0)
 SOURCES = """
@@ -143,15 +143,6 @@ live = { loss = "topr", min_sequences = 64 }
 """
 
 Records = list[tuple[Topic, Block | Control]]
-
-
-class Clock:
-    """Log-append milliseconds, set by hand."""
-
-    now_ms = START_MS
-
-    def __call__(self) -> int:
-        return self.now_ms
 
 
 def of(name: str) -> Block:

@@ -19,18 +19,9 @@ from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from schemas import DeadLetter, Directive, EvalResult, FeedbackWait, Fence, PolicyEvent, Progress, Tick, topics
+from tests.streams.deliveries import START_MS, Clock
 
-START_MS = 1_763_715_600_000
 Event = tuple[float, Progress | PolicyEvent | EvalResult | Directive]
-
-
-class Clock:
-    """Log-append milliseconds, set by hand."""
-
-    now_ms = START_MS
-
-    def __call__(self) -> int:
-        return self.now_ms
 
 
 def progress(role: str, *, state: str = "running", version: int = -1, **counters: float) -> Progress:

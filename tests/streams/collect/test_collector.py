@@ -23,7 +23,7 @@ from streams.stages.stage import Waiting
 from tests.actors.rig import until
 from tests.names import subject_name
 from tests.streams.collect.collecting import FakePartition, answer, block, decisions, folded, said, tick
-from tests.streams.deliveries import KeptDelivery, memory_log, stored, values
+from tests.streams.deliveries import START_MS, Clock, KeptDelivery, memory_log, stored, values
 
 RULES = Rules(deadline_ms=3_600_000, keep_ms=86_400_000)
 
@@ -199,17 +199,7 @@ async def test_a_forgotten_answer_is_dropped_where_it_waits_and_is_unreadable_in
 
 
 DAY_MS, HOUR_MS = 86_400_000, 3_600_000
-START_MS = 1_763_715_600_000
 REF = "hr-a1b2.0.0-0-0"
-
-
-class Clock:
-    """Log-append milliseconds, set by hand."""
-
-    now_ms = START_MS
-
-    def __call__(self) -> int:
-        return self.now_ms
 
 
 def rules(**windows_ms: int) -> Rules:
