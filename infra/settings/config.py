@@ -158,8 +158,8 @@ class Keep(Section, frozen=True):
     """
 
     replay: Duration = "30d"
-    """Time that replay and audit reach back. It sets the retention of topics and of objects in the store. Reports stay for a
-    day."""
+    """Time that replay and audit reach back. It sets the retention of objects in the store, and of topics at their creation:
+    after a change, set retention.ms of existing topics with Kafka's kafka-configs.sh. Reports stay for a day."""
     store_gb: Gigabytes = 5.0
     """Maximum gigabytes of the run's versions and checkpoints if the store is a folder. 0 for no limit. Above it, the trainer
     also deletes versions and checkpoints within `replay`. The newest `trainer.keep_checkpoints` checkpoints, the newest

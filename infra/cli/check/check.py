@@ -153,7 +153,7 @@ def summary(settings: Settings, parsers: str = "") -> Table:
     rows = {
         "broker": settings.kafka.bootstrap_servers or "embedded",
         "store": settings.store.shown,
-        "keep": settings.keep.replay,
+        "keep": f"{settings.keep.replay}, of new topics; existing topics keep theirs",
         "policy": f"{settings.policy.name}, from {settings.policy.model or 'nothing yet'}",
         **({"answers": parsers} if parsers else {}),
         "engine": settings.engine.use
