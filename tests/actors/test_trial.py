@@ -11,7 +11,16 @@ from msgspec.structs import replace
 
 from actors.config import CanaryConfig, GateSuite
 from actors.master.gate.suites import difference, total_drop
-from actors.master.gate.trial import BLOCK_SHARE, Evidence, Strata, ending, not_worse_series, power, strata, worse_series
+from actors.master.gate.trial import (
+    BLOCK_SHARE,
+    Evidence,
+    Strata,
+    ending,
+    not_worse_series,
+    power,
+    strata,
+    worse_series,
+)
 from schemas import EvalResult
 from tests.bench.gate import KINDS, WORLDS, World, candidates, decided, people
 
