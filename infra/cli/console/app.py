@@ -179,10 +179,7 @@ class _Site:
         return await self._error(request, None, 500, "The page failed; the console's log has the error.")
 
     async def _checked(
-        self,
-        request: Request,
-        read: Callable[[Viewer], Awaitable[dict[str, Any] | Response]],
-        template: str = "",
+        self, request: Request, read: Callable[[Viewer], Awaitable[dict[str, Any] | Response]], template: str = ""
     ) -> Response:
         """The rendered result of `read` if the viewer has access, else a page with the reason."""
         viewer = None

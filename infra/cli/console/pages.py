@@ -38,10 +38,7 @@ class Console:
     """
 
     def __init__(
-        self,
-        reading: Reading,
-        command: Sequence[str] = (),
-        load_spell: Callable[[], Spell | None] = lambda: None,
+        self, reading: Reading, command: Sequence[str] = (), load_spell: Callable[[], Spell | None] = lambda: None
     ) -> None:
         self.reading = reading
         self.command = tuple(command)

@@ -209,8 +209,4 @@ def has_answer(database: sqlite3.Connection, experience: str) -> bool:
 
 def _progress(database: sqlite3.Connection) -> tuple[dict[tuple[str, int], int], str, bool]:
     notes = dict(database.execute("SELECT name, value FROM meta").fetchall())
-    return (
-        read_offsets(database),
-        notes.get("fault") or "",
-        bool(notes.get("whole")),
-    )
+    return (read_offsets(database), notes.get("fault") or "", bool(notes.get("whole")))

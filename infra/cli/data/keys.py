@@ -21,8 +21,7 @@ def create(
     chosen: SettingsFile,
     tenant: Annotated[str, typer.Option(help="Tenant, the owner of the answers and feedback.")] = "default",
     scope: Annotated[
-        str,
-        typer.Option(help="Scopes, separated by commas: serve, feedback, admin (gateway); look, unseal (console)."),
+        str, typer.Option(help="Scopes, separated by commas: serve, feedback, admin (gateway); look, unseal (console).")
     ] = "serve,feedback",
     train: Annotated[
         Train, typer.Option(help="Consent to training on the key's answers: yes, no or unset. See gateway.train_on.")
@@ -40,13 +39,7 @@ def create(
         raise ConfigError(f"--tenant: got {len(tenant)} characters, expected 1 to 200")
     lives_s = duration_s(expires) if expires else 0.0
     key, shown = create_key(
-        app_store(settings),
-        tenant=tenant,
-        scopes=read_scopes(scope),
-        train=train,
-        rpm=rpm,
-        tpm=tpm,
-        lives_s=lives_s,
+        app_store(settings), tenant=tenant, scopes=read_scopes(scope), train=train, rpm=rpm, tpm=tpm, lives_s=lives_s
     )
     known = f"gateways know it within {(settings.gateway or GatewayConfig()).keys_reload_s:g} s"
     print(printable(f"key {key.id} for tenant {tenant}; {known}. It is shown this once:"), file=sys.stderr)

@@ -102,11 +102,7 @@ async def run_demo(options: DemoOptions) -> int:
 
 
 async def until_done(
-    log: Log,
-    run: RunRecord,
-    settings: Settings,
-    states: Sequence[dict[str, ChildState]],
-    console: Console,
+    log: Log, run: RunRecord, settings: Settings, states: Sequence[dict[str, ChildState]], console: Console
 ) -> None:
     """Wait until the master is done. A line of progress tells each change, and the same again after QUIET_S. Raises ConfigError
     if a role cannot go on.

@@ -76,8 +76,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     )
     task: Annotated[str, typer.Option(help="Task: instructions, or the toy add.")] = "instructions"
     model: Annotated[
-        str,
-        typer.Option(metavar="FOLDER", help="Chat model to train.", show_default="SmolLM2-135M-Instruct"),
+        str, typer.Option(metavar="FOLDER", help="Chat model to train.", show_default="SmolLM2-135M-Instruct")
     ] = ""
     minutes: Annotated[
         float, typer.Option(help="Longest time from the first task to the last.", show_default="25; traffic 10; add 4")

@@ -100,12 +100,7 @@ async def _move(
         versions, before = await versions_and_stable(log, settings.policy.name, version)
         check_move(versions, before, kind, version)
         event = PolicyEvent(
-            event=kind,
-            policy=settings.policy.name,
-            version=version,
-            channel=channel,
-            reason=reason,
-            owner=operator(),
+            event=kind, policy=settings.policy.name, version=version, channel=channel, reason=reason, owner=operator()
         )
         await log.publish(topics.POLICIES, event)
         after = moved(before, event, settings.policy.name)

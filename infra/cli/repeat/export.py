@@ -65,10 +65,7 @@ async def fill(archive: Archive, source: ReplaySource, start: ReplayStart) -> Bu
     await asyncio.to_thread(archive.add_model, Path(source.model))
     for key in checkpoint.objects(source.store, source.run, start.manifest.place):
         archive.add(key, source.store.get(key))
-    begins = {
-        topics.BATCHES: start.manifest.position.journal_next,
-        topics.BUFFER: min(start.survey.offsets, default=0),
-    }
+    begins = {topics.BATCHES: start.manifest.position.journal_next, topics.BUFFER: min(start.survey.offsets, default=0)}
     shows = await asyncio.to_thread(vision_if_any, source.model) is not None
     held: dict[str, tuple[PartitionRange, ...]] = {
         topic.name: (

@@ -84,8 +84,7 @@ def process(chosen: SettingsFile) -> None:
 
 @flags
 def train(
-    chosen: SettingsFile,
-    ranks: Annotated[int, typer.Option(help="Number of ranks; 0 takes \\[trainer] ranks.")] = 0,
+    chosen: SettingsFile, ranks: Annotated[int, typer.Option(help="Number of ranks; 0 takes \\[trainer] ranks.")] = 0
 ) -> None:
     """Train on the buffer, journal every batch, publish versions.
 

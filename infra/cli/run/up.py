@@ -12,15 +12,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from infra.cli.connect import (
-    UP_LOCK,
-    app_store,
-    broker_address,
-    connected,
-    create_topics,
-    kafka_folder,
-    quieten_client,
-)
+from infra.cli.connect import UP_LOCK, app_store, broker_address, connected, create_topics, kafka_folder, quieten_client
 from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT, INTERRUPTED, STOPPED, last_error
 from infra.cli.options import SettingsFile, command
 from infra.cli.run.roles import CODE_VARIABLE, metrics_address
