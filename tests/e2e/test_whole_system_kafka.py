@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import pytest
@@ -118,109 +119,6 @@ class Corridor:
             end="terminal" if arrives else None,
         )
 '''
-# At port 9 nobody listens. The first seven groups are of seven different tasks.
-SETTINGS = """
-app = "{app}"
-plugins = ["plugins"]
-kafka = {{ bootstrap_servers = "{broker}", partitions = 2 }}
-policy = {{ model = "model" }}
-pacing = {{ groups_per_step = 3, max_staleness = 1, straggler_s = 0.2 }}
-
-[master]
-num_episodes = 2
-max_tokens = 120
-seed = 409
-report_s = 0.2
-evals = [{{ suite = "dev", tasks = 1 }}]
-
-[explore]
-report_s = 0.2
-[explore.workflows]
-check = {{ use = "actors.rollout.workflow:converse" }}
-[explore.workflows.call]
-use = "actors.rollout.workflows.tools:Tools"
-options = {{ tools = [{{ use = "actors.rollout.tools.python:Python" }}], system = "call: " }}
-[explore.workflows.walk]
-use = "actors.rollout.workflows.interact:Interact"
-[explore.workflows.walk.options]
-max_turns = 3
-environment = {{ use = "whole:Corridor" }}
-system = "act. "
-[explore.workflows.shop]
-use = "actors.rollout.workflows.interact:Interact"
-[explore.workflows.shop.options]
-environment = {{ use = "actors.rollout.environments.http:HttpEnvironment", options = {{ url = "{services}/shop" }} }}
-[explore.workflows.lost]
-use = "actors.rollout.workflows.interact:Interact"
-[explore.workflows.lost.options]
-environment = {{ use = "actors.rollout.environments.http:HttpEnvironment", options = {{ url = "http://127.0.0.1:9" }} }}
-[explore.workflows.riddle]
-use = "actors.rollout.workflows.interact:Interact"
-[explore.workflows.riddle.options]
-environment = {{ use = "actors.rollout.environments.reasoning_gym:ReasoningGym" }}
-
-[tasks]
-filter = {{ workflows = {{ check = ["meta.tests"] }} }}
-[[processor]]
-use = "whole:arranged"
-stage = "tasks"
-
-[[score]]
-name = "exact"
-use = "streams.scores.exact:exact"
-timeout_s = 60
-[[score]]
-name = "math"
-use = "streams.scores.math:Math"
-timeout_s = 60
-[[score]]
-name = "code"
-use = "streams.scores.code:Code"
-timeout_s = 60
-[[score]]
-name = "judge"
-use = "streams.scores.llm_judge:Judge"
-options = {{ endpoint = {{ url = "{services}/judge", model = "j" }} }}
-[[score]]
-name = "away"
-use = "streams.scores.llm_judge:Judge"
-options = {{ endpoint = {{ url = "http://127.0.0.1:9/v1", model = "j", attempts = 1 }} }}
-[[score]]
-name = "rubric"
-use = "streams.scores.llm_judge:Rubric"
-options = {{ endpoint = {{ url = "{services}/rubric", model = "j" }}, criteria = ["short", "polite"] }}
-[[score]]
-name = "quality"
-use = "streams.scores.model:Model"
-timeout_s = 60
-options = {{ folder = "{folder}/quality" }}
-
-[reward]
-blend = {{ exact = 1, math = 1, code = 1, environment = 1, judge = 0.5, rubric = 0.5, quality = 0.1 }}
-
-[collect]
-deadline_s = 3600
-synthesize = {{ on = true, min_reward = 0.5 }}
-[[processor]]
-use = "streams.processors.prioritize:novelty"
-stage = "collect"
-after = "prioritize"
-[[processor]]
-use = "whole:reserved"
-stage = "verify"
-
-[trainer]
-learning_rate = 1e-5
-critic = {{ learning_rate = 1e-4 }}
-tensorboard = ""
-[trainer.lanes]
-usual = {{ loss = "ppo", weight = 0.8 }}
-expert = {{ loss = "sft", weight = 0.1, share = 0.5, max_uses = 99, draw = "priority", optional = true }}
-human = {{ loss = "dpo", weight = 0.1, share = 0.5, max_uses = 99, optional = true }}
-[[processor]]
-use = "trainer.processors:normalize_advantages"
-stage = "batch"
-"""
 NOTICED = '\n[[processor]]\nuse = "whole:noticed"\nstage = "verify"\nafter = "validate"\n'
 
 
@@ -234,7 +132,8 @@ def prepare(folder: Path, app: str, broker: str, services: str) -> Path:
     (folder / "plugins").mkdir()
     (folder / "plugins" / "whole.py").write_text(PLUGIN)
     file = folder / "headrace.toml"
-    file.write_text(SETTINGS.format(app=app, broker=broker, services=services, folder=folder))
+    settings = Template(Path(__file__).with_name("whole_system.toml").read_text())
+    file.write_text(settings.substitute(app=app, broker=broker, services=services, folder=folder))
     for name, rows in ROWS.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{no row\n")
     build_char_model(folder / "model", 3, TURNS, Size(hidden=64, layers=2))
