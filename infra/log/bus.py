@@ -7,7 +7,6 @@ skips an offset that retention has removed; it raises OffsetOutOfRange.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Protocol
 
 import msgspec
@@ -60,7 +59,6 @@ def digest_of(record: Record) -> str:
     return hashlib.blake2b(b"%d:" % record.timestamp_ms + record.value, digest_size=16).hexdigest()
 
 
-@lru_cache(maxsize=16_384)  # collectors that begin together ask for the same groups
 def partition_for(key: bytes, num_partitions: int) -> int:
     """Partition of `key` among `num_partitions`, as Java's clients choose it."""
     return 0 if num_partitions == 1 else (murmur2(key) & 0x7FFFFFFF) % num_partitions
