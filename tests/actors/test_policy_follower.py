@@ -141,20 +141,16 @@ def gives_a_part(store: FaultyStore, key: str) -> bytes:
 
 
 def gives_old_bytes(store: FaultyStore, key: str) -> bytes:
-    return MemoryStore.get(store, older(store, key))
+    """The object of version 1 that stands for this object of version 2; any other as it is."""
+    if "/deltas/1-2/" in key:
+        key = next(store.keys(f"{key.partition('/deltas/')[0]}/deltas/0-1/"))
+    return MemoryStore.get(store, key.replace("/manifests/2.", "/manifests/1."))
 
 
 def misses_objects(store: FaultyStore, key: str) -> bytes:
     if "/manifests/" in key:
         return MemoryStore.get(store, key)
     raise NotInStore(f"get {key}: not there yet")
-
-
-def older(store: MemoryStore, key: str) -> str:
-    """The object of version 1 that stands for this object of version 2; any other key as it is."""
-    if "/deltas/1-2/" in key:
-        return next(store.keys(f"{key.partition('/deltas/')[0]}/deltas/0-1/"))
-    return key.replace("/manifests/2.", "/manifests/1.")
 
 
 @pytest.mark.parametrize(

@@ -207,9 +207,7 @@ class Site:
         self, request: Request, body: bytes, parsed: ParsedRequest, api: Api, session: str, place: TakenSlots
     ) -> Response:
         key: ApiKey = request.state.key
-        wanted = request.headers.get(VERSION_HEADER, "")
-        if wanted and wanted != str(self._gateway.engine.version):
-            raise unavailable(f"version {wanted[:20]} is not served here now")
+        self._check_version(request)
         inside = self._canary is not None and self._canary.takes(
             self._gateway.request_name(parsed, key, session), self._gateway.trial(), self._authenticator.book.secret
         )
@@ -220,6 +218,7 @@ class Site:
             parsed, key, session, place, drawn=self._canary is None or not (inside or known_here)
         )
         in_flight = await (unless_gone(request, beginning) if self._gateway.is_long(parsed) else beginning)
+        self._check_version(request)  # again: a reload does not wait for the tokenization of a prompt
         reply = Reply(
             in_flight=in_flight,
             decode=self._gateway.tokenizer.decode,
@@ -235,6 +234,11 @@ class Site:
             self._charge(in_flight)
         self._keep(reply, session)
         return json_response(api.whole(reply))
+
+    def _check_version(self, request: Request) -> None:
+        wanted = request.headers.get(VERSION_HEADER, "")
+        if wanted and wanted != str(self._gateway.engine.version):
+            raise unavailable(f"version {wanted[:20]} is not served here now")
 
     async def _from_canary(self, request: Request, body: bytes, parsed: ParsedRequest, api: Api) -> Response | None:
         assert self._canary is not None

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import numpy as np
 import openai
 import pytest
 
-from actors.engines.scripted import TENSOR
+from actors.engines.scripted import TENSOR, ScriptedEngine
+from actors.gateway.http.canary import VERSION_HEADER
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, from_numpy, to_numpy
 from infra.store.memory import MemoryStore
@@ -18,7 +20,7 @@ from infra.store.store import Store
 from schemas import PolicyEvent
 from schemas.fields import PolicyEventKind
 from schemas.topics import POLICIES
-from tests.actors.gateway.gateway_rig import VOCABULARY, AwayBus, RunningGateway, engine, says, serving
+from tests.actors.gateway.gateway_rig import VOCABULARY, AwayBus, ByteTokenizer, RunningGateway, engine, says, serving
 from tests.actors.rig import until
 
 Tensors = dict[str, Tensor]
@@ -117,6 +119,32 @@ async def test_a_restart_without_the_log_serves_the_version_served_last(tmp_path
     bus.away = True
     async with serving(tmp_path, engine(says("a")), bus=bus, store=store) as served:
         assert served.engine.version == 3
+
+
+class Waiting(ByteTokenizer):
+    """Waits with a long prompt. asked: set once it does. go: set to go on."""
+
+    def __init__(self) -> None:
+        self.asked, self.go = threading.Event(), threading.Event()
+
+    def encode_request(self, conversation: Any, tools: Any = ()) -> list[int]:
+        if len(conversation[0]["content"]) > 4096:
+            self.asked.set()
+            self.go.wait(60)
+        return super().encode_request(conversation, tools)
+
+
+async def test_a_version_that_is_loaded_before_the_first_token_answers_nothing_for_another(tmp_path: Path) -> None:
+    sampler = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=8192, script=says("a"))
+    tokenizer = Waiting()
+    async with serving(tmp_path, sampler, tokenizer=tokenizer) as served, served.http(await served.new_key()) as http:
+        long = {"model": "m", "messages": [{"role": "user", "content": "x" * 5000}]}
+        asking = asyncio.create_task(http.post("/v1/chat/completions", json=long, headers={VERSION_HEADER: "0"}))
+        await until(tokenizer.asked.is_set)
+        await announce(served, 1, bigram(1))
+        await loaded(served, 1)
+        tokenizer.go.set()
+        assert (await asking).status_code == 503
 
 
 @pytest.mark.parametrize(("channel", "held"), [("stable", 2), ("candidate", 3)])
