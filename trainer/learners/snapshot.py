@@ -50,5 +50,5 @@ class Snapshot:
         reach("checkpoint.before_state")
         try:
             return _Report(write_pieces(self._store, self._folder, self._channel.rank, self._pieces))
-        except Exception as error:  # rank 0 waits for a report
+        except Exception if self._channel.rank else StoreError as error:  # rank 0 waits for a report of each rank
             return _Report(error=f"{type(error).__name__}: {error}")
