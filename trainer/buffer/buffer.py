@@ -260,7 +260,7 @@ class Buffer:
         return [block for _, block in sorted((self._validation or {}).items())]
 
     def end_validation(self) -> None:
-        """Let go of the blocks that are never trained, and hold no further ones: only the warm-up reads them."""
+        """Drop the blocks that are never trained, and hold no further ones: only the warm-up reads them."""
         self._validation = None
 
     def num_waiting(self) -> int:

@@ -124,7 +124,7 @@ async def take_in(log: Log, intake: Intake, metrics: Metrics, tell_dropped: Tell
 
 
 async def tell_refused(metrics: Metrics, tell_dropped: TellDropped, offset: int, group: str, reason: str) -> None:
-    """Count and tell why a record of `buffer` was refused; nothing for the reason ""."""
+    """Count and report the refusal of a record of `buffer`; nothing for the reason ""."""
     if not reason:
         return
     metrics.counter("buffer_refused", reason=reason).inc()
