@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import httpx
@@ -43,41 +44,6 @@ SHARE = 0.5
 APP_SECRET = b"known here, so that sessions can be drawn"
 TENANT = "acme"
 ASK: Any = [{"role": "user", "content": "37+45="}]
-TOML = """
-app = "{app}"
-[kafka]
-bootstrap_servers = "{bootstrap}"
-partitions = 2
-[policy]
-model = "model"
-[engine]
-use = "actors.engines.scripted:ScriptedEngine"
-options = {{ max_model_len = 512, token_s = 0.02 }}
-[gateway]
-listen = "127.0.0.1:{port}"
-train_on = "consented"
-[gateway.limits]
-max_tokens = 12
-[gateway.canary]
-url = "http://127.0.0.1:{canary}"
-share = {share}
-[master]
-report_s = 0.2
-[master.gate.canary]
-margin = 0.2                     # so that few sessions decide
-[master.gate.people]
-rating_window = "2s"
-block = "500ms"
-[[feedback]]
-name = "user"
-use = "streams.sources.received:rating"
-from = {{ webhook = "/v1/feedback" }}
-window = "60s"
-[collect]
-session_s = 0
-[reward]
-require = ["user"]
-"""
 Likes = Callable[[int], bool]
 
 
@@ -299,7 +265,8 @@ def test_a_trial_through_kafka_is_decided_by_what_people_say_and_a_killed_canary
     build_char_model(tmp_path / "model", seed=0)
     (tmp_path / "model" / "model.safetensors").write_bytes(save_tensors(table_of(0)))
     ports = choose_address().port, choose_address().port
-    settings = TOML.format(app=app_name, bootstrap=kafka, port=ports[0], canary=ports[1], share=SHARE)
+    template = Template(Path(__file__).with_name("canary.toml").read_text())
+    settings = template.substitute(app=app_name, bootstrap=kafka, port=ports[0], canary=ports[1], share=SHARE)
     (tmp_path / "headrace.toml").write_text(settings)
     store = DirectoryStore(tmp_path / "store")
     store.put(SECRET, APP_SECRET)
