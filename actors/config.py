@@ -24,10 +24,7 @@ Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0, description="a number from
 Chance = Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")]
 Temperature = Annotated[float, msgspec.Meta(ge=0.0, description="a temperature, 0 or above")]
 
-REFUSALS = (
-    r"\bI(?: am|'m|’m) (?:sorry|unable)\b",
-    r"\bI (?:can(?:not|'t|’t)|won(?:'t|’t)) \w+ (?:with|you)\b",
-)
+REFUSALS = (r"\bI(?: am|'m|’m) (?:sorry|unable)\b", r"\bI (?:can(?:not|'t|’t)|won(?:'t|’t)) \w+ (?:with|you)\b")
 CONVERSE = "actors.rollout.workflow:converse"
 
 
@@ -163,7 +160,7 @@ class MasterConfig(Section, frozen=True):
     """Seed of the task draws and of the trainer's draws."""
     split: str = "train"
     """Split of the taskset from which the master issues tasks."""
-    num_episodes: Positive = 8
+    num_episodes: Annotated[int, msgspec.Meta(ge=1, le=64, description="a whole number from 1 to 64")] = 8
     """Episodes per task (group size)."""
     max_tokens: Positive = 512
     """Maximum sampled tokens per turn."""
