@@ -50,5 +50,7 @@ class Snapshot:
         reach("checkpoint.before_state")
         try:
             return _Report(write_pieces(self._store, self._folder, self._channel.rank, self._pieces))
-        except Exception if self._channel.rank else StoreError as error:  # rank 0 waits for a report of each rank
+        except Exception as error:
+            if not self._channel.rank and not isinstance(error, StoreError):
+                raise  # rank 0 waits for a report of each other rank alone
             return _Report(error=f"{type(error).__name__}: {error}")

@@ -133,7 +133,7 @@ async def read_policies(log: Log, policy: str, version: int) -> tuple[dict[int, 
 
 
 async def restore_buffer(run: Run, references: tuple[int, ...], todo: list[Pending | Rollback]) -> None:
-    """Put undrawn blocks back, and report refused ones, except those of steps in `todo`. Raises OffsetOutOfRange with the
+    """Put undrawn blocks back, and report refused ones that no step in `todo` trains. Raises OffsetOutOfRange with the
     offset of a missing block.
     """
     used = {offset for entry in todo if isinstance(entry, Pending) for offset in named_offsets(entry.batch)}
