@@ -211,16 +211,7 @@ async def _assembled(
     )
     recorder = Recorder(tokenizer, config.redact, metrics, role.instance, keys, ImageReader(store))
     book = KeyBook()
-    gateway = Gateway(
-        config,
-        engine,
-        recorder,
-        outbox,
-        metrics,
-        epoch=epoch,
-        trial=trial,
-        secret=lambda: book.secret,
-    )
+    gateway = Gateway(config, engine, recorder, outbox, metrics, epoch=epoch, trial=trial, secret=lambda: book.secret)
     if not tokenizer.writing.is_own:
         await asyncio.to_thread(gateway.parser.prepare)
     try:

@@ -205,9 +205,7 @@ async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: Polic
         holds = scheduler.holds(MAX_HELD) if clock() - reported_s >= report_every_s else None
         reported_s = reported_s if holds is None else clock()
         report = msgspec.structs.replace(
-            _progress(runtime, "serving", "working"),
-            holds=holds,
-            refused=follower.refused,
+            _progress(runtime, "serving", "working"), holds=holds, refused=follower.refused
         )
         await runtime.role.log.publish(REPORTS, report)
         await asyncio.sleep(runtime.config.report_s)

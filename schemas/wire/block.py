@@ -121,11 +121,7 @@ _LENGTHS = [struct.Struct(f"<{count}I") for count in range(MAX_SECTIONS + 1)]
 
 
 def decode_block(
-    header: bytes | memoryview,
-    tail: memoryview,
-    *,
-    sealed: bool = False,
-    find: FindSeal | None = None,
+    header: bytes | memoryview, tail: memoryview, *, sealed: bool = False, find: FindSeal | None = None
 ) -> Block:
     """A block from its header and the bytes after it; raises BadFrame, and the errors of `find`."""
     try:

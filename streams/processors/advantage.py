@@ -133,12 +133,7 @@ AdvantageKind = Literal["group", "mean", "leave_one_out"]
 
 @processor(version=3, of="group", memory=MEMORY, inline=True)
 def advantage(
-    group: tuple[Experience, ...],
-    *,
-    memory: Memory,
-    kind: AdvantageKind,
-    epsilon: float,
-    turns: str,
+    group: tuple[Experience, ...], *, memory: Memory, kind: AdvantageKind, epsilon: float, turns: str
 ) -> tuple[Experience, ...]:
     """Advantage of each episode, given to all its parts; demonstrations and members without a reward pass unchanged.
 

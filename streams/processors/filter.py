@@ -100,11 +100,7 @@ def dedupe(experience: Experience, *, memory: Memory, record_offset: int) -> Exp
 
 @processor(version=3)
 def redact(
-    experience: Experience,
-    *,
-    kinds: Sequence[Kind],
-    patterns: Mapping[str, str],
-    action: Literal["drop", "mask"],
+    experience: Experience, *, kinds: Sequence[Kind], patterns: Mapping[str, str], action: Literal["drop", "mask"]
 ) -> Experience | Drop:
     """Drop an experience with personal data, or mask its text as `[email]`.
 

@@ -15,11 +15,7 @@ INCOMPLETE = "incomplete episode"
 
 @processor(version=3, of="group", inline=True)
 def reward(
-    group: tuple[Experience, ...],
-    *,
-    blend: Mapping[str, float] | None,
-    require: Sequence[str],
-    discount: float,
+    group: tuple[Experience, ...], *, blend: Mapping[str, float] | None, require: Sequence[str], discount: float
 ) -> tuple[Experience | Drop, ...]:
     """Weighted mean of the scores in `blend`; the weights of absent scores are redistributed. A negative weight is a penalty,
     subtracted from the mean of the other scores.

@@ -19,11 +19,7 @@ _PASSED = 1.0 - 1e-9
 
 @processor(version=1, of="task", inline=True)
 def filter(
-    task: Task,
-    *,
-    require: Sequence[str],
-    workflows: Mapping[str, Sequence[str]],
-    max_chars: int,
+    task: Task, *, require: Sequence[str], workflows: Mapping[str, Sequence[str]], max_chars: int
 ) -> Task | Drop:
     """Drop a task that lacks a field of `require`, or of its workflow's entry in `workflows`, or is longer than
     `max_chars` (0: no limit). Fields: answer, difficulty, parent, meta.<name>.

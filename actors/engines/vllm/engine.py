@@ -240,12 +240,7 @@ class VllmEngine:
         if self._adapter is not None:
             await check_adapted(self._llm, sorted(self._shapes), self._folder)
             self._adapters = Adapters(self._llm, slots=int(self._llm.vllm_config.lora_config.max_loras), base=label)
-        self._requests = Requests(
-            self._llm,
-            self._attempts,
-            adapters=self._adapters,
-            vision=self._vision,
-        )
+        self._requests = Requests(self._llm, self._attempts, adapters=self._adapters, vision=self._vision)
         self._requests.born = label
         self._swap = Swap(self._llm, self._requests, sees=self._vision is not None)
         if self._adapter is None:

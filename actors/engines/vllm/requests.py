@@ -341,8 +341,7 @@ def _item(picture: Prepared) -> Any:
         return MultiModalFieldElem(data=data, field=MultiModalBatchedField(keep_on_cpu=keep_on_cpu))
 
     return MultiModalKwargsItem(
-        pixel_values=element(torch.from_numpy(picture)),
-        num_image_patches=element(torch.tensor(1), keep_on_cpu=True),
+        pixel_values=element(torch.from_numpy(picture)), num_image_patches=element(torch.tensor(1), keep_on_cpu=True)
     )
 
 

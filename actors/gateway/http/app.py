@@ -51,11 +51,7 @@ from infra.observe.metrics import Metrics
 from schemas.ids import group_of
 
 # The APIs in which clients ask for answers, by their paths.
-APIS: Mapping[str, Api] = {
-    "/v1/chat/completions": CHAT,
-    "/v1/messages": MESSAGES,
-    "/v1/responses": RESPONSES,
-}
+APIS: Mapping[str, Api] = {"/v1/chat/completions": CHAT, "/v1/messages": MESSAGES, "/v1/responses": RESPONSES}
 COUNT_PATH = "/v1/messages/count_tokens"
 MODELS_PATH = "/v1/models"
 # Method and scope of every route that all gateways have, by its path; no scope: without a key.

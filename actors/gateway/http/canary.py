@@ -92,14 +92,7 @@ class Canary:
         return position_in_trial(session, trial, secret) < self._share
 
     async def answer(
-        self,
-        path: str,
-        headers: Mapping[str, str],
-        body: bytes,
-        *,
-        api: Api,
-        stream: bool,
-        choices: int = 1,
+        self, path: str, headers: Mapping[str, str], body: bytes, *, api: Api, stream: bool, choices: int = 1
     ) -> Response | None:
         """The canary's answer to a request, None where it gave none."""
         if self._away.is_set():
@@ -167,11 +160,7 @@ class Canary:
         return response, pieces, begun
 
     async def _pieces(
-        self,
-        response: httpx.Response,
-        pieces: AsyncIterator[bytes],
-        begun: bytes,
-        api: Api,
+        self, response: httpx.Response, pieces: AsyncIterator[bytes], begun: bytes, api: Api
     ) -> AsyncGenerator[bytes, None]:
         try:
             yield begun

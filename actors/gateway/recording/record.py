@@ -34,13 +34,7 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        rules: RedactRules,
-        metrics: Metrics,
-        origin: str,
-        keys: Keys,
-        images: ImageReader,
+        self, tokenizer: Tokenizer, rules: RedactRules, metrics: Metrics, origin: str, keys: Keys, images: ImageReader
     ) -> None:
         self.tokenizer = tokenizer
         self._rules = rules

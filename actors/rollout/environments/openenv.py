@@ -154,9 +154,7 @@ class OpenEnv(msgspec.Struct, kw_only=True, dict=True):
 
     def _outcome(self, answer: _OpenEnvReply) -> Outcome:
         return Outcome(
-            observation=self._written(answer.observation),
-            reward=answer.reward,
-            end="terminal" if answer.done else None,
+            observation=self._written(answer.observation), reward=answer.reward, end="terminal" if answer.done else None
         )
 
     def _written(self, observation: dict[str, Any]) -> str:

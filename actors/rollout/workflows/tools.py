@@ -126,11 +126,7 @@ def described(tools: Sequence[ToolSpec]) -> str:
         json.dumps(
             {
                 "type": "function",
-                "function": {
-                    "name": tool.name,
-                    "description": tool.description,
-                    "parameters": dict(tool.parameters),
-                },
+                "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)},
             }
         )
         for tool in tools
