@@ -161,7 +161,8 @@ class MasterConfig(Section, frozen=True):
     split: str = "train"
     """Split of the taskset from which the master issues tasks."""
     num_episodes: Annotated[int, msgspec.Meta(ge=1, le=64, description="a whole number from 1 to 64")] = 8
-    """Episodes per task (group size)."""
+    """Episodes per task (group size). The trainer takes the first 64 sequences of a group, up to 16 MiB of tokens or text; an
+    episode of a program may have several."""
     max_tokens: Positive = 512
     """Maximum sampled tokens per turn."""
     temperature: Temperature = 1.0
