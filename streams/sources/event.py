@@ -144,7 +144,7 @@ async def _kept_back(event: Event, reading: EventReading, keys: Keys | None) -> 
         return reading
     about = event.value.decode("utf-8", "replace") if said is None else said.ref
     for session in ids.sessions_in(about)[:MAX_SESSIONS]:
-        if await confirmed(partial(asyncio.to_thread, keys.is_forgotten, session), "forgotten key"):
+        if await asyncio.to_thread(keys.is_forgotten, session):
             return EventReading("forgotten")
     return reading
 
