@@ -109,9 +109,9 @@ def load_state(path: Path, kind: type[State]) -> State:
 
     Before the first save, the newest state in a worker's folder counts.
     """
-    earlier = sorted(path.parent.parent.glob(f"worker-*/{path.name}"), key=lambda place: place.stat().st_mtime_ns)
-    saved = path if path.exists() else earlier[-1] if earlier else None
-    return kind() if saved is None else msgspec.json.decode(saved.read_bytes(), type=kind)
+    earlier = [] if path.exists() else path.parent.parent.glob(f"worker-*/{path.name}")
+    saved = max(earlier, key=lambda place: place.stat().st_mtime_ns, default=path)
+    return msgspec.json.decode(saved.read_bytes(), type=kind) if saved.exists() else kind()
 
 
 async def save_state(source: EventSource, path: Path, state: msgspec.Struct, metrics: Metrics) -> None:
