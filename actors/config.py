@@ -160,9 +160,9 @@ class MasterConfig(Section, frozen=True):
     """Seed of the task draws and of the trainer's draws."""
     split: str = "train"
     """Split of the taskset from which the master issues tasks."""
-    num_episodes: Annotated[int, msgspec.Meta(ge=1, le=64, description="a whole number from 1 to 64")] = 8
-    """Episodes per task (group size). The trainer takes the first 64 sequences of a group, up to 16 MiB of tokens or text; an
-    episode of a program may have several."""
+    num_episodes: Annotated[int, msgspec.Meta(ge=1, le=256, description="a whole number from 1 to 256")] = 8
+    """Episodes per task (group size). Groups of more than 256 sequences or 16 MiB of tokens or text are dropped; an
+    episode of a program may have several sequences."""
     max_tokens: Positive = 512
     """Maximum sampled tokens per turn."""
     temperature: Temperature = 1.0

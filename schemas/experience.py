@@ -45,7 +45,7 @@ from schemas.records import Message
 
 MAX_TOKENS = 4 * 1024 * 1024
 MAX_SPANS = 16_384
-MAX_MEMBERS = 64
+MAX_MEMBERS = 256
 
 
 class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):

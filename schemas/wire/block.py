@@ -1,4 +1,4 @@
-"""Block: 1 to 64 experiences of one group in one Kafka record, their shared prompt and equal texts stored once; and its bytes.
+"""Block: 1 to 256 experiences of one group in a Kafka record, their shared prompt and equal texts stored once; its bytes.
 
 Guarantee: sections that came in a frame leave as the same bytes while the members use at least half of them, so that a stage
 that edits headers neither decompresses nor compresses. Decoding checks the header whole; bulk is checked on first use (or by
@@ -51,7 +51,7 @@ from schemas.records import Message
 
 
 class Block(msgspec.Struct, frozen=True):
-    """1 to 64 experiences of one group; ValueError otherwise.
+    """1 to 256 experiences of one group; ValueError otherwise.
 
     experiences: the members, in the order of the frame.
     """

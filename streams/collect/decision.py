@@ -13,6 +13,8 @@ from schemas.wire.block import split_blocks
 from streams.collect.feedback import FeedbackRules, OpenText, credited, mean_values, newest_edit, ratings, with_edit
 from streams.collect.state import Attempt, Group
 
+TOO_LARGE = "larger than a block"
+
 
 class Decision(msgspec.Struct, frozen=True):
     """The end of one attempt, and the blocks that it sends to the buffer.
@@ -103,10 +105,14 @@ async def judged(
     # The chain neither compares nor rewards demonstrations.
     if given and not all(member.is_given for member in given):
         outcome = await chain(given, context)
-    drops.update(gone.reason for gone in outcome.dropped)
-    own = [experience for experience in outcome.kept if experience.group == group.id]
+    blocks, larger = _in_blocks(outcome.kept)
+    dropped = (*outcome.dropped, *larger)
+    drops.update(gone.reason for gone in dropped)
+    own = [experience for block in blocks if block.group == group.id for experience in block.experiences]
     # Where the copy of before lies in another lane, it goes first: one of its own block, since a block has one lane.
-    blocks = () if own and own[0].lane == group.lane else split_blocks(_taken_back(group, members))
+    before: tuple[Block, ...] = ()
+    if group.lane is not None and not (own and own[0].lane == group.lane):
+        before = (Block((withdrawal_of(members[0], lane=group.lane, revision=group.revision),)),)
     closure = Closure(
         group=group.id,
         outcome="buffered" if own else "dropped",
@@ -116,17 +122,22 @@ async def judged(
         sequence=attempt.sequence,
         lane=own[0].lane if own else attempt.lane,
         experiences=len(own),
-        mean_reward=mean_reward((*own, *(gone.experience for gone in outcome.dropped))),
+        mean_reward=mean_reward((*own, *(gone.experience for gone in dropped))),
         drops=dict(drops),
         version=min((member.min_version for member in given), default=-1),
         trial=trial_version(given),
         ratings=ratings(group.feedback[member.id] for member in members if member.id in group.feedback),
         answered_ms=attempt.first_ms if attempt.lane == "live" else -1,
     )
-    return Decision(closure, (*blocks, *split_blocks(outcome.kept)), outcome.dropped)
+    return Decision(closure, (*before, *blocks), dropped)
 
 
-def _taken_back(group: Group, members: Sequence[Experience]) -> tuple[Experience, ...]:
-    if group.lane is None:
-        return ()
-    return (withdrawal_of(members[0], lane=group.lane, revision=group.revision),)
+def _in_blocks(kept: Sequence[Experience]) -> tuple[tuple[Block, ...], tuple[Dropped, ...]]:
+    """Return a block for each group, and the members of groups that need several: the trainer takes one block of a group."""
+    blocks = split_blocks(kept)
+    count = Counter(block.group for block in blocks)
+    larger = [member for block in blocks if count[block.group] > 1 for member in block.experiences]
+    return (
+        tuple(block for block in blocks if count[block.group] == 1),
+        tuple(Dropped(member, TOO_LARGE) for member in larger),
+    )

@@ -119,12 +119,12 @@ def test_redacting_text_keeps_unknown_sections_and_new_tokens_drop_them() -> Non
     assert decoded(encode(Block((retold,)))) == Block((retold,))
 
 
-def test_a_block_is_one_group_of_1_to_64() -> None:
+def test_a_block_is_one_group_of_1_to_256() -> None:
     member = group_block(1).experiences[0]
-    for members in ((), (member,) * 65, (member, replace(member, group="other.0"))):
+    for members in ((), (member,) * (MAX_MEMBERS + 1), (member, replace(member, group="other.0"))):
         with pytest.raises(ValueError):
             Block(members)
-    assert len(decoded(encode(Block((member,) * 64))).experiences) == 64
+    assert len(decoded(encode(Block((member,) * MAX_MEMBERS))).experiences) == 256
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 
 from infra.chain.chain import ChainResult, Context, Dropped
 from schemas import Closure, Experience
-from schemas.experience import is_withdrawal
+from schemas.experience import MAX_MEMBERS, is_withdrawal
 from schemas.ids import request_group
-from streams.collect.decision import Chain, Decision, judged
+from streams.collect.decision import TOO_LARGE, Chain, Decision, judged
 from streams.collect.feedback import FeedbackRules, take_feedback
 from streams.collect.fold import MAX_ANSWERS
 from streams.collect.rules import Rules
@@ -186,6 +186,19 @@ def test_a_closure_tells_what_came_of_a_group() -> None:
     assert [rating.value for rating in closure.ratings or ()] == [0.5]
     assert [member.episode for sent in decision.blocks for member in sent.experiences] == [1, 3]
     assert [gone.experience.episode for gone in decision.dropped] == [0]
+
+
+async def keep(experiences: Sequence[Experience], context: Context) -> ChainResult:
+    return ChainResult(kept=tuple(experiences), dropped=())
+
+
+def test_a_group_larger_than_a_block_is_dropped_as_the_trainer_takes_a_single_block() -> None:
+    size = MAX_MEMBERS + 1
+    given = [answer("a.0", episode, size=size) for episode in range(size)]
+    large, fits = (end(Group("a.0"), attempt_of(size, size), some, keep) for some in (given, given[1:]))
+    assert not large.blocks and (large.closure.outcome, large.closure.reason) == ("dropped", TOO_LARGE)
+    assert large.closure.drops == {TOO_LARGE: size} and len(large.dropped) == size
+    assert len(fits.blocks) == 1 and fits.closure.experiences == MAX_MEMBERS
 
 
 def test_a_group_of_which_nothing_goes_on_is_dropped_for_what_most_of_it_was_dropped_for() -> None:
