@@ -125,6 +125,7 @@ class PolicyFollower:
         self._changed = asyncio.Event()
         self._lacks = asyncio.Event()
         self.caught_up = asyncio.Event()
+        self.settled = asyncio.Event()  # once nothing was left to load: the channel's version serves, or was refused
         self.times = ReloadTimes()
 
     @property
@@ -148,6 +149,7 @@ class PolicyFollower:
             await unless(self._lacks.wait(), self._follow(summary), _Lacking)
         except _Lacking:
             _log.info("policies_read_whole: a version is wanted that was published before the summary")
+            self._lacks.clear()
             await self._follow(None)
 
     async def _follow(self, summary: Summary | None) -> None:
@@ -172,6 +174,8 @@ class PolicyFollower:
             self._changed.clear()
             event = self._next()
             if event is None:
+                if not self._lacks.is_set():
+                    self.settled.set()
                 await self._changed.wait()
                 continue
             await self.bring(event)

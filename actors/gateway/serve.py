@@ -10,16 +10,19 @@
     durable first   nothing before an answer; feedback before its status 202, in the log or in the spool on disk
 
 Guarantees: it serves requests while the log, the store and all other roles are down. A start during an outage serves the last
-version of this gateway (its event is stored next to the spool), or the model folder. A reload drops no request. A stop gives
-running requests `drain_s`, and sends or spools all recorded answers.
+version of this gateway (its event is stored next to the spool), or the model folder. A gateway that serves the model
+folder is not healthy before it has looked for the version of its channel, for 60 s at most. A reload drops no request. A
+stop gives running requests `drain_s`, and sends or spools all recorded answers.
 """
 
 import asyncio
 import logging
 import secrets
 import socket
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -56,6 +59,7 @@ _log = logging.getLogger(__name__)
 
 ROLE = "serve"
 _RETRY_S = 1.0
+_START_S = 60.0  # for the version of the channel
 _MB = 1024 * 1024
 
 
@@ -104,7 +108,7 @@ async def run_gateway(
                 gateway, authenticator, feedback_intake, metrics,
                 models=tuple(dict.fromkeys((floor.policy.name, *config.models))),
                 webhooks=webhooks,
-                state=lambda: "the engine has stopped" if gateway.stopped.done() else "",
+                state=partial(_fault, gateway, follower, time.monotonic() + _START_S),
                 canary=canary,
             )  # fmt: skip
             loops = _Loops(role, gateway, follower, authenticator.book, canary)
@@ -182,6 +186,13 @@ class _Loops(msgspec.Struct, frozen=True):
         with suppress(BrokerUnavailable, TimeoutError):  # a late report is useless
             async with asyncio.timeout(gateway.config.report_s):
                 await self.role.log.publish(REPORTS, progress)
+
+
+def _fault(gateway: Gateway, follower: PolicyFollower, until_s: float) -> str:
+    if gateway.stopped.done():
+        return "the engine has stopped"
+    is_new = not (follower.settled.is_set() or follower.times.pause_ms) and time.monotonic() < until_s
+    return "loading the channel's version" if is_new else ""
 
 
 async def _assembled(
@@ -313,7 +324,7 @@ def _remember(path: Path, event: PolicyEvent, metrics: Metrics) -> None:
 async def _bring_last(follower: PolicyFollower, path: Path, engine: Engine) -> None:
     try:
         event = msgspec.json.decode(await asyncio.to_thread(path.read_bytes), type=PolicyEvent)
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(_START_S):
             await follower.bring(event)
     except FileNotFoundError:
         return

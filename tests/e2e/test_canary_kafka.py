@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -298,8 +298,7 @@ async def until_up(folder: Path, urls: Sequence[str]) -> None:
     async with asyncio.timeout(120), httpx.AsyncClient(trust_env=False) as http:
         for url in urls:
             while True:
-                try:
-                    assert (await http.get(f"{url}/healthz")).status_code == 200
-                    break
-                except httpx.TransportError:
-                    await asyncio.sleep(0.1)
+                with suppress(httpx.TransportError):
+                    if (await http.get(f"{url}/healthz")).status_code == 200:
+                        break
+                await asyncio.sleep(0.1)

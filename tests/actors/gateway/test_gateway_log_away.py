@@ -67,13 +67,16 @@ async def test_a_broker_that_goes_away_costs_no_answer_and_gets_all_of_them_when
 async def test_a_gateway_that_starts_without_a_broker_serves_and_writes_later(tmp_path: Path) -> None:
     bus, store = AwayBus(), MemoryStore()
     bus.away = True
-    async with serving(tmp_path, bus=bus, store=store) as served:
+    async with serving(tmp_path, bus=bus, store=store) as served, served.http() as http:
+        assert (await http.get("/healthz")).status_code == 503, "the channel's version is not there"
         key = await served.new_key()
         ids = await ask_many(served, key, 10)
     assert await served.experiences() == [], "stopped while the broker was away"
     bus.away = False
-    async with serving(tmp_path, bus=bus, store=store) as served:
+    async with serving(tmp_path, bus=bus, store=store) as served, served.http() as http, asyncio.timeout(60):
         assert sorted(one.id for one in await served.recorded(10)) == sorted(ids)
+        while (await http.get("/healthz")).status_code != 200:
+            await drained(served)
         await drained(served)
 
 
