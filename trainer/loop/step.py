@@ -140,8 +140,9 @@ async def settle_verdict(run: Run, batch: Batch, stats: StepStats) -> None:
         limit=norm_limit(before, run.config.guard),
     )
     if verdict == "rollback":
-        # An alarm is about the weights that met the batch: a checkpoint of exactly these is no way back.
-        newest = batch.step - 1 if reason.startswith("alarm") else batch.step
+        # An alarm is about the weights that met the batch: a checkpoint of exactly these is no way back, but that of the
+        # warm-up, before which lies the untrained model.
+        newest = max(batch.step - 1, run.position.first_train_step) if reason.startswith("alarm") else batch.step
         await roll_back(run, batch, reason, newest=newest)
         return
     run.advance(guard=after(run, batch, stats) if verdict == "go" else refused(before))
