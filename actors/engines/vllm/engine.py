@@ -17,6 +17,7 @@ no request is sent between the pause and the change of the salt.
 
 import asyncio
 import gc
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -48,6 +49,7 @@ from infra.policies.version_files import FileTensors, Put, VersionFiles
 from infra.store.images import Pixels
 from schemas.errors import ConfigError, PolicyRefused
 
+log = logging.getLogger(__name__)
 Scores = list[tuple[float, ...]]
 Loaded = tuple[float, str]  # of a worker, see `actors.engines.vllm.worker`
 PART_BYTES = 32 * 2**20  # loaded between two steps on a CPU, some tens of milliseconds; one layer or module at least
@@ -174,7 +176,8 @@ class VllmEngine:
     requests at a reload; a request under an adapter keeps its version, and them with it.
 
     On a CPU `kv_cache_memory_bytes`, memory for keys and values, is by default enough for `max_num_seqs` requests of
-    `max_model_len` tokens, at most 1 GiB where one request does not need more, and at most half of the free memory.
+    `max_model_len` tokens, at most 1 GiB where one request does not need more, and at most half of the free memory. Without
+    the option `max_model_len` it is at most 1 GiB, and a request is at most as long as it holds.
     """
 
     def __init__(
@@ -343,8 +346,13 @@ class VllmEngine:
             if on_cpu:
                 _check_on_cpu(self._folder, config.model_config)
                 give_cache(config)
+            length = config.model_config.max_model_len
             # Not returned: the thread's future would keep it alive after `close`.
             self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=bool(arguments["disable_log_stats"]))
+        if (fits := self._llm.model_config.max_model_len) < length:
+            log.warning(
+                "the memory for keys and values holds %d of %d tokens; set engine.options.max_model_len", fits, length
+            )
 
     async def _load(self, policy: Policy) -> LoadReport:
         async with self._loading:

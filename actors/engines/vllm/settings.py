@@ -44,6 +44,7 @@ CPU_DEFAULTS: dict[str, object] = {
     "distributed_executor_backend": "uni",
     "enforce_eager": True,
     "max_num_seqs": 256,
+    "max_model_len": -1,  # the model's own, or what the memory for keys and values holds
     # The answers of a group share their prompt in whole blocks only, and vLLM's own 128 tokens exceed most prompts.
     "block_size": 32,
 }
@@ -150,8 +151,9 @@ def adapting(adapter: Adapter, options: Mapping[str, object]) -> dict[str, objec
 
 def give_cache(config: Any, free_bytes: Callable[[], int] | None = None) -> None:
     """Set the memory for keys and values on a CPU: enough for all requests in flight, at most CACHE_BYTES unless a single
-    request needs more, and at most half of the free memory. config: vLLM's config, which this changes. Raises ConfigError if a
-    request of `max_model_len` does not fit this memory or the limit of the settings.
+    request of a `max_model_len` of the settings needs more, and at most half of the free memory. vLLM shortens a length that
+    no setting names to what fits. config: vLLM's config, which this changes. Raises ConfigError if a request of the settings'
+    `max_model_len` does not fit this memory or the limit of the settings.
     """
     cache, model, parallel = config.cache_config, config.model_config, config.parallel_config
     token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
@@ -160,14 +162,15 @@ def give_cache(config: Any, free_bytes: Callable[[], int] | None = None) -> None
     length = int(model.max_model_len)
     request = (-(-length // block) + 1) * block * token
     free = (free_bytes or _free_bytes)() // (2 * parallel.world_size)
-    given = cache.kv_cache_memory_bytes
-    if given is None and request <= free:
+    given, is_fitted = cache.kv_cache_memory_bytes, model.original_max_model_len == -1
+    if given is None and (request <= free or is_fitted):
+        least = 0 if is_fitted else request
         cache.kv_cache_memory_bytes = min(
-            config.scheduler_config.max_num_seqs * request, max(request, min(CACHE_BYTES, free))
+            config.scheduler_config.max_num_seqs * request, max(least, min(CACHE_BYTES, free))
         )
-    elif request > (given or free):
+    elif request > (given or free) and not is_fitted:
         fitting = max(0, ((given or free) // token // block - 1) * block)
-        setting = "free memory" if given is None else "engine.options.kv_cache_memory_bytes"
+        setting = "half of the free memory" if given is None else "engine.options.kv_cache_memory_bytes"
         raise ConfigError(
             f"engine.options.max_model_len: got {length}; keys and values of one request of that length take "
             f"{request / 2**20:,.0f} MiB, and {setting} gives {(given or free) / 2**20:,.0f} MiB; set max_model_len to at most "
