@@ -177,7 +177,7 @@ class MasterConfig(Section, frozen=True):
     """Versions by which the master requests evals ahead, because an engine cannot load an older version."""
     stop: StopRule = StopRule()
     """Conditions that end the run."""
-    drain: Duration = "60s"
+    drain: Duration = "10m"
     """Maximum wait for outstanding groups after the stop, and then between two answers of the last evaluation."""
     report_s: Seconds = 2.0
     """Seconds between two status reports to the log."""

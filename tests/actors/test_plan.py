@@ -163,7 +163,7 @@ def test_the_stop_rule_drains_then_evaluates_the_last_version_then_is_done() -> 
 
 
 def test_the_last_evaluation_goes_on_while_answers_arrive() -> None:
-    made = plan(dev_config(stop=StopRule(suite="dev", at=0.9)))
+    made = plan(dev_config(stop=StopRule(suite="dev", at=0.9), drain="60s"))
     made.result(EvalResult(policy="main", version=0, suite="dev", num_tasks=3, num_correct=3))
     publish(made, 1)
     made.tick(1_000_000)
