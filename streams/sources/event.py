@@ -8,7 +8,6 @@ is counted as forgotten. Privacy: for events of every source, the written Feedba
 """
 
 import asyncio
-import math
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -22,7 +21,7 @@ from infra.chain.redact import Redactor
 from infra.log.log import Log, letter_at
 from infra.observe.metrics import Metrics
 from infra.store.seal import MAX_SESSIONS, Keys, open_event, open_text, seal_event, seal_text
-from schemas import Feedback, ids
+from schemas import Feedback, encode, ids
 from schemas.errors import BadFrame, RecordTooLarge, Sealed
 from schemas.ids import pseudonym
 from schemas.records import MAX_LETTER_BYTES
@@ -178,21 +177,22 @@ def feedback_fault(feedback: Feedback) -> str:
     try:
         msgspec.convert(msgspec.structs.asdict(feedback), Feedback)
         ids.group_of(feedback.ref)
-        msgspec.msgpack.encode(feedback)
     except msgspec.ValidationError as error:
         return str(error)
-    except UnicodeEncodeError as error:
-        return f"a field holds half a character, which is not text: {error.reason}"
     except ValueError as error:
         return f"ref: {error}"
     if not feedback.id:
         return "id: got none, expected one that is unique at its source"
-    if feedback.value is not None and not (math.isfinite(feedback.value) and 0 <= feedback.value <= 1):
+    if feedback.value is not None and not 0 <= feedback.value <= 1:
         return f"value: got {feedback.value!r}, expected a number from 0 to 1"
     if feedback.type == "value" and feedback.value is None:
         return 'value: got none, expected a number from 0 to 1 for type "value"'
     if feedback.type in ("label", "correction") and not feedback.text:
         return f'text: got none, expected one for type "{feedback.type}"'
+    try:
+        encode(feedback)
+    except ValueError as error:
+        return f"no record can hold it: {error}"
     return ""
 
 
@@ -220,7 +220,7 @@ async def _publish_feedback(source: EventSource, log: Log, event: Event, feedbac
     text = source.redactor.mask(feedback.text)[0] if feedback.text else feedback.text
     names = [name for name in ("id", "rater") if source.redactor.mask(getattr(feedback, name))[1]]
     secret = await asyncio.to_thread(log.keys.app_secret) if names and log.keys is not None else b""
-    # Where it is personal data itself, a name that is as unique and says nothing.
+    # A pseudonym, as unique, replaces an id or a rater that is personal data.
     named = {name: pseudonym(secret, "source", source.name, getattr(feedback, name)) for name in names}
     if text and log.keys is not None:
         text = await asyncio.to_thread(seal_text, text, log.keys, feedback.ref.removeprefix(ids.ANSWER_PREFIX))

@@ -137,13 +137,16 @@ async def test_feedback_goes_to_verified_in_order_and_bad_events_to_dead_letters
     }
 
 
-@pytest.mark.parametrize(("text", "error"), [("\ud800", "not text"), ("x" * 9_000_000, "expected at most")])
-async def test_feedback_that_no_record_holds_is_a_dead_letter(text: str, error: str) -> None:
+@pytest.mark.parametrize(
+    ("made", "error"),
+    [({"text": "\ud800"}, "surrogates"), ({"text": "x" * 9_000_000}, "expected at most"), ({"value": 2**64}, "0 to 1")],
+)
+async def test_feedback_that_no_record_holds_is_a_dead_letter(made: dict[str, Any], error: str) -> None:
     log, metrics = await opened(), Metrics("process")
 
     @feedback(version=1)
     def label(event: dict[str, Any]) -> Feedback:
-        return Feedback(ref=event["answer_id"], id=event["id"], type="label", text=text)
+        return Feedback(**{"ref": event["answer_id"], "id": event["id"], "type": "label", "text": "good"} | made)
 
     await publish_events(source(function=label, redactor=Redactor(())), events(ticket()), log, metrics)
     said, (dead,) = await stored(log)
