@@ -127,15 +127,19 @@ class EvalBook:
         request.num_tasks = max(num_tasks, 1 + max(request.attempts, default=-1))
 
     def scored(self, experience: Experience) -> None:
-        """Count an answer from verify. The last part of an episode holds the verdict."""
+        """Count an answer from verify. The last part of an episode holds the verdict. A failed episode is wrong; one without a
+        sampled token does not count if its task was issued again.
+        """
         request, index = self._asked(experience.group)
         if request is None or not request.open:
             return
         if any(span.version != request.version for span in experience.spans):
             self._close(request, missed=True)
             return
+        if experience.failure and not experience.spans and experience.attempt < request.attempts.get(index, 0):
+            return
         if experience.last:
-            value = verdict(experience, self.suites[request.suite].score)
+            value = 0.0 if experience.failure else verdict(experience, self.suites[request.suite].score)
             request.answers.setdefault(index, {}).setdefault(experience.episode, value)
 
     def closed(self, closure: Closure) -> None:

@@ -90,6 +90,15 @@ def test_a_token_of_another_version_makes_the_request_missed() -> None:
     assert evals.requests["held-out", 10].missed
 
 
+def test_a_failed_sample_is_wrong_whatever_its_score_but_for_one_of_an_older_attempt() -> None:
+    evals, failed = book(), replace(answer(10, 0), failure="the environment is down", spans=())
+    issue(evals, 10, 1, attempt=1)
+    evals.scored(failed)
+    assert not evals.ready()
+    evals.scored(replace(failed, attempt=1))
+    assert [result.num_correct for result in evals.ready()] == [0]
+
+
 def test_a_dropped_answer_counts_as_wrong_and_a_passed_version_as_missed() -> None:
     evals = book()
     issue(evals, 10, 2)
