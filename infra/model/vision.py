@@ -124,9 +124,8 @@ def takes_pictures(folder: str | Path) -> bool:
 
 
 def load_vision(folder: str | Path) -> Vision | None:
-    """Image inputs of the model of a folder; None for a model of text alone.
-
-    Raises as `takes_pictures`, and ConfigError where the image processor is missing.
+    """Image inputs of the model of a folder; None for a model of text alone. Raises as `takes_pictures`, and ConfigError
+    where the image processor is missing.
     """
     config = _seeing_config(folder)
     if config is None:
@@ -201,5 +200,7 @@ def probe_inputs(module: Any, vision: Vision | None, tokens_1T: "torch.Tensor") 
 
 def not_loadable(what: str, folder: str | Path, expected: str, error: Exception) -> str:
     """Why a library could not load a folder. expected: content of it."""
-    first_line = str(error).strip().partition("\n")[0] or type(error).__name__
-    return f"{what}: cannot be loaded from {folder}, expected a local folder with {expected}: {first_line}"
+    why = str(error).strip().partition("\n")[0] or type(error).__name__
+    if isinstance(error, OSError) and not Path(folder).is_dir():
+        why = "no such folder, and the local Hugging Face cache lacks this model or a file of it"
+    return f"{what}: cannot be loaded from {folder}, expected a local folder with {expected}: {why}"
