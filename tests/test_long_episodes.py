@@ -1,10 +1,8 @@
 """Half-hour episodes: what is trained of them, and how long the trainer waits, by the code that decides in simulated time.
 
-Real: the plan with its admission and issue, the scheduler of each explorer, the buffer, the intake and the draw. Played: how
-long an episode takes, an optimizer step, and the way of a version to the engines.
-
-Groups of 16, of which 32 make a step of 120 s; episodes are lognormal with a median of 6 minutes and σ = 1, so that the
-slowest of a group takes 34 minutes in the median; a version is with the engines 60 s after its step. η = 8 throughout.
+Real: plan, schedulers, buffer, intake and draw. Simulated: episodes, optimizer steps, reloads. A step of 120 s takes 32 groups
+of 16 episodes, lognormal with a median of 6 minutes and σ = 1 (the slowest of a group: 34); a version reaches the engines after
+60 s. η = 8.
 """
 
 import heapq

@@ -2,8 +2,7 @@
 
     python -m tests.test_loss_bits LOSS…     # makes archives anew and prints their rows of the table in `measured/training.md`
 
-A change of the bits is declared: new archives, their rows in `tests/bench/areas/training.md`, and a line with the hash of
-their weights in CHANGELOG.md.
+To change bits: new archives, their rows in `tests/bench/areas/training.md`, and the hash of their weights in CHANGELOG.md.
 """
 
 import asyncio

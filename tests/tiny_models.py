@@ -1,7 +1,6 @@
 """The smallest model of each family, built from its `transformers` configuration with random weights that make a difference.
 
-Weights are drawn wide, so that logits differ as those of trained models do: with the usual spread a wrong mask would
-hide below rounding. The same family gives the same bytes.
+Weights are drawn wide: with the usual spread a wrong mask would hide below rounding. The same family gives the same bytes.
 """
 
 import io

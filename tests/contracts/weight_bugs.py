@@ -3,8 +3,7 @@
     learner ── publish ──> store ── fetch ──> engine: load ── read back, probe ──> serves
                   └──────────┴── a bug is planted in one of these ──┘
 
-Each bug is shown twice. With the checks on, a version arrives with it while requests run: it has to be refused, and the version
-before answers the requests. With the checks off, answers are sampled and the learner scores them, as in training.
+With the checks on, such a version is refused while requests run. With the checks off, the learner scores sampled answers.
 """
 
 import asyncio

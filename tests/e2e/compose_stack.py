@@ -1,9 +1,8 @@
 """The containers of infra/deploy/compose.yml as processes of this machine, for where no container runtime is.
 
-Read from that file: commands, environment, mounts, order, who is started again. A container is a folder that holds what is
-mounted; its name and port are an address of this machine, and so are its mounts in what it reads. Programs of the images are
-these: `headrace` of the checkout, Kafka's jars, MinIO, Java's keytool. `kafka-acls.sh` and `mc` are those of
-`tests.e2e.compose_tools`. Prometheus and Grafana are left out.
+Read from that file: commands, environment, mounts, order, restarts. A container is a folder with its mounts; its name and port
+are an address of this machine. Programs: `headrace` of the checkout, Kafka's jars, MinIO, Java's keytool, and `kafka-acls.sh`
+and `mc` of `tests.e2e.compose_tools`. Prometheus and Grafana are left out.
 """
 
 import os

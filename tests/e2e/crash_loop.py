@@ -2,9 +2,8 @@
 
     python -m tests.e2e.crash_loop --kills 50 --seed 1 [--minutes 30] [--dir FOLDER]
 
-The demo's roles and settings, through the torch engine. A shot is SIGKILL, or SIGSTOP and SIGCONT after up to 15 s, of a
-role or of the broker. Then the run drains, and one line of JSON says what became of every id that a reader outside
-headrace saw acknowledged. The same seed draws the same shots; when they hit depends on the machine.
+The demo's roles, through the torch engine. A shot is SIGKILL, or SIGSTOP and SIGCONT after up to 15 s, of a role or of the
+broker. Then the run drains, and a line of JSON accounts for every id that an independent reader saw acknowledged.
 """
 
 import argparse

@@ -2,8 +2,7 @@
 
     python -m tests.schemas.fuzz_frames --count 200000 --seed 1 [--minutes 5]
 
-Alterations know the format: besides bytes, they change what the prefix announces, values inside the header, lengths of
-sections, and what lies in a section under a zstd frame that is right again. Prints one line of JSON.
+Alterations change bytes, the prefix, values in the header, lengths of sections, and content under a valid zstd frame.
 """
 
 import argparse

@@ -1,9 +1,8 @@
 """Customers of the gateways, the HTTP wire to them, and traffic from outside: tasks, demonstrations, events, foreign bytes.
 
-A customer is honest: it sends a refused or broken request again, to any gateway that listens. The replies to a customer
-are the independent side of the ledger: an answer that came is recorded unless its gateway was killed, feedback that was
-accepted is in the log, and nobody waits for training. The wire feeds the real server's protocol with bytes, in the simulated
-process's time: one connection per request, reset when the process dies."""
+A customer sends a refused or broken request again, to any gateway that listens. Replies are the independent side of the ledger:
+an answer is recorded unless its gateway was killed, and accepted feedback is in the log. The wire feeds the real server's
+protocol with bytes, in the simulated process's time: one connection per request, reset when the process dies."""
 
 import asyncio
 import json
@@ -251,10 +250,8 @@ PAUSE_S = 0.2
 
 
 class Customers:
-    """The customers of one seed. answered: answers that came, with the gateway of each. times: of their requests, and of
-    their arrival. texts: of the answers.
-
-    accepted: ids of feedback that a gateway has taken. private: sessions that must not be recorded.
+    """The customers of one seed. answered: answers, with the gateway of each. times: of their requests, and of their arrival.
+    texts: of the answers. accepted: ids of feedback that a gateway has taken. private: sessions that must not be recorded.
     stood_still: until when each process was stopped last.
     """
 

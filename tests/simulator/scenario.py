@@ -43,11 +43,9 @@ MAX_USES: dict[Lane, int] = {"usual": 1, "live": 1, "human": 1, "expert": 2}
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of one seed. late: effect of feedback after its window.
 
-    num_suite: tasks that versions are evaluated on. num_moves: of the stable channel, by hand. num_trials:
-    moves of the canary channel, by hand, with which there is a canary.
-    num_customers: of the gateway, without which there is none.
-    groups_in_flight: as in the settings.
-    fail_at, poison_at: seeds of steps whose loss is not finite, and of steps that leave weights that are not finite.
+    num_suite: tasks that versions are evaluated on. num_moves, num_trials: moves of the stable and canary channel, by hand; a
+    trial needs a canary. num_customers: of the gateway, without which there is none. fail_at, poison_at: seeds of steps whose
+    loss is not finite, and of steps that leave weights that are not finite.
     """
 
     seed: int

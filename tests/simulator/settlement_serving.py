@@ -1,9 +1,9 @@
 """After the drain: evaluations, promotions, and the version that each gateway served, by independent readings of the log.
 
-A stable gateway serves the stable version of the records it has read, so an older version until it hears of the move; before
-the first promotion the newest published version. A canary serves the version on trial, without a trial the stable version.
-Until a gateway has read the records that were there when it began, it serves the version that its folder served last. It never
-serves a version that was promoted and taken back before it heard of either."""
+A stable gateway serves the stable version of the records that it has read, before the first promotion the newest version. A
+canary serves the version on trial, else the stable version. Until a gateway has read the records of before its start, it serves
+the version that its folder served last. It never serves a version that was promoted and taken back before it heard of
+either."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

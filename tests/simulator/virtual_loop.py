@@ -1,8 +1,7 @@
 """An event loop in virtual time that plays many processes: time jumps to the next timer, nothing waits for anything real.
 
-Deterministic: the same seed runs the same callbacks in the same order. Callbacks of one process keep asyncio's order;
-the seed shuffles ready callbacks of different processes. As after SIGKILL, a dead process's callbacks are dropped; as after
-SIGSTOP, a stalled process's callbacks wait until it goes on. Work for threads runs in this thread, a moment later.
+The same seed runs the same callbacks in the same order: it shuffles ready callbacks of different processes. Callbacks of a dead
+process are dropped, those of a stalled process wait. Work for threads runs in this thread, a moment later.
 """
 
 import asyncio

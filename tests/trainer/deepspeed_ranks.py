@@ -1,7 +1,7 @@
 """The program of each rank of test_deepspeed_learner: model folder, ZeRO stage, what to check, and words of that check.
 
-Started by torchrun it is one rank. With the word "serve" alone it forks the ranks of one check for each line of stdin: to
-import torch and DeepSpeed takes far longer than most checks, and is done once for all of them.
+Started by torchrun it is one rank. With "serve" alone it forks ranks for each line of stdin, so that DeepSpeed is imported
+once.
 """
 
 import hashlib
