@@ -366,7 +366,7 @@ def _made_bulk(
 
 
 def _whole(message: Message) -> Message:
-    """The message, with halves of characters, which no log can hold, made into U+FFFD (tools and tasks write such)."""
+    """The message, with lone surrogates, which UTF-8 cannot encode and tools and tasks write, as U+FFFD."""
     if message.content.isascii():
         return message
     try:
@@ -421,7 +421,7 @@ WITHDRAWN = "withdrawn"  # the reason it is refused with
 def withdrawal_of(experience: Experience, *, lane: Lane, revision: int) -> Experience:
     """Record that takes `experience` back from `lane`, where older revisions than this lie."""
     empty = experience.with_bulk(tokens=(), logprobs=(), messages=(), spans=())
-    # It says nothing of anybody, so it is not sealed, and outlives a key that is destroyed.
+    # It holds no content to seal, so it stays readable after the key is destroyed.
     return structs.replace(
         empty, key_id="", lane=lane, revision=revision, kind="withdrawal", scores=(), reward=None, advantage=None,
         advantages=(), answer=None, edit=None, notes={}, meta={}, join=None,

@@ -25,10 +25,10 @@ Outcome = Literal["buffered", "dropped", "superseded"]
 Channel = Literal["candidate", "canary", "stable"]
 PolicyEventKind = Literal["lease", "published", "promoted", "pinned", "rolled_back", "orphaned", "held"]
 DirectiveKind = Literal["lease", "drain", "pause", "continue", "forget", "open"]
-# Of a role: it gets ready, does its work, or ended in order.
+# State of a role: it gets ready, works, or ended in order.
 Life = Literal["starting", "working", "ended"]
-# Of the master: issuing has not begun, goes on, has ended while groups are outstanding, and nothing is outstanding any more
-# because an operator drains; the last evals are answered, and all is over; or an operator pauses learning.
+# State of the master: issuing has not begun, continues, or ended with groups outstanding; an operator's drain is complete;
+# the last evals run; the run is over; an operator pauses learning.
 MasterPhase = Literal["warming up", "issuing", "draining", "drained", "evaluating", "done", "paused"]
 FeedbackKind = Literal["value", "label", "correction", "retraction"]
 CANARY_MISSING = "canary_missing_s"  # gauge of Progress: for how long no canary was heard of, 0 where that is no alarm

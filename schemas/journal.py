@@ -10,7 +10,7 @@ from schemas.fields import Count, Counts, Finite, Id, Lane, Number, Struct
 
 
 class Ranges:
-    """Kept as the ranges it is made of: the steps of a month of training are one."""
+    """Numbers stored as ranges: the steps of a month of training are one range."""
 
     def __init__(self) -> None:
         self._firsts: list[int] = []
@@ -155,8 +155,8 @@ JournalRecord = Fence | Entry
 class Effective:
     """Tells of each record of a journal, in its order, whether it counts: the same for every reader.
 
-    Steps below one already journaled under an older token are re-executions and never journaled again, so (token, step) is
-    unique per reader, where the step of a rollback is its last; a repeated one is a retried send. After a trim, the first
+    Steps that an older token journaled are only executed again, never journaled again, so (token, step) is
+    unique per kind of record; a rollback has its last step; a repeated pair is a retried send. After a trim, the first
     kept record counts as the fence before it: the trainer trims only up to a record that counted. token: highest fence.
     """
 

@@ -44,8 +44,8 @@ class Client(Struct, frozen=True):
 
 class Answered(Struct, frozen=True):
     """Answers of one version that one gateway served since it started. version: of the policy. trial: as in a Closure. answers:
-    how many. failed: answers the engine did not bring to an end. refused: answers that began as a refusal. clients: whom, those
-    past 63 are one, of no name; () of versions that answered nothing lately, and from gateways of older releases.
+    how many. failed: answers the engine did not bring to an end. refused: answers that began as a refusal. clients: their
+    tenants, those past 63 together under no name; () for versions without recent answers and from older gateways.
     """
 
     version: Count

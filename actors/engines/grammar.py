@@ -112,7 +112,7 @@ class Matcher:
         self._matcher.fill_next_token_bitmask(self._bits)
         allowed = np.unpackbits(self._bits.view(np.uint8)[0], bitorder="little")[: self._num_tokens].astype(bool)
         if not self._matcher.is_completed():
-            allowed[self._stop] = False  # one that also spells something ends nothing yet
+            allowed[self._stop] = False  # no stop token, even with a text, may come yet
         if not allowed.any():
             self.stuck, allowed[:] = True, True
         return allowed

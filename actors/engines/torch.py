@@ -204,7 +204,7 @@ class TorchEngine:
         return LoadReport((time.perf_counter() - begin) * 1e3, difference)
 
     def _wear(self, adapter: Adapter | None) -> None:
-        """Have this adapter on the base, with no values of it yet, or none; nothing changes where it is on already."""
+        """Put this adapter, without its values, onto the base; None removes it. No change if it is on already."""
         if adapter == self._adapter:
             return
         remove_adapter(self._model)

@@ -98,7 +98,7 @@ class Gateway:
     ) -> InFlight:
         """Prepare a request for its first token. place: for its answers, released by the caller. Raises ApiError.
 
-        drawn: the canary's lot sent the request here, not its silence, so its answers may be compared with the canary's.
+        drawn: False if a silent canary or an earlier turn sent the request here, so that the gate does not compare its answers.
         """
         request = ready(request, self.parser, takes_tools=self.tokenizer.takes_tools)
         if request.prompt.pictures and not self.tokenizer.takes_images:
@@ -318,7 +318,7 @@ class Gateway:
 
     def _remember(self, in_flight: InFlight, whole: bool) -> None:
         if not whole or in_flight.answers[0].cut or len(in_flight.answers) > 1:
-            return  # a turn that continues it continues the turn before it
+            return  # the next turn continues the last stored turn
         answer, completion = in_flight.answers[0], in_flight.answers[0].completion
         text, tokens = in_flight.request.force + answer.text, [*in_flight.prefix, *completion.tokens]
         self.sessions.keep(

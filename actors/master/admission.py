@@ -151,7 +151,7 @@ class Admission:
         return sum(self.outstanding.pop(group, None) is not None for group in groups)
 
     def _end_early(self, group: str, is_over: bool) -> None:
-        """A group that is not outstanding: it is over already, or was never read to be issued."""
+        """Note a closure of a group that is over already, or whose issue is not read yet."""
         self._early[group] = self._early.pop(group, False) or is_over
         if len(self._early) > MAX_EARLY:
             del self._early[next(iter(self._early))]

@@ -109,7 +109,7 @@ class ProgramSite:
 
     async def _answer(self, request: Request, episode: ProgramEpisode, api: Api) -> Response:
         body = await self._body(request, episode)
-        async with self._turns:  # one in each round of the loop: of thousands that come together none holds it for all
+        async with self._turns:  # one request per round of the event loop, so that thousands at once do not block it
             await asyncio.sleep(0)
         parsed = api.read(body, LIMITS, lambda answer: episode.conversations.find(answer, ""))
         in_flight = await episode.begin(parsed)

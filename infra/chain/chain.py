@@ -36,7 +36,7 @@ NONSENSE = "processor returned nonsense"
 
 
 class ChainTurn:
-    """One record's place behind that of the record before it. Not safe across event loops."""
+    """A record's turn at the steps with memory, in log order. Not safe across event loops."""
 
     def __init__(self, before: "ChainTurn | None" = None) -> None:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -44,7 +44,7 @@ class ChainTurn:
         self.limit: asyncio.Timeout | None = None  # of handling the record: waiting for others does not count
 
     async def wait(self) -> None:
-        """Until every record before this one has passed all that remembers, or left the chain."""
+        """Wait until every earlier record has passed the steps with memory, or left the chain."""
         if self._before is self._over or self._before.done():
             return
         now = asyncio.get_running_loop().time
@@ -58,7 +58,7 @@ class ChainTurn:
         self.limit.reschedule(now() + left_s)
 
     def end(self) -> None:
-        """This record meets nothing any more that remembers; a second call changes nothing."""
+        """The record needs no further step with memory; a second call changes nothing."""
         if self._before is self._over or self._before.done():
             self._end_now()
         else:

@@ -58,7 +58,7 @@ def file_umask(environment: Mapping[str, str]) -> int:
 
 
 def flags(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Have Typer, which makes each parameter of a function a flag, make each field of the records among them one instead."""
+    """Replace each parameter that is a record by its fields, since Typer makes a flag of each parameter."""
     parameters: list[inspect.Parameter] = []
     records: dict[str, type[msgspec.Struct]] = {}
     for parameter in inspect.signature(body).parameters.values():

@@ -36,7 +36,7 @@ def printable(text: str) -> str:
 
 
 def printable_json(text: str) -> str:
-    """JSON that says the same, with the few such characters it may hold as they are escaped."""
+    """The same JSON value, with the unsafe characters that JSON allows written as escapes."""
     return _IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 

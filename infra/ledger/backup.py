@@ -3,8 +3,8 @@
 The order of a backup makes every reference resolve, while all roles write:
 
 1. All that names offsets: committed offsets, then the store without the objects of 3 (so checkpoints, snapshots, identity).
-2. The log, up to where it ends then: nothing of 1 is ahead of it. Topics are asked for their ends from the last that a record
-   reaches to the first, so that the origin of a record is in the copy; and again where `policies` grew meanwhile, since
+2. The log up to its present end, so that nothing of 1 is ahead of it. The ends are read from the last topic downstream to the
+   first, so that the origin of each record is in the copy, and again if `policies` grew meanwhile, since
    `batches` names offsets of it (leases), and it names steps of `batches`.
 3. Objects that the log names (NAMED): each was stored before the record that names it, so it is there.
 

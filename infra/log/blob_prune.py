@@ -1,9 +1,9 @@
 """Removes frames that were too large for the log once no kept record claims them: the `[keep]` of claim checks.
 
 Guarantee: a frame that a kept record claims stays, however old it is, and so does one that is used again while this runs.
-Why: a sender deposits a frame under the day of the sending (`blobs.deposit`), so no record that is still to come
-claims a frame of a day gone by, but for a copy of one that is there: a dead letter, or its second chance. Dead letters are
-read before and after everything else, so that a copy made meanwhile is found where it came from or where it went.
+Why: a sender deposits a frame under the day of the send (`blobs.deposit`), so a new record never claims a frame of an
+earlier day, unless it copies a record of the log: a dead letter, or its redelivery. Dead letters are
+read before and after all other topics, so that each copy made meanwhile is found at its source or its destination.
 Nothing is removed before the whole log was read; a run that is broken off has removed only frames that no record claims.
 
 Images lie under their hash alone, named by tasks that are never removed, and are not touched.

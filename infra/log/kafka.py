@@ -207,7 +207,7 @@ class KafkaBus:
                     consumer.assign(list(missing))
                     await consumer.commit(missing)
                 except CommitFailedError as error:
-                    # Refused because the group has members: they did the same before they joined, so look again.
+                    # The group has members, which committed beginnings before they joined: look again.
                     raise _TryAgain(f"group {group} has members") from error
                 finally:
                     await stop(consumer)
@@ -482,7 +482,7 @@ class KafkaReader:
 
     async def _still_there(self) -> None:
         """Raise BrokerUnavailable when neither records nor answers have come for the deadline, or a topic is denied."""
-        # Of a topic that it may not see aiokafka knows no leader, and so fetches nothing and raises nothing.
+        # aiokafka knows no leader of a topic that it may not see, so it fetches nothing and raises nothing.
         denied = {at.topic for at in self._consumer.assignment()} & self._consumer._client.cluster.unauthorized_topics
         if denied:
             raise self._unavailable("read", TopicAuthorizationFailedError(", ".join(sorted(denied))))

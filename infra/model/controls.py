@@ -1,9 +1,9 @@
 """Control tokens (separators of turns and roles) in text that people, tools and tasks write: they are spelled, not obeyed.
 
-A tokenizer finds the names of its special tokens anywhere in a text. Here only names that the chat template wrote count. A
-text with such a name, or with a part of a name at its edge, is cut within the name by digits that nobody can guess before it is
-rendered; the names that the tokenizer then still finds are the template's. A copy of the tokenizer that obeys no special token
-gets these under secret names, and the digits are taken out before.
+A tokenizer finds the names of its special tokens anywhere in a text. Here only names that the chat template wrote count.
+Before the template renders a text, random digits split each such name in it, and each part of a name at its edge; the names
+that the tokenizer still finds afterwards are the template's. They get secret names, the digits are removed, and a copy of
+the tokenizer that obeys only the secret names encodes the text.
 
 Guarantees: the control tokens of a conversation are exactly the template's, also where two fields make up a name together;
 without them the ids say the very text; innocent text has the ids of the plain tokenizer; no text raises UnicodeError.

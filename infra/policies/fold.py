@@ -68,7 +68,7 @@ def moved(stable: Stable, event: PolicyEvent, policy: str) -> Stable:
 
 
 def fenced(stable: Stable, directive: Directive, offset: int) -> Stable:
-    """The channel after a directive that lies at `offset`: a master that begins takes the word from all before it."""
+    """The channel after a directive at `offset`: a new master's lease ends the rights of all earlier masters."""
     if directive.order != "lease":
         return stable
     return msgspec.structs.replace(stable, lease=max(stable.lease, offset))

@@ -4,7 +4,7 @@
 
 With the shell's end, which is the program's, the kernel ends all that is left in the namespace; were bubblewrap's own
 reaper the first there, bubblewrap would leave it behind as a zombie for the reaper of orphans. The shell keeps the
-user that bubblewrap has, since only then may that one's death end it.
+user of bubblewrap, because only then the death of bubblewrap ends it.
 
 As root each run has a user id of its own, so that its limit of processes is its own, and no user namespace is needed; as
 any other user bubblewrap makes one, in which the program has the user id 65534. Either way it ends up without capabilities,

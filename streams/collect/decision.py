@@ -109,7 +109,7 @@ async def judged(
     dropped = (*outcome.dropped, *larger)
     drops.update(gone.reason for gone in dropped)
     own = [experience for block in blocks if block.group == group.id for experience in block.experiences]
-    # Where the copy of before lies in another lane, it goes first: one of its own block, since a block has one lane.
+    # If the earlier copy is in another lane, its withdrawal goes first, in its own block: a block has one lane.
     before: tuple[Block, ...] = ()
     if group.lane is not None and not (own and own[0].lane == group.lane):
         before = (Block((withdrawal_of(members[0], lane=group.lane, revision=group.revision),)),)

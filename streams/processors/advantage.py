@@ -7,23 +7,23 @@ section 3.2), leave-one-out RLOO's (arXiv 2402.14740). Turn by turn it is GRPO's
     r~_j = (r_j - mean) / (std + epsilon) over the turn rewards of all episodes of the group
     A_t  = Σ r~_j of the turns that end at token t or later, across the parts of the episode
 
-It does not compare like with like: episodes of more turns sum more terms, which is right where rewards tell progress and the
-mean is near the usual reward of a turn.
+Episodes with more turns sum more terms. That is right if rewards measure progress and the mean reward is near the usual
+reward of a turn.
 
 Lone answers are compared with a running baseline, the recent rewards of similar answers:
 
     A = n / (n + n0) · (r - mean) / sqrt((n · variance + n0 · s0²) / (n + n0)),   cut to ±MAX_ADVANTAGE
 
 n: answers seen, at most `WINDOW`; mean and variance are theirs, exact over the first `WINDOW` and exponential after. The
-first factor shrinks an advantage over few answers towards 0, the advantage of an answer that has no answers to be compared
-with; the variance is shrunk towards s0², that of verdicts of which half are 0 and half 1, so that a few rewards that
-happen to lie together make no large advantage. Both are the posterior means of a normal sample under a prior that weighs as
+first factor shrinks an advantage over few answers towards 0, the value without earlier answers. The variance shrinks towards
+s0², the variance of equally many verdicts 0 and 1, so that a few rewards that are close by chance make no large advantage.
+Both are the posterior means of a normal sample under a prior that weighs as
 much as n0 answers (Gelman et al., "Bayesian Data Analysis", 3rd edition, sections 2.5 and 3.3).
 
 Assumes: (1) rewards of one key come from one distribution for `WINDOW` answers; after a shift the mean follows with share
 1/WINDOW of the rest per answer, and until then all advantages lean to its side. (2) Whether an answer is rated does not
 depend on how good it is; where only displeased users speak, the baseline is theirs, and an average answer they do rate
-counts as good. (3) Rewards are of the size of verdicts, 0 to 1: of rewards with a spread far below n0/(n + n0) · s0²
+counts as good. (3) Rewards are as large as verdicts, 0 to 1: if their variance is far below n0/(n + n0) · s0²,
 advantages stay small.
 """
 

@@ -254,7 +254,7 @@ def _compared(
             # Members in the trimmed part of the buffer were not dropped.
             is_own = member.group == closure.group and not is_trimmed
             pairs.append((kept_outcome(member), missing if is_own else None))
-    for gone in decision.dropped:  # where nothing is recorded it was dropped then, too; the closures give the reasons
+    for gone in decision.dropped:  # a member without a record was dropped in the run too; closures give the reasons
         outcome = dropped_outcome(gone.experience, gone.reason)
         pairs.append((outcome, outcome))
     return pairs, 0

@@ -169,7 +169,7 @@ class _Nothing:
 
 
 def replied(line: bytes, index: int) -> object:
-    """The value of a reply to call `index`; something equal to no value where the line is no such reply."""
+    """The value of a reply to call `index`; for any other line an object that equals no JSON value."""
     try:
         reply = json.loads(line)
     except (ValueError, RecursionError):

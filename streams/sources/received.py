@@ -81,7 +81,7 @@ async def take_once(
         if not isinstance(received, Received) or received.path not in by_path:
             await _unheard(message, log, metrics)
             continue
-        # A person delivers it again, who knows that it was here.
+        # An operator redelivers it: it is no duplicate.
         again = any(name == REDELIVERED for name, _ in message.record.headers)
         if received.path != FEEDBACK_PATH and not again:
             if received.id in read or received.id in came_now:

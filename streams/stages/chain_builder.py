@@ -82,8 +82,8 @@ def teacher_chain(config: StreamsConfig, model: str = "") -> list[BuiltIn]:
 def collect_chain(config: StreamsConfig, model: str = "") -> list[BuiltIn]:
     """correct, reward, synthesize, advantage, difficulty, prioritize.
 
-    correct comes first: an edited answer shows how, though it was given no value. synthesize comes before difficulty: a
-    group that is all right teaches nothing by comparison, but shows how. model: folder or name of the policy's.
+    correct comes first, since an edited answer needs no reward to teach. synthesize comes before difficulty, which drops
+    groups with equal rewards. model: folder or name of the policy's.
     """
     collect, reward, redact = config.collect, config.reward, config.verify.redact
     masked = {"kinds": list(redact.kinds), "patterns": redact.patterns} if redact.on else {}

@@ -97,7 +97,7 @@ process_exit: ContextVar[Callable[[str, int], NoReturn]] = ContextVar("process_e
 
 
 def end_process(message: str, code: int) -> NoReturn:
-    """Say why and stop at once: nothing that is not acknowledged yet will be."""
+    """Log the reason and end at once: no further record is acknowledged."""
     logger.critical("%s", message)
     process_exit.get()(message, code)
 

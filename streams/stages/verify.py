@@ -41,7 +41,7 @@ class Verifier:
         self._memories.clear()
 
     async def recall(self, log: Log, at: Partition, before: int, moved: Moved) -> None:
-        """Pass the records before through the same steps, as far as the memories go back; nothing comes of it."""
+        """Rebuild the memories, without output: pass the earlier records that they cover through the steps."""
         reach = max((step.memory for step in self._steps), default=0)
         async with aclosing(read_back(log, reach, at, before, moved)) as messages:
             async for message in messages:

@@ -137,8 +137,8 @@ class Paths(NamedTuple):
 
 
 def unpacked(rows: Microbatch) -> list[Paths]:
-    """The paths of a microbatch, sequences of like length together, no more tokens at once than it has itself
-    unless one sequence does.
+    """The paths of a microbatch, grouped by length. A group of several has no more positions than the microbatch,
+    padding included.
     """
     found = sorted(_paths(rows), key=len, reverse=True)
     return [_side_by_side(rows, group) for group in _grouped(found, rows.tokens_BT.size)]

@@ -35,8 +35,8 @@ class Abilities(msgspec.Struct, frozen=True):
 def reading_path(device: str, num_T: int, family: Abilities) -> Path:
     """The path for rows of `num_T` tokens. device: "cpu", "cuda".
 
-    Short rows: a dense mask. Longer ones: FlexAttention where there are kernels for it, and blocks of queries elsewhere (it
-    has no backward on the CPU). A family that neither reads: every sequence for itself.
+    Short rows: a dense mask. Longer rows: FlexAttention on CUDA, else blocks of queries, since FlexAttention has no backward
+    on the CPU. A family that supports neither: each sequence in a row of its own.
     """
     within = not family.window or num_T <= family.window
     if family.dense and within and num_T <= DENSE_TOKENS:
@@ -47,8 +47,8 @@ def reading_path(device: str, num_T: int, family: Abilities) -> Path:
 
 
 def row_path(reach_BT: np.ndarray, path: Path, family: Abilities) -> Path:
-    """A path for these rows, which would be read by `path`: where each is one sequence and nothing else, layers need no mask.
-    Up to DENSE_TOKENS that gives the bits of a dense one.
+    """The path for these rows: "causal", without a mask, if each row is one sequence and the family allows it, else `path`.
+    Up to DENSE_TOKENS it gives the bits of "dense".
     """
     num_T = reach_BT.shape[1]
     can = family.tree and family.dense and (path == "dense" or (path in ("blocks", "flex") and num_T > DENSE_TOKENS))

@@ -266,8 +266,8 @@ class Engines:
 
 
 def _let_go_in_forward(layer: torch.nn.Module) -> None:
-    """Have a linear layer remember its weight itself between forward and backward: torch's own layer remembers a view, which
-    would keep the weight that ZeRO 3 gathered until the backward, and so a whole model on every rank.
+    """Let a linear layer save its weight itself for the backward. torch's own layer saves a view, which would keep the weight
+    that ZeRO 3 gathered until the backward, and so the whole model on every rank.
     """
     if type(layer) is not torch.nn.Linear or "forward" in vars(layer):  # the head computes in its own way
         return

@@ -122,7 +122,7 @@ class InHostMemory(Protocol):
 
 
 def take_snapshot(learner: Learner, store: Store, folder: str) -> Snapshot:
-    """The state of any learner: a copy in host memory, or written already where it lies there itself. Raises StoreError."""
+    """A learner's snapshot: a copy in host memory; a state that is there already is stored at once. Raises StoreError."""
     if isinstance(learner, Ranks):
         return learner.snapshot(store, folder)
     held = learner.held() if isinstance(learner, InHostMemory) else None

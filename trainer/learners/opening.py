@@ -1,9 +1,9 @@
 """Find how the rows of a model are read, once when it is opened, by comparing with the model's own logits.
 
-Guarantees: a model that would compute other logprobs of packed rows than of each sequence alone is read sequence by
-sequence; a model whose own logprobs neither reading gives is refused by name. Differences are measured against the difference
-that a leak between two sequences would make, so that the rounding of bfloat16 in deep models refuses none, and a leak is found
-in small ones.
+Guarantees: if packed rows give other logprobs than each sequence alone, the model is read sequence by sequence; if the
+logprobs still differ from the model's own, ConfigError names the model. The tolerance is a share of the difference that a
+leak between two sequences makes, so that no deep model is refused because bfloat16 rounds, and a leak is found in small
+models.
 """
 
 import functools

@@ -28,9 +28,9 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """One collective call.
 
     name: of the call. counts: the batch of a step without its rows. num_parts: minibatches of a step. learning_rate: of the
-    step. max_grad_norm: gradients are clipped to it. seed: of the step. phase: that begins. sequences: whose logprobs are asked
-    for, as token ids. folder, index, sha256: of a state in the store. names, dtypes: of tensors that follow, or that are taken
-    over.
+    step. max_grad_norm: a larger norm refuses the step. seed: of the step. phase: that begins. sequences: token ids to compute
+    logprobs of. folder, index, sha256: of a state in the store. names, dtypes: of the tensors to load, or of the tensors that
+    follow.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Orders:
-    """The way of orders from rank 0 to the others. Rank 0 gives one at a time, and a heartbeat where it has given none."""
+    """Sends orders from rank 0 to the other ranks, one at a time, and heartbeats while there is no order."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -116,8 +116,8 @@ def decode_arrays(encoded: dict[str, Encoded]) -> dict[str, Any]:
 class Rows(msgspec.Struct, frozen=True):
     """A rank's share of a batch.
 
-    mine: its microbatches. most: how many the rank with most has. filler: computed in the turns that this rank has no
-    microbatch for; None where this rank has most.
+    mine: its microbatches. most: largest number of a rank. filler: computed without effect while only other ranks have
+    microbatches; None for a rank with `most`.
     """
 
     mine: tuple[Microbatch, ...]

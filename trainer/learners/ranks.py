@@ -1,8 +1,8 @@
 """The ranks of one trainer on one machine: started together and stopped together.
 
     rank 0 done           it has asked the others to end; a rank that stays is killed
-    another one done      rank 0 asked it to, and is about to end, within END_S
-    anyone dead           the group cannot go on (its next collective would never return): all are killed
+    another rank done     rank 0 asked it to end, and must end itself within END_S
+    any rank dead         the next collective would never return: all ranks are killed
 
 Guarantee: when the group has ended, no process of it is left. Rank 0 alone touches the log; the next group
 continues from its journal and checkpoints. A supervisor restarts the role (`headrace up`, a container's policy).

@@ -79,7 +79,7 @@ class Shards:
         self._set_num_steps(0)
 
     def layout(self, of: Collection[str] | None = None) -> dict[str, Kind]:
-        """Names and kinds of a saved state. of: names of one, whose moments count; None for the state of now."""
+        """Names and kinds of a state. of: names of a saved state that decides about moments; None: as now."""
         found: dict[str, Kind] = {}
         moments = self._num_steps > 0
         if of is not None:
@@ -195,7 +195,7 @@ class Shards:
             return
         self._spoil_gradient()
         self._engine.step()
-        if self.stage == 3:  # a rank that holds nothing of a small weight would keep a value that no step writes over
+        if self.stage == 3:  # a rank without a part of a small weight would keep NaN, which no step overwrites
             self._engine.optimizer.grad_partitions_flat_buffer.zero_()
 
     @torch.no_grad()

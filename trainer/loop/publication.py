@@ -64,7 +64,7 @@ class WeightPublisher:
         self._kept: PoliciesFold | None = None
         self._tidied = False
         self.full_bytes = 0
-        """Of all tensors of the version that was published last."""
+        """Bytes of all tensors of the last published version."""
 
     def has(self, version: int) -> bool:
         return version in self._events and self._events[version].event == "published"
@@ -125,7 +125,7 @@ class WeightPublisher:
         logger.warning("policy orphaned version=%d: executing its steps again gave other weights", version)
 
     async def replaced(self, keep_ms: int) -> int:
-        """The newest version that was out keep_ms before the one published last, -1 for none: older ones had been replaced."""
+        """The newest version keep_ms before the last publication, -1 for none; it had replaced all older versions."""
         if self._published_ms is None:
             return -1
         name = self._log.name(topics.POLICIES)

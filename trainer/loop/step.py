@@ -286,8 +286,8 @@ async def roll_back(run: Run, batch: Batch, reason: str, *, newest: int) -> None
 
 
 async def finish_rollback(run: Run, record: Rollback) -> None:
-    """Complete a rollback on the weights it restored: steps that were taken back are no checkpoint any more,
-    this is one, and the new version.
+    """Complete a rollback after the weights are restored: remove checkpoints of undone steps, write a
+    checkpoint and, after the warm-up, publish the version.
     """
     run.report.state = f"rolled back to step {record.from_step - 1}: {record.reason}"
     run.advance(guard=rolled_back(run.position.guard))

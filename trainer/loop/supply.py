@@ -140,7 +140,7 @@ def split_fit(supply: Supply, lane: Lane, pool: Pool) -> tuple[Pool, list[tuple[
 def lane_share(config: LaneConfig, paced: LaneConfig) -> float:
     """Sequences of a lane per sequence of the paced lane: its share, or the ratio of the weights, so that both are as noisy.
 
-    A paced lane without weight counts with the rest, 1 - the lane's weight, or with 1 where no rest is left.
+    If the paced lane has weight 0, the divisor is 1 - the lane's weight, or 1 if that is not above 0.
     """
     return config.share or config.weight / (paced.weight or max(0.0, 1.0 - config.weight) or 1.0)
 

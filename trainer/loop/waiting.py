@@ -114,8 +114,8 @@ DIVERGED = "diverged"
 
 
 async def readable(run: Run, draw: Draw) -> Draw:
-    """The draw without groups that were replaced since, where all of its images can be shown; else `wait`: groups that cannot
-    be are dropped, and it is drawn again."""
+    """The draw without replaced groups if all of its images are readable; else drop the groups with unreadable images and
+    return `wait`: the caller draws again."""
     draw = still_held(run, draw)
     if run.image_inputs is None:
         return draw

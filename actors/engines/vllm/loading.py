@@ -339,7 +339,7 @@ def check_copied(tensors: Iterable[torch.Tensor], modules: Iterable[Any]) -> Non
 
 
 def left_out(sent: Iterable[str], loaded: Collection[str], modules: Mapping[str, Any]) -> str:
-    """The first module that vLLM's loaders left as it was though its layer was sent, all of it; "" for none."""
+    """The first module of a completely sent layer that vLLM's loaders left out; "" for none."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
     layers = {layer_name(name) for name in sent}

@@ -39,8 +39,8 @@ Loaded = tuple[float, str]
 
 
 class SeededGenerators(dict[int, torch.Generator]):
-    """The generators of requests with a seed, by their place in the batch. vLLM calls `get` to set one back, and nowhere else:
-    there is none, and a part that is not the last takes a number from the generator.
+    """Generators of requests with a seed, by place in the batch. vLLM calls `get` only to set a generator back; it gets the
+    default, so every part of a prompt but the last takes a number from its generator.
     """
 
     def get(self, place: int, default: Any = None) -> Any:

@@ -165,7 +165,7 @@ class Counts:
             for rating in reversed(ratings)
             if rating.time_ms <= deadline_ms
         }
-        # A word replaced after its time stays as it was; one taken back counts no more.
+        # A rating replaced after the deadline stays; a withdrawn rating does not count.
         late = {identify_person(group, rating) for rating in ratings if rating.time_ms > deadline_ms}
         stays = late - bad.keys()
         gone = [person for person in answer.people if person not in bad and person not in stays]

@@ -1,6 +1,6 @@
 """`headrace recover`: continues a run whose log or store was lost, as far as that is possible.
 
-Guarantee: nothing is changed where they belong together, where the log has a run of its own, or before it was agreed to.
+Guarantee: nothing changes if log and store belong together, if the log has steps of its own, or before the user agrees.
 """
 
 import asyncio

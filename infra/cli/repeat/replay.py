@@ -61,7 +61,7 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> int:
-        """1 where something was found that must not be, or nothing was."""
+        """1 for faults, unequal promised bits, or no comparison."""
         return 1 if self.faults or not self.verified or (self.bits_promised and not self.equal) else 0
 
 
