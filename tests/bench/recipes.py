@@ -18,7 +18,7 @@ from tests.bench.report import ROOT, Row, table
 
 PAGES = ROOT / "infra" / "docs" / "recipes"
 RUNS = "runs/recipes"
-LIMIT_S = 1200.0
+LIMIT_S = 1500.0  # a row of each page bounds wall_s by 1200
 STOP_S = 120.0
 TOO_EARLY = "the run ended before this version"
 EXPECTED = re.compile(r"^\| `([\w-]+(?: \d+)?)` \| at (least|most) ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
