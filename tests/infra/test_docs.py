@@ -237,7 +237,7 @@ def setting(line: str) -> str:
 def test_the_tutorial_shows_the_files_of_its_example() -> None:
     text = (docs.FOLDER / "tutorials" / "train-on-tasks.md").read_text(encoding="utf-8")
     shown = dict(re.findall(r"^```(?:toml|python) (\S+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
-    assert shown == {name: path.read_text() for name, path in example_files("sorting").items() if name != "README.md"}
+    assert shown == {name: path.read_text() for name, path in example_files("sentence").items() if name != "README.md"}
 
 
 @pytest.mark.parametrize("fence", fences("sh"))

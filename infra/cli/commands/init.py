@@ -30,7 +30,7 @@ def init(
         typer.Option(
             "--from",
             metavar="EXAMPLE",
-            help="agent (learns from traffic), sorting (tasks with answers), guess (turns with an environment), program (an "
+            help="agent (learns from traffic), sentence (tasks with answers), guess (turns with an environment), program (an "
             "agent that knows a base URL), openai_agents (one of that SDK), verifiers (environments of that package) or "
             "machines (one trainer on several).",
         ),
