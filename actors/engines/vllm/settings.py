@@ -162,13 +162,14 @@ def give_cache(config: Any, free_bytes: Callable[[], int] | None = None) -> None
     length = int(model.max_model_len)
     request = (-(-length // block) + 1) * block * token
     free = (free_bytes or _free_bytes)() // (2 * parallel.world_size)
-    given, is_fitted = cache.kv_cache_memory_bytes, model.original_max_model_len == -1
-    if given is None and (request <= free or is_fitted):
-        least = 0 if is_fitted else request
+    given = cache.kv_cache_memory_bytes
+    if model.original_max_model_len == -1:  # vLLM shortens it to what fits
+        request = min(request, given or min(CACHE_BYTES, free))
+    if given is None and request <= free:
         cache.kv_cache_memory_bytes = min(
-            config.scheduler_config.max_num_seqs * request, max(least, min(CACHE_BYTES, free))
+            config.scheduler_config.max_num_seqs * request, max(request, min(CACHE_BYTES, free))
         )
-    elif request > (given or free) and not is_fitted:
+    elif request > (given or free):
         fitting = max(0, ((given or free) // token // block - 1) * block)
         setting = "half of the free memory" if given is None else "engine.options.kv_cache_memory_bytes"
         raise ConfigError(
