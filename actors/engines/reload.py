@@ -125,7 +125,7 @@ class PolicyFollower:
         self._changed = asyncio.Event()
         self._lacks = asyncio.Event()
         self.caught_up = asyncio.Event()
-        self.settled = asyncio.Event()  # once nothing was left to load: the channel's version serves, or was refused
+        self.settled = asyncio.Event()  # once a version serves, or none was there to load
         self.times = ReloadTimes()
 
     @property
@@ -260,6 +260,7 @@ class PolicyFollower:
             return
         reach("explore.after_swap")
         self._loaded(event)
+        self.settled.set()
         _log.info("serving version=%d token=%d", event.version, event.token)
         self._record(policy.version, report)
 

@@ -191,7 +191,7 @@ class _Loops(msgspec.Struct, frozen=True):
 def _fault(gateway: Gateway, follower: PolicyFollower, until_s: float) -> str:
     if gateway.stopped.done():
         return "the engine has stopped"
-    is_new = not (follower.settled.is_set() or follower.times.pause_ms) and time.monotonic() < until_s
+    is_new = not follower.settled.is_set() and time.monotonic() < until_s
     return "loading the channel's version" if is_new else ""
 
 
