@@ -1,9 +1,8 @@
 """After the drain: evaluations, promotions, and the version that each gateway served, by independent readings of the log.
 
 A stable gateway serves the stable version of the records that it has read, before the first promotion the newest version. A
-canary serves the version on trial, else the stable version. Until a gateway has read the records of before its start, it serves
-the version that its folder served last. It never serves a version that was promoted and taken back before it heard of
-either."""
+canary serves the version on trial, else the stable version. Until a gateway has read the records from before its start, it
+serves its folder's last version. It never serves a version that was promoted and taken back before it heard of either."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

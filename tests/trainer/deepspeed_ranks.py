@@ -1,7 +1,6 @@
 """The program of each rank of test_deepspeed_learner: model folder, ZeRO stage, what to check, and words of that check.
 
-Started by torchrun it is one rank. With "serve" alone it forks ranks for each line of stdin, so that DeepSpeed is imported
-once.
+Started by torchrun it is one rank. With "serve" alone it forks ranks for each line of stdin, and imports DeepSpeed once.
 """
 
 import hashlib

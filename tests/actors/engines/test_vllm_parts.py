@@ -251,7 +251,7 @@ def test_keys_and_values_on_a_cpu_have_room_for_the_longest_request(config: Any,
         (
             cpu_config(length=8192),
             GIB // 2,
-            r"got 8192; .* take 366 MiB, and half of the free memory gives 256 MiB; .* 5632",
+            r"max_model_len: got 8192; .* take 366 MiB, and half of the free memory gives 256 MiB; .* 5632",
         ),
         (
             cpu_config(length=8192, given=256 * 2**20),
