@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 USERS_FILE = "users.jsonl"
-NUM_USERS = 48
+NUM_USERS = 24
 TENANTS = ("acme", "initech", "spam")  # of a key each; the last is the spammer's
 Habit = Literal["silent", "rates", "rates late", "corrects", "withdraws", "spams"]
 HABITS: Mapping[Habit, float] = {"rates": 0.67, "silent": 0.10, "rates late": 0.15, "corrects": 0.05, "withdraws": 0.03}
