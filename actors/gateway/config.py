@@ -36,7 +36,7 @@ class GatewayLimits(Section, frozen=True):
     max_tokens: Positive = 1024
     """Maximum tokens of an answer, also if a request sets more or nothing. The engine's sequence length may allow fewer."""
     choices: Positive = 8
-    """Maximum answers of a request, its `n`."""
+    """Maximum answers of a request, its `n`. At most as many as `concurrency` grants a single key."""
     stops: Positive = 16
     """Maximum stop strings of a request."""
     concurrency: Positive = 256
@@ -45,6 +45,11 @@ class GatewayLimits(Section, frozen=True):
     body_s: Seconds = 30.0
     """Seconds that a client may take for a head, for a body, between two requests, and between two reads of an answer. Then the
     gateway closes the connection."""
+
+    @property
+    def reserved(self) -> int:
+        """Answers in progress that are reserved for keys with at most as many."""
+        return min(self.concurrency - 1, max(1, self.concurrency // 8))
 
 
 class RedactRules(Section, frozen=True):

@@ -73,8 +73,7 @@ class Gateway:
         self.parser = answer_parser(recorder.tokenizer)
         self.outbox = outbox
         self.metrics = metrics
-        limit = config.limits.concurrency
-        self.limiter = ConcurrencyLimiter(limit, min(limit - 1, max(1, limit // 8)))
+        self.limiter = ConcurrencyLimiter(config.limits.concurrency, config.limits.reserved)
         self._long = FairQueue(LONG_AT_ONCE)
         self._pictures = FairQueue(1)
         self._schemas = FairQueue(1)

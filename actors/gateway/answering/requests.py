@@ -161,8 +161,8 @@ def parsed_chat(
     if stops and json_schema:
         ignored.append("stop")
         stops = ()
-    if (request.n or 1) > limits.choices:
-        raise bad(f"n: got {request.n}, expected at most {limits.choices}", "n")
+    if (request.n or 1) > (at_most := min(limits.choices, limits.concurrency - limits.reserved)):
+        raise bad(f"n: got {request.n}, expected at most {at_most}", "n")
     max_tokens = request.max_completion_tokens or request.max_tokens
     if max_tokens is not None and max_tokens > limits.max_tokens:
         ignored.append("max_tokens")

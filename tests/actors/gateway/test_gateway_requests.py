@@ -37,8 +37,8 @@ BASE: dict[Any, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def parsed(read: Read, **fields: Any) -> ParsedRequest:
-    return read(json.dumps(BASE[read] | fields).encode(), GatewayLimits())
+def parsed(read: Read, limits: GatewayLimits = GatewayLimits(), **fields: Any) -> ParsedRequest:  # noqa: B008 - frozen
+    return read(json.dumps(BASE[read] | fields).encode(), limits)
 
 
 def deep(levels: int) -> Any:
@@ -125,6 +125,12 @@ def test_a_bad_request_is_a_400_that_names_the_place(read: Read, fields: dict[st
     error = json.loads(refused.value.body())["error"]
     assert (refused.value.status, error["type"]) == (400, "invalid_request_error")
     assert error["param"].replace("[...]", "[0]") == param
+
+
+def test_a_request_for_more_choices_than_a_key_may_hold_is_a_400() -> None:
+    assert parsed(read_chat, GatewayLimits(concurrency=4), n=3).choices == 3
+    with pytest.raises(ApiError, match="n: got 4, expected at most 3"):
+        parsed(read_chat, GatewayLimits(concurrency=4), n=4)
 
 
 ROOT = f"{SCHEMA}.schema"
