@@ -199,7 +199,7 @@ class Plan:
         if self.feed.apply(event, offset):
             self._moved_ms = self.clock_ms
             self.feed.forget_below(self.feed.newest)
-        elif event.event == "orphaned" and event.policy == self.gate.policy and event.version not in self.feed.events:
+        elif event.event == "orphaned" and event.policy == self.gate.policy and self.feed.admits(event, offset):
             self.gate.revoke(event.version)
 
     def look_for_canary(self) -> bool:

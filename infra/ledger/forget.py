@@ -26,8 +26,7 @@ class ForgetReport(msgspec.Struct, frozen=True, kw_only=True):
 
     about: the user, as a keyed hash. steps: journaled on it and not taken back; replay cannot compute these again.
     first_version: the first published policy that learned from it; every one up to newest_version descends from it.
-    replay_from: where a checkpoint can be replayed from. texts: sessions whose feedback and unnamed turns cannot be read
-    any more.
+    replay_from: where a checkpoint can be replayed from. texts: sessions with unreadable feedback and unnamed turns.
     """
 
     about: str

@@ -23,9 +23,7 @@ ACTIVE = "default"  # the adapter that computes; peft's own name for it
 
 
 def published(module: "torch.nn.Module", state: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
-    """Views of `state` by the names of folders and engines. state: any part of the model's, by the model's own names, each
-    tensor whole.
-    """
+    """Views of `state` by the names of folders and engines. state: whole tensors of the model, by the model's own names."""
     if hasattr(module, "peft_config"):
         middle = f".{ACTIVE}."
         lora = (name for name in state if ".lora_" in name and middle in name)

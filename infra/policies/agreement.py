@@ -48,8 +48,7 @@ LEAST = {"bfloat16": Agreement(0, 2**-8, 2**-6, 0.0), "float16": Agreement(0, 2*
 
 
 def agreement(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> Agreement:
-    """Distance of two readings of the same sequences; theirs is the reference. A value that is not finite is infinitely far
-    off.
+    """Distance of two readings of the same sequences; theirs is the reference. The distance of NaN and inf is infinite.
 
     Raises ValueError where they are of different lengths.
     """

@@ -207,7 +207,7 @@ class PolicyFeed:
         if event.policy != self._policy:
             return False
         self.stable = moved(self.stable, event, self._policy)
-        if not self._fence.admits(event, offset):
+        if not self.admits(event, offset):
             return False
         if event.event == "orphaned":
             self.events.pop(event.version, None)
@@ -216,6 +216,9 @@ class PolicyFeed:
         self.events[event.version] = event
         self.newest = max(self.newest, event.version)
         return True
+
+    def admits(self, event: PolicyEvent, offset: int) -> bool:
+        return self._fence.admits(event, offset)
 
     def forget_below(self, version: int) -> None:
         """Drop events an engine that holds `version` can no longer want; the stable channel may want any again."""
@@ -251,7 +254,7 @@ class _PolicyFold(PolicyFeed):
 
     def apply(self, event: PolicyEvent, offset: int) -> bool:
         announces = super().apply(event, offset)
-        if self._fence.admits(event, offset):
+        if self.admits(event, offset):
             _count(self._published, event)
         if len(self._published.keys() | self.events.keys()) > 2 * self._window:
             self._trim()

@@ -96,6 +96,17 @@ def test_a_version_that_the_trainer_took_back_is_neither_promoted_nor_tried_on()
     assert (ended.event, ended.version, ended.reason) == ("held", TRIAL, "the trainer took it back")
 
 
+def test_an_overtaken_trainer_takes_no_version_back() -> None:
+    config = MasterConfig(evals=(EvalSuite(suite="dev"),), gate=GateConfig(suites={"dev": GateSuite()}))
+    plan = Plan(config, PACING, policy="main")
+    plan.policy(event("published", 3, manifest="m", channel="candidate", token=0), 1)
+    plan.policy(event("lease", 0, channel="candidate"), 2)
+    plan.policy(event("published", 4, manifest="m", channel="candidate", token=2), 3)
+    plan.policy(event("orphaned", 3, channel="candidate", token=0), 4)
+    plan.result(result(3, "dev", 0.9))
+    assert [verdict.version for verdict in plan.decide().channels] == [3]
+
+
 def test_the_run_is_compared_with_the_versions_that_passed_and_with_no_other() -> None:
     gate = new_gate(GateConfig(suites={"dev": GateSuite(window=1)}, canary=CanaryConfig(watch="")))
     assert judged(gate, 3, 0.8) == judged(gate, 5, 0.8) == [True], "5 is on trial"
