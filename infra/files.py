@@ -64,7 +64,7 @@ def sync_folder(folder: Path) -> None:
 
 
 POLL_S = 0.02
-WAIT_S = 15.0  # for what a process that has just died still holds
+WAIT_S = 15.0  # a process that has just died may still hold the lock
 
 
 def lock_folder(file: Path, what: str) -> IO[str]:

@@ -128,7 +128,7 @@ async def run_command(command: Sequence[str], access: ProgramInput, environment:
 class _Said(asyncio.SubprocessProtocol):
     """Output and standard error of a command: of more than MAX_OUTPUT_BYTES the last, and one more, which shows the cut.
 
-    ended: set when the command has ended. closed: set when its output has, too; what it started may hold that open.
+    ended: set when the command has ended. closed: set when its output is closed; a child process may hold it open.
     """
 
     def __init__(self) -> None:

@@ -48,7 +48,7 @@ def accepted(before: Experience, result: object) -> Experience | str:
 def accepted_new(result: object, parents: Sequence[Experience]) -> Experience | str:
     """`result` as an experience made from `parents`, or its fault in words."""
     if not isinstance(result, Experience):
-        return f"got {type(result).__name__} among what was made, expected Experience"
+        return f"got {type(result).__name__} among the results, expected Experience"
     if any(result.group == parent.group for parent in parents):
         return f"group: {result.group!r} is the parents' own; expected another (schemas.ids.synthetic_group)"
     try:

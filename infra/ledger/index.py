@@ -400,7 +400,7 @@ def bounds(replay: str) -> dict[str, str]:
     >>> bounds("30d")["letters"]
     '30d (keep.replay), at most the newest 50,000'
     """
-    kept = dict.fromkeys(LOGGED, "what the topics keep") | {table: f"{replay} (keep.replay)" for table in TIMED}
+    kept = dict.fromkeys(LOGGED, "as long as the topics") | {table: f"{replay} (keep.replay)" for table in TIMED}
     for table, (column, most) in NEWEST.items():
         what = f"the newest {most:,}" + ("" if column == "n" else f" {column}s")
         kept[table] = f"{kept[table]}, at most {what}" if table in TIMED else what

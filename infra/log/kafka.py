@@ -74,7 +74,7 @@ class KafkaBus:
     """A Bus on a Kafka cluster: one producer, one admin connection, one connection per reader (two in a group).
 
     bootstrap_servers: `host:port`, comma-separated. deadline_s: how long a broker may be away before BrokerUnavailable.
-    access: how it proves who it is; a broker that refuses it is a ConfigError at the start. Belongs to the event loop in
+    access: TLS and credentials; a broker that refuses them is a ConfigError at the start. Belongs to the event loop in
     which it was started.
     """
 

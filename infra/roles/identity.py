@@ -25,7 +25,7 @@ from schemas.topics import POLICIES
 
 READS = 3
 HELPS = (
-    "put back what is missing or name what belongs together in [kafka] and [store]; `headrace recover` goes on without"
+    "put the missing one back, or name a log and a store of one run in [kafka] and [store]; or run `headrace recover`"
 )
 
 logger = logging.getLogger(__name__)

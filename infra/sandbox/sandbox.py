@@ -2,7 +2,7 @@
 
 Guarantees (tests/infra/sandbox and tests/streams/scores/test_code_score.py try each): no network, no host file but a
 read-only runtime, no other process, no new privileges, no namespaces of its own, and an end within `wall_s` that leaves
-no process. **Fails closed**: where that cannot be had, SandboxUnavailable says what to install; nothing runs unconfined.
+no process. **Fails closed**: without these means, SandboxUnavailable says what to install; nothing runs unconfined.
 """
 
 import os

@@ -249,7 +249,7 @@ def test_a_group_step_sees_only_its_group_and_what_it_made_goes_on_alone() -> No
         (lambda group: group[:1], NONSENSE, "got 1 of 2 members"),
         (lambda group: None, NONSENSE, "got NoneType, expected a tuple"),
         (lambda group: (*group, group[0]), NONSENSE, "group: 't.0' is the parents' own"),
-        (lambda group: (*group, 3), NONSENSE, "got int among what was made"),
+        (lambda group: (*group, 3), NONSENSE, "got int among the results"),
         (
             lambda group: (*group, REPLACED(group[0], id="u.0.0-0-0", group="v.0")),
             NONSENSE,

@@ -231,7 +231,7 @@ class LaneRows:
 
     def __getitem__(self, offset: int) -> Candidate:
         candidate = self._held[self._row[offset]]
-        assert candidate is not None, "what is held has a row"
+        assert candidate is not None, "a held candidate has a row"
         return candidate
 
     def __iter__(self) -> Iterator[Candidate]:

@@ -24,7 +24,7 @@ class Channel:
     def broadcast(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank; the others give None."""
         if self.world == 1:
-            assert data is not None, "rank 0 has what it sends"
+            assert data is not None, "rank 0 has the data to send"
             return data
         size = torch.tensor([len(data or b"")])
         distributed.broadcast(size, 0, group=self._group)

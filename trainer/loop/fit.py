@@ -54,7 +54,7 @@ def check_kept(state: Checkpoint, adapter: Adapter | None) -> None:
     if (held := state_adapter(state.learner)) != adapter:
         raise ConfigError(
             f"trainer.lora: the checkpoint of step {state.position.step} is of {described(held)}, the settings ask for "
-            f"{described(adapter)}: a run keeps what it trains; expected the settings and the policy.model it was made with, "
+            f"{described(adapter)}: expected the settings and the policy.model of its first start, "
             "or another name in `run`, which begins from policy.model (a folder of `headrace export-model` keeps what "
             "was learned)"
         )

@@ -171,6 +171,6 @@ async def count_and_read(run: Run, entry: Pending) -> list[TrainItem]:
     kept = [item for item in items if not item.experience.lost]
     if len(kept) < len(items):
         # The versions from this step on differ from the published versions now, so that they get new numbers.
-        logger.warning("resuming without what was forgotten step=%d items=%d", entry.batch.step, len(items) - len(kept))
+        logger.warning("resuming without forgotten items step=%d items=%d", entry.batch.step, len(items) - len(kept))
         run.report.add("dropped", len(items) - len(kept), reason=FORGOTTEN)
     return kept

@@ -137,7 +137,7 @@ def adapting(adapter: Adapter, options: Mapping[str, object]) -> dict[str, objec
     slots = options.get("max_loras", SLOTS)
     if not isinstance(slots, int) or slots < MIN_SLOTS:
         raise ConfigError(
-            f"engine.options.max_loras: got {slots!r}, expected {MIN_SLOTS} or more: what serves, and what is being proved"
+            f"engine.options.max_loras: got {slots!r}, expected {MIN_SLOTS} or more: the serving and the next adapter"
         )
     return {
         "enable_lora": True,

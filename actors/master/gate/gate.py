@@ -224,7 +224,7 @@ class Gate:
         sums = self.counts.comparison(-1).rated.get(self.stable.version, {})
         people = sum(row[0] for row in sums.values())
         if not people:
-            return "nobody has rated the stable version outside of a trial, so what a trial can find is not known"
+            return "nobody has rated the stable version outside of a trial, so the power of a trial is unknown"
         blocks = [block for _, block in sums]
         hours = (max(blocks) + 1 - min(blocks)) * duration_s(self._config.people.block) / 3600.0
         base, per_hour = sum(row[1] for row in sums.values()) / people, people / hours

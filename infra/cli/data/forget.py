@@ -62,9 +62,9 @@ def show(console: Console, found: ForgetReport) -> None:
     )
     if found.texts:
         console.print(
-            f"what was written in {found.texts} sessions about their answers, or without their name, cannot be read any more"
+            f"in {found.texts} sessions, feedback on their answers and turns without their name are unreadable"
         )
-    console.print(f"roles that looked a key up drop what they hold within {FRESH_S:g} s, counted as forgotten")
+    console.print(f"roles that have read a key drop the user's records within {FRESH_S:g} s, counted as forgotten")
     if not found.steps:
         console.print("no step had trained on it: no version learned from it, replay loses nothing", style="green")
         return

@@ -79,7 +79,7 @@ async def export_model(
     console = Screen(stderr=True)
     console.print(f"fetching version {event.version} of {event.policy}")
     num_bytes = await asyncio.to_thread(export, app_store(settings), event, settings, folder, decisions, alone=adapter)
-    console.print(f"{folder}: version {event.version}, {num_bytes:,} bytes of weights; what is known of it: {ABOUT}")
+    console.print(f"{folder}: version {event.version}, {num_bytes:,} bytes of weights; its origin: {ABOUT}")
     return 0
 
 

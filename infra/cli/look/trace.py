@@ -55,7 +55,7 @@ async def trace(
     index = open_index(settings)
     try:
         async with reading(settings) as log:
-            with console.status("reading what has come since the last trace") as status:
+            with console.status("reading the records since the last trace") as status:
                 is_whole = await index.refresh(
                     log,
                     lambda topic, left: status.update(f"indexing {topic}: {left:,} records left"),

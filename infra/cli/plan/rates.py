@@ -201,14 +201,14 @@ def rate_tables(
     )
     for part in plan.parts:
         needs = f"unknown: {part.unknown}" if part.needs is None else str(part.needs)
-        busy = "" if part.share is None else f"{part.share:.0%} of what is planned"
+        busy = "" if part.share is None else f"{part.share:.0%} of the plan"
         style = "red" if part.problem else ""
         processes.add_row(part.part, needs, str(part.has or "open"), part.setting, busy, style=style)
     yield processes
     writes = f"each of {num} writes {broker.per_s / 1e3:,.1f} kB/s and keeps {gb(broker.kept)}"
     yield f"brokers: {num} at least, one a copy; {writes}"
     if plan.busiest is not None:
-        among = ", of what is known" if any(part.unknown for part in plan.parts) else ""
+        among = ", of the known parts" if any(part.unknown for part in plan.parts) else ""
         yield f"full first{among}: {plan.busiest.part}, at {1 / (plan.busiest.share or 1):.3g} times these rates"
     unit_costs = Table("unit cost", "value", "measured by", title="computed from")
     for name, cost in costs.items():

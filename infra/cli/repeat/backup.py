@@ -68,7 +68,7 @@ async def backup(
     screen.print(f"{to}: whole, {describe(whole)}", markup=False)
     if secrets is None:
         screen.print(
-            "Without keys: what is sealed stays shut after a restore. --keys PLACE keeps them, apart.", markup=False
+            "Without keys, sealed texts stay unreadable after a restore: --keys PLACE copies the keys.", markup=False
         )
     return 0
 

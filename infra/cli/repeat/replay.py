@@ -199,9 +199,9 @@ def summarize(console: Console, verdict: ReplayResult, *, verify: bool) -> None:
         f"{verdict.steps} steps from step {verdict.from_step} to {verdict.to_step} in {verdict.replay_s:.1f} s: "
         f"{rate:.1f} steps/s{ratio} ({verdict.run_s:.1f} s by its log)"
     )
-    sealed = "what they trained on is sealed, and its keys are not here. They are in no archive: replay it where its store is"
+    sealed = "their texts are sealed, and the keys are not here. No archive has keys: replay the run where its store is"
     for steps, why in (
-        (verdict.forgotten, "cannot be reproduced: what they trained on was forgotten"),
+        (verdict.forgotten, "cannot be reproduced: their texts were forgotten"),
         (verdict.without_key, f"cannot be replayed here: {sealed}"),
     ):
         if steps:

@@ -235,7 +235,7 @@ def test_a_replay_that_could_verify_nothing_is_no_success_and_says_whose_keys_it
     result = call("replay", file, "--verify")
     assert result.exit_code == 1, result.output
     assert "nothing is verified" in result.stdout and "checkpoints equal" not in result.stdout
-    assert "what they trained on is sealed, and its keys are not here" in result.stdout
+    assert "their texts are sealed, and the keys are not here" in result.stdout
     assert "forgotten" not in result.stdout
     found = verdict(call("replay", file, "--verify", "--json"))
     assert found["verified"] == 0 and found["without_key"] and found["forgotten"] == []
