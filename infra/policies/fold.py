@@ -13,8 +13,8 @@ serves the stable version. Events of the candidate channel (all that a trainer p
 Guarantees: a fold that begins with a summary and reads on equals one that read every record, except for versions below
 `known_from`; a summary names the last of its records by a digest, so a log that lost records does not match it. A trainer that
 lost its lease publishes nothing, and a master that was overtaken moves nothing: its decision lies behind the lease of the later
-one. People's words always hold. An engine goes forward only, unless it follows the stable channel; the version an evaluation
-waits for is not skipped while it is known. Bound: twice `window` versions a policy, and the versions that its channels serve.
+one. An operator's orders always count. An engine goes forward only, unless it follows the stable channel; a version
+that an evaluation waits for is not skipped while it is known. Bound: twice `window` versions a policy, and its channels'.
 """
 
 from collections.abc import Collection, Iterable

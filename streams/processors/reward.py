@@ -56,8 +56,8 @@ def is_whole(parts: Sequence[Experience]) -> bool:
 
 
 def blended(scores: Mapping[str, float], weights: Mapping[str, float], require: Sequence[str] = ()) -> float | Drop:
-    """Σ w · s over the sum of the weights above 0, of the scores that are there, or why there is none: a penalty alone is no
-    verdict.
+    """Weighted mean of the present scores, Σ w · s over the sum of the positive weights, or the reason for its absence. A
+    penalty alone is no verdict.
     """
     missing = [name for name in require if name not in scores]
     if missing:

@@ -93,7 +93,7 @@ def looks_ahead(objective: Objective) -> bool:
 
 
 def compares(objectives: Mapping[Lane, Objective], rows: Microbatch) -> bool:
-    """True if some token of a microbatch meets the reference: no other one needs a forward of it."""
+    """True if the loss of a microbatch needs a forward of the reference policy."""
     return any(objectives[LANES[index]].reference for index in np.unique(rows.lane_N))
 
 

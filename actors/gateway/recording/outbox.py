@@ -204,7 +204,7 @@ class Outbox:
             outgoings = [outgoing for (outgoing, _), entry in zip(unsent, written, strict=True) if entry]
             if refused := [outgoing for (outgoing, _), entry in zip(unsent, written, strict=True) if not entry]:
                 self._shed(refused, "refused by the log")
-            # Under the lock: a drain that finds the disk empty just now would say that all may go direct.
+            # Under the lock: otherwise a drain that has just emptied the disk would set `direct` again.
             if self.direct:
                 self.direct = False
                 why = "store_away" if self._held.num_held else "broker_away"

@@ -25,9 +25,9 @@ def drop(suite: GateSuite, new: EvalResult, old: EvalResult, num_tests: int = 1)
 
 
 def difference(new: EvalResult, old: EvalResult) -> tuple[float, float]:
-    """By how much `old` is better, a half step less since answers are counted, and the variance of that.
+    """Accuracy of `old` minus that of `new`, less half a step (a continuity correction), and the variance of the difference.
 
-    The variance is the larger of two: if both are as good, and if they are as far apart as measured.
+    The variance is the larger of two: under equal accuracies, and under the measured accuracies.
     """
     if is_paired(new, old):
         gaps = [before - now for before, now in zip(old.right, new.right, strict=True)]
