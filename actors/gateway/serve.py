@@ -70,13 +70,14 @@ async def run_gateway(
     tokenizer: Tokenizer,
     *,
     webhooks: Sequence[Webhook] = (),
-    reads_feedback: bool = True,
+    reads_feedback: bool,
     listening: Callable[[int], None] = lambda port: None,
     epoch: int | None = None,
 ) -> None:
     """Serve until the role is stopped. Its log need not be connected: it is, as soon as the broker answers.
 
-    listening: called with the port once requests are served. Raises ConfigError, EngineStopped.
+    reads_feedback: whether a source reads /v1/feedback. listening: called with the port once requests are served. Raises
+    ConfigError, EngineStopped.
     """
     epoch = secrets.randbits(63) if epoch is None else epoch
     # Its counts begin anew with the process, which may have the number of one before it.

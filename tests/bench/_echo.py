@@ -106,7 +106,7 @@ async def serve_gateway(kind: str, folder: Path) -> None:
     )  # fmt: skip
     limits = GatewayLimits(concurrency=2 * STREAMS)
     config = GatewayConfig(listen="127.0.0.1:0", train_on="consented", limits=limits)
-    await run_gateway(role, config, engine, tokenizer, listening=lambda port: ready(port, key))
+    await run_gateway(role, config, engine, tokenizer, reads_feedback=True, listening=lambda port: ready(port, key))
 
 
 class Bare:

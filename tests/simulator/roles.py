@@ -230,7 +230,7 @@ def gateway(world: "World", process: Process) -> Running:
     )
     floor = msgspec.structs.replace(world.scenario.floor, folder=life.folder)
     given_here = msgspec.structs.replace(given(world, process, world.metrics_of(process)), floor=floor)
-    return run_gateway(given_here, config, life.engine, SmallTokenizer(), epoch=world.draw_seed())
+    return run_gateway(given_here, config, life.engine, SmallTokenizer(), reads_feedback=True, epoch=world.draw_seed())
 
 
 def worker(world: "World", process: Process) -> Running:

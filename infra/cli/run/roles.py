@@ -262,7 +262,8 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
 
     try:
         role = make_role("serve", settings, log, metrics, stop)
-        await run_gateway(role, config, engine, tokenizer, webhooks=webhooks, listening=listening)
+        heard = any(source.from_.webhook == FEEDBACK_PATH for source in settings.feedback)
+        await run_gateway(role, config, engine, tokenizer, webhooks=webhooks, reads_feedback=heard, listening=listening)
     finally:
         await log.bus.close()
 
