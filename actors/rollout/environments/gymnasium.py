@@ -66,10 +66,7 @@ class Gymnasium:
         if self._actions and not (isinstance(space, spaces.Discrete) and space.n == len(self._actions)):
             raise ConfigError(f"actions: got {len(self._actions)} names, expected one for each action of {space}")
         own = task.meta.get("seed")
-        options = task.meta.get("reset")
-        observation, info = self._world.reset(
-            seed=own if isinstance(own, int) else seed, options=options if isinstance(options, dict) else None
-        )
+        observation, info = self._world.reset(seed=own if isinstance(own, int) else seed)
         return Outcome(observation=self._written(observation, info))
 
     def step(self, action: str) -> Outcome:

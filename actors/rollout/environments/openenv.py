@@ -76,10 +76,9 @@ class OpenEnv(msgspec.Struct, kw_only=True, dict=True):
         self._socket: ClientConnection | None = None
 
     async def reset(self, task: Task, *, seed: int) -> Outcome:
-        """Begin an episode in a world of its own. The task's meta may name its `seed`, and more for the server's `reset`."""
-        own, more = task.meta.get("seed"), task.meta.get("reset")
+        """Begin an episode in a world of its own. The task's meta may name its `seed`."""
+        own = task.meta.get("seed")
         data = {"seed": own if isinstance(own, int) else seed, "episode_id": uuid.uuid4().hex}
-        data |= more if isinstance(more, dict) else {}
         backoff_s = FIRST_BACKOFF_S
         for left in range(self.retries, -1, -1):
             try:
