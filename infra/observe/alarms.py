@@ -124,7 +124,7 @@ ALARMS = (
     _still("rollbacks", "The trainer went back", "page"),
     _still("steps_skipped", "Steps change nothing"),
     _still("alarms", "A value of a step is unhealthy"),
-    _still("requests_failed", "An engine fails on requests"),
+    _still("requests_failed", "Episodes fail"),
     _still("feedback_polls_failed", "A feedback system does not answer"),
     _still("feedback_unread", "Feedback is posted and no source reads it"),
     Alarm(

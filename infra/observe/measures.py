@@ -98,7 +98,7 @@ MEASURES = (
     _counter("tokens", ENGINES, "tokens sampled"),
     _counter("tokens_cancelled", "explore", "sampled tokens of episodes that the explorer stopped", "reason"),
     _counter("stubs", "explore", "drop markers published in place of experiences", "reason"),
-    _counter("requests_failed", "explore", "requests on which the engine raised an error"),
+    _counter("requests_failed", "explore", "episodes that failed, whatever the cause"),
     _counter("tasks_refused", "explore", "tasks that this explorer cannot run, by reason", "reason"),
     _counter("bad_images", "explore", "episodes with unreadable images, by reason", "reason"),
     _gauge("tokens_per_s", "explore", "tokens per second of the time with a running episode, since the first group"),
