@@ -36,11 +36,13 @@ def commands(page: str) -> str:
 
 
 def figure(report: Mapping[str, Any], name: str) -> float | None:
-    """A figure of report.json. "dev 10": accuracy on dev at version 10 or the first after it, None if the run ended before."""
+    """A figure of report.json, None if the run ended before its version. "dev 10": accuracy on dev at version 10 or the first
+    after it. "users_liked_last 12": the figure of a run that published 12 versions.
+    """
     if name == "memory_gb":
         return sum(report["peak_rss_mb"].values()) / 1000
-    suite, _, version = name.partition(" ")
-    found = report["accuracy"][suite] if version else [(0, report[name])]
+    what, _, version = name.partition(" ")
+    found = report["accuracy"][what] if what in report["accuracy"] else [(report["policy_versions"], report[what])]
     return next((value for number, value in found if number >= int(version or 0)), None)
 
 

@@ -65,8 +65,9 @@ def test_every_recipe_has_settings_that_load_and_measured_figures_within_its_bou
         assert {"wall_s", "memory_gb"} < {what for what, *_ in figures}
         for what, side, bound, measured in figures:
             assert (float(measured) - float(bound)) * (1 if side == "least" else -1) >= 0, f"{name}: {what}"
-    curve = {"accuracy": {"dev": [(5, 0.4), (15, 0.6)]}}
+    curve = {"accuracy": {"dev": [(5, 0.4), (15, 0.6)]}, "policy_versions": 15, "steps": 14}
     assert [recipes.figure(curve, f"dev {at}") for at in (5, 10, 20)] == [0.4, 0.6, None]
+    assert [recipes.figure(curve, name) for name in ("steps", "steps 15", "steps 16")] == [14, 14, None]
 
 
 def test_an_unknown_name_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
