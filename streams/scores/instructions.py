@@ -11,8 +11,7 @@ from schemas import Experience
 MAX_CHARS = 20_000
 Argument = bool | int | str | list[str]
 _WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
-_SENTENCE = re.compile(r"[^.!?]*[^\W_][^.!?]*[.!?]+[\"”')\]]*(?=\s|$)")
-_FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
+_SENTENCE = re.compile(r"([^.!?]+)([.!?]+[\"”')\]]*(?=\s|$))?")
 
 
 @score(version=1, inline=True)
@@ -48,7 +47,8 @@ def follows(text: str, kind: str, argument: Argument) -> bool:
         case ("max_words", int(most)):
             return 0 < len(words(text)) <= most
         case ("sentences", int(count)):
-            return len(_SENTENCE.findall(text)) == count and not _WORD.search(_SENTENCE.sub("", text))
+            ends = [end for before, end in _SENTENCE.findall(text) if _WORD.search(before)]
+            return len(ends) == count and all(ends)
         case ("lower_case", _):
             return bool(words(text)) and text == text.lower()
         case ("no_commas", _):
@@ -74,9 +74,10 @@ def words(text: str) -> list[str]:
 
 def _keys(text: str) -> list[str] | None:
     """The keys of the JSON object that a text is, alone or in a code fence, each with something in it."""
-    fenced = _FENCE.fullmatch(text)
+    if text.startswith("```") and text.endswith("```"):
+        text = text[3:-3].removeprefix("json").strip()
     try:
-        found = json.loads(fenced[1] if fenced else text)
+        found = json.loads(text)
     except (ValueError, RecursionError):
         return None
     return sorted(found) if isinstance(found, dict) and all(found.values()) else None

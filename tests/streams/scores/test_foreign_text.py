@@ -55,6 +55,7 @@ HOLD = """
 import unicodedata
 from streams.processors.task_filter import clean
 from streams.scores import code, exact, math
+from streams.scores.instructions import follows
 from schemas import Message, Task
 N = 400_000
 for text in ("(" * N, "\\\\boxed{" + "{" * N, "answer " * (N // 7), "answer" + " " * N, "1 " * (N // 2), "1," * (N // 2)):
@@ -63,6 +64,9 @@ for text in ("```a\\n" * (N // 5), "```\\n" * (N // 4), " " * N + "```"):
     code.answer_code(text)
 for text in ("a" + "\\u0315\\u0300" * (N // 2), "a" + "\\u0315\\uff9e" * (N // 2)):
     exact.is_exact(text, text[::-1])
+for text in ("a" * N, "a." + ")" * N + "a"):
+    follows(text, "sentences", 1)
+follows("```" + " " * N + "x", "json", ["a"])
 clean(Task(id="t", messages=(Message(role="user", content=("a" + " " * N + "b")),)))
 print("done")
 """
