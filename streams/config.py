@@ -251,7 +251,7 @@ class VerifyConfig(Section, frozen=True):
 
 class AdvantageConfig(Section, frozen=True):
     """[collect.advantage]: advantages of the episodes of a group. The advantage of a lone answer, or of the only rated
-    choice of a request, is relative to a running baseline of its tenant and origin, shrunk while few answers are known and
+    choice of a request, is relative to a running baseline of its tenant and lane, shrunk while few answers are known and
     clipped to ±5 (`streams.processors.advantage` states the assumptions).
 
     Example: AdvantageConfig(kind="leave_one_out")

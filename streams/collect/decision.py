@@ -105,7 +105,11 @@ async def judged(
     # The chain neither compares nor rewards demonstrations.
     if given and not all(member.is_given for member in given):
         outcome = await chain(given, context)
-    blocks, larger = _in_blocks(outcome.kept)
+    kept: Sequence[Experience] = outcome.kept
+    if group.retrained:  # after the chain, which compares an answer with others of the lane that served it
+        lanes = {attempt.lane: "human"}
+        kept = [msgspec.structs.replace(member, lane=lanes.get(member.lane, member.lane)) for member in kept]
+    blocks, larger = _in_blocks(kept)
     dropped = (*outcome.dropped, *larger)
     drops.update(gone.reason for gone in dropped)
     own = [experience for block in blocks if block.group == group.id for experience in block.experiences]

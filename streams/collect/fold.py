@@ -387,9 +387,8 @@ class _Fold:
 
     async def _revise(self, group: Group, members: Sequence[Experience], reason: str, *, sends: bool = True) -> None:
         group.revision += 1
-        revised = [msgspec.structs.replace(member, revision=group.revision) for member in members]
-        if group.retrained:
-            revised = [msgspec.structs.replace(member, lane="human", retrained=group.retrained) for member in revised]
+        numbers = {"revision": group.revision, "retrained": group.retrained}
+        revised = [msgspec.structs.replace(member, **numbers) for member in members]
         await self._judge(group, revised, reason, sends=sends)
 
     async def _judge(self, group: Group, members: Sequence[Experience], reason: str, *, sends: bool = True) -> None:

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from functools import partial
 
 import msgspec
+import pytest
 
-from infra.chain.chain import make_step, run_chain
+from infra.chain.chain import Step, make_step, run_chain
 from schemas import Block, Control, Edit, Experience, Feedback, Span, encode
 from schemas.experience import is_withdrawal, pair_fault, pair_side
 from streams.collect.decision import Decision
@@ -15,6 +16,7 @@ from streams.collect.fold import fold
 from streams.collect.rules import Rules
 from streams.collect.state import State
 from streams.processors.correct import Correct, answer_start
+from streams.processors.difficulty import difficulty
 from tests.streams.collect.collecting import (
     DEADLINE_MS,
     REF,
@@ -28,7 +30,7 @@ from tests.streams.collect.collecting import (
     said,
     tick,
 )
-from tests.streams.processors.by_default import reward
+from tests.streams.processors.by_default import advantage, reward
 from trainer.buffer.buffer import Buffer
 
 SOURCE = FeedbackRules(window_ms=WINDOW_MS, late="amend")
@@ -60,8 +62,12 @@ BACK = Feedback(ref=REF, id="back", source="csat", rater="ann", type="retraction
 
 
 def decided(records: Sequence[Block | Control], rules: Rules = RULES) -> list[Decision]:
-    inbox, state, found = FakePartition().extend(records), State(), []
-    chain = partial(run_chain, STEPS)
+    return decided_in(FakePartition().extend(records), rules, STEPS)
+
+
+def decided_in(inbox: FakePartition, rules: Rules, steps: Sequence[Step]) -> list[Decision]:
+    state, found = State(), []
+    chain = partial(run_chain, steps)
     for arrival in inbox.arrivals:
         found += asyncio.run(fold(state, arrival, rules, chain, inbox.blocks_at)).decisions
     return found
@@ -111,12 +117,9 @@ def test_a_retracted_edit_is_taken_back_from_what_was_not_drawn_yet() -> None:
 
 def test_an_edit_taken_back_before_the_window_closed_makes_nothing() -> None:
     given = msgspec.structs.replace(RULES, sources={"csat": SOURCE, "other": SOURCE})
-    records = [live(), edit("ok", id="1"), BACK]
-    inbox, state, found = FakePartition().extend(records), State(), []
+    inbox = FakePartition().extend([live(), edit("ok", id="1"), BACK])
     inbox.append(tick(), after_ms=WINDOW_MS)
-    for arrival in inbox.arrivals:
-        found += asyncio.run(fold(state, arrival, given, partial(run_chain, STEPS))).decisions
-    assert [decision.blocks for decision in found] == [()]
+    assert [decision.blocks for decision in decided_in(inbox, given, STEPS)] == [()]
 
 
 def test_where_edits_are_not_learned_from_they_are_counted() -> None:
@@ -161,3 +164,21 @@ def test_retrain_takes_the_place_of_a_copy_that_was_not_drawn_yet_and_a_retracti
     unscored = msgspec.structs.replace(answer("a1b2.0", 0, size=1, lane="live"), scores=())
     back = said(REF, 0.0, id="back", rater="ann", type="retraction")
     assert waiting(FakePartition().extend([block(unscored), *words, back]), rules("retrain")) == []
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_a_retrained_answer_has_the_advantage_of_an_answer_of_production(choices: int) -> None:
+    steps = [make_step(step.func.__name__, step) for step in (reward, advantage)] + [
+        make_step("difficulty", difficulty)
+    ]
+    members = [answer("a1b2.0", episode, size=choices, lane="live") for episode in range(choices)]
+    earlier = [answer(f"a1b2c{number}.0", 0, size=1, lane="live") for number in range(8)]
+    inbox = FakePartition().extend(block(msgspec.structs.replace(member, scores=())) for member in earlier)
+    inbox.extend(said(f"hr-{member.id}", 0.0) for member in earlier)
+    inbox.extend([block(*(msgspec.structs.replace(member, scores=()) for member in members)), said(REF, 0.0, id="1")])
+    inbox.append(tick(), after_ms=WINDOW_MS)
+    inbox.append(said(REF, 1.0, id="2"))
+    last = {late: decided_in(inbox, rules(late), steps)[-1] for late in ("amend", "retrain")}
+    ((amended,), (again,)) = (decision.blocks[-1].experiences for decision in last.values())
+    assert (again.lane, again.retrained, again.reward, last["retrain"].closure.outcome) == ("human", 1, 1.0, "buffered")
+    assert again.advantage == amended.advantage and (again.advantage or 0) > 0
