@@ -97,7 +97,7 @@ async def judged(
 
     reason: of a closure that sends something on.
     """
-    drops = Counter(attempt.drops())
+    drops = attempt.drops()
     if not attempt.is_complete:
         drops["missing at deadline"] = attempt.group_size - attempt.num_done
     drops.update(member.lost for member in members if member.lost)

@@ -57,6 +57,7 @@ from streams.collect.turns import (
     new_credits,
     turn_depth,
 )
+from streams.stages.verify import STAGE as VERIFY
 
 MAX_ANSWERS = 1024  # of a group, with feedback before it is closed
 
@@ -124,6 +125,7 @@ class _Fold:
     async def marker(self, marker: DropMarker) -> None:
         group = self._group(marker.group)
         if self._arrive(group, marker, marker.reason):
+            self.folded.drop("" if marker.stage == VERIFY else marker.reason)  # verify counted its own
             await self._settle_first(group, (marker.attempt,))
 
     async def feedback(self, feedback: Feedback) -> None:
@@ -404,8 +406,9 @@ class _Fold:
         decision = await judged(group, attempt, members, given, reason, chain=self.chain, context=context)
         if sends:
             group.lane = decision.closure.lane if decision.closure.outcome == "buffered" else None
+            markers = attempt.drops()
             for label, count in decision.closure.drops.items():
-                self.folded.drop(label, count)
+                self.folded.drop(label, 0 if group.revision else count - markers[label])
         else:
             decision = Decision(msgspec.structs.replace(decision.closure, reason="rated again", experiences=0))
         if group.join and group.revision:

@@ -9,7 +9,7 @@ groups open: their records make no cycle, and the garbage collector does not wal
 """
 
 import heapq
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -93,13 +93,9 @@ class Attempt(msgspec.Struct, array_like=True, gc=False):
             isinstance(part, BlockPlace) for episode in self.episodes.values() for part in episode.parts.values()
         )
 
-    def drops(self) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for episode in self.episodes.values():
-            for arrived in episode.parts.values():
-                if isinstance(arrived, str):
-                    counts[arrived] = counts.get(arrived, 0) + 1
-        return counts
+    def drops(self) -> Counter[str]:
+        arrived = (part for episode in self.episodes.values() for part in episode.parts.values())
+        return Counter(reason for reason in arrived if isinstance(reason, str))
 
 
 class LoggedFeedback(msgspec.Struct, array_like=True, frozen=True, gc=False):

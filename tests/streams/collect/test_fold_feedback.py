@@ -41,6 +41,7 @@ from tests.streams.collect.collecting import (
     live,
     rules,
     said,
+    stub,
     tick,
 )
 from tests.streams.collect.test_fold_turns import group_of_turn, ref, turn
@@ -130,6 +131,19 @@ def test_a_retraction_sends_a_revision_without_what_it_took_back() -> None:
     last = decisions(folded(inbox, rules("amend")))[1]
     assert last.closure.revision == 1
     assert last.blocks[0].experiences[0].score("csat") is None
+
+
+def test_an_answer_counts_as_dropped_once_whatever_stage_drops_it_and_however_often_it_is_revised() -> None:
+    answers = [answer("a1b2.0", episode, size=4, lane="live") for episode in range(2)]
+    over = msgspec.structs.replace(stub("a1b2.0", 2, size=4, reason="group over"), stage="explore")
+    short = msgspec.structs.replace(stub("a1b2.0", 3, size=4), stage="verify")
+    inbox = FakePartition().extend([block(answers[0], msgspec.structs.replace(answers[1], scores=())), over, short])
+    inbox.append(said(REF, 0.8))
+    inbox.append(tick(), after_ms=WINDOW_MS)
+    inbox.append(said(REF, 0.1, id="later"))
+    results = folded(inbox, rules("amend"))
+    assert [decision.closure.revision for decision in decisions(results)] == [0, 1]
+    assert drops(results) == {"group over": 1, "unlabelled": 1}, "verify counts its own"
 
 
 def test_late_feedback_about_an_answer_the_log_no_longer_holds_is_counted() -> None:
