@@ -134,7 +134,7 @@ class ScoreConfig(Section, frozen=True):
     """A @score function, as `module:name`."""
     options: Options = msgspec.field(default_factory=dict)
     timeout_s: Seconds = 10.0
-    """Maximum seconds of a call; after them the score is absent."""
+    """Maximum seconds of a call; after them verify drops the experience as "score timed out"."""
 
 
 class RewardConfig(Section, frozen=True):
