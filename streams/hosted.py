@@ -8,7 +8,6 @@ escapes an agent.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -139,7 +138,7 @@ class HostedStage:
 
         async def consume(stream: Any) -> None:
             try:
-                async for event in _events(stream):
+                async for event in stream.noack().events():
                     await driver.accept(FaustDelivery(self.app, event))
             except asyncio.CancelledError:
                 raise
@@ -215,8 +214,3 @@ class HostedStage:
         self._generation, self._assigned_in = self.app.consumer_generation_id, self.app.rebalancing_count
         for name, driver in self.drivers.items():
             driver.assigned({at.partition for at in assigned if at.topic == name}, self._generation)
-
-
-def _events(stream: Any) -> AsyncIterable[Any]:
-    events: AsyncIterable[Any] = stream.noack().events()
-    return events

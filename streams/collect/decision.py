@@ -53,10 +53,6 @@ def mean_reward(experiences: Sequence[Experience]) -> float | None:
     return sum(rewards) / len(rewards) if rewards else None
 
 
-def trial_version(experiences: Sequence[Experience]) -> int:
-    return experiences[0].trial if experiences else -1
-
-
 Chain = Callable[[Sequence[Experience], Context], Awaitable[ChainResult]]
 
 
@@ -129,7 +125,7 @@ async def judged(
         mean_reward=mean_reward((*own, *(gone.experience for gone in dropped))),
         drops=dict(drops),
         version=min((member.min_version for member in given), default=-1),
-        trial=trial_version(given),
+        trial=given[0].trial if given else -1,
         ratings=ratings(group.feedback[member.id] for member in members if member.id in group.feedback),
         answered_ms=attempt.first_ms if attempt.lane == "live" else -1,
     )

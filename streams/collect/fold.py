@@ -330,6 +330,7 @@ class _Fold:
 
     async def _close(self, group: Group) -> None:
         attempt = group.attempts[group.winner]
+        await self.state.frames.look_up_keys(attempt.places(done_only=True))
         members = await self._brought(attempt)
         known = {member.id for member in members}
         strays = sum(len(on_answer.counted) for answer, on_answer in group.feedback.items() if answer not in known)

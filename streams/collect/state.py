@@ -8,17 +8,21 @@ experience it replaces. Arrivals are known by (episode, part), so a redelivery c
 groups open: their records make no cycle, and the garbage collector does not walk through them (`gc=False`).
 """
 
+import asyncio
 import heapq
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import msgspec
 
 from infra.chain.processor import Memory
+from infra.newest import Newest
 from schemas import Block, DropMarker, Experience, Feedback, FeedbackWait, Lane, decode, encode
 from schemas.bulk import FindSeal
 from schemas.ids import session_of
+from streams.stages.stage import confirmed
 
 Numbered = TypeVar("Numbered")
 
@@ -198,8 +202,7 @@ class Frames:
         """load: bytes of a block that was saved before; raises KeyError. find_seal: keys of sealed blocks."""
         self._load = load
         self._find_seal = find_seal
-        self._decoded: OrderedDict[int, tuple[Block, int]] = OrderedDict()
-        self._decoded_bytes = 0
+        self._decoded = Newest[int, tuple[Block, int]](max_size=MAX_CACHED_BYTES, size=lambda entry: entry[1])
         self.unsaved: dict[int, bytes] = {}
         self.removed: set[int] = set()
         self.absent: set[int] = set()  # in the log alone, as their state came without them
@@ -218,13 +221,22 @@ class Frames:
         self.unsaved |= found
         self.absent.difference_update(found)  # in place, as there may be a million
 
+    async def look_up_keys(self, places: Iterable[BlockPlace]) -> None:
+        """Let go of decoded blocks whose keys were destroyed, so that `get` decodes them without the keys."""
+        for offset in {place.offset for place in places}:
+            known = self._decoded.get(offset)
+            if known and self._find_seal and (first := known[0].experiences[0]).is_sealed:
+                find = partial(asyncio.to_thread, self._find_seal, first.key_id)
+                if (await confirmed(find, "key of a waiting answer")).fault:
+                    self._decoded.pop(offset)
+
     def put(self, offset: int, block: Block, frame: bytes) -> None:
         self.unsaved[offset] = frame or encode(block)
         self._remember(offset, block, len(self.unsaved[offset]))
 
     def get(self, offset: int) -> Block:
-        if offset in self._decoded:
-            return self._decoded[offset][0]
+        if known := self._decoded.get(offset):
+            return known[0]
         frame = self.unsaved.get(offset)
         if frame is None:
             if self._load is None or offset in self.removed:
@@ -237,8 +249,7 @@ class Frames:
 
     def remove(self, offset: int) -> None:
         self.absent.discard(offset)
-        if offset in self._decoded:
-            self._decoded_bytes -= self._decoded.pop(offset)[1]
+        self._decoded.pop(offset)
         if self.unsaved.pop(offset, None) is None:
             self.removed.add(offset)
 
@@ -247,11 +258,7 @@ class Frames:
         self.removed.clear()
 
     def _remember(self, offset: int, block: Block, frame_bytes: int) -> None:
-        num_bytes = frame_bytes + MEMBER_BYTES * len(block.experiences)
-        self._decoded[offset] = (block, num_bytes)
-        self._decoded_bytes += num_bytes
-        while self._decoded_bytes > MAX_CACHED_BYTES and len(self._decoded) > 1:
-            self._decoded_bytes -= self._decoded.popitem(last=False)[1][1]
+        self._decoded.put(offset, (block, frame_bytes + MEMBER_BYTES * len(block.experiences)))
 
 
 class State:

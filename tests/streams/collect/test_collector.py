@@ -11,7 +11,7 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
-from infra.store.seal import Keys, sealed
+from infra.store.seal import FRESH_S, Keys, sealed
 from schemas import Block, Closure, DeadLetter, FeedbackWait, Message, Tick
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings, TakenAway
@@ -173,10 +173,13 @@ def everything_in(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in folder.iterdir() if path.is_file())
 
 
-async def test_a_forgotten_answer_is_dropped_where_it_waits_and_is_unreadable_in_the_state_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_a_forgotten_answer_is_dropped_where_it_waits_and_is_unreadable_in_the_state_file(
+    tmp_path: Path, restarts: bool
+) -> None:
     async with memory_log() as plain:
-        store = MemoryStore()
-        log, keys = Log(plain.bus, plain.app, store=store), Keys(store)
+        store, clock = MemoryStore(), Clock()
+        log, keys = Log(plain.bus, plain.app, store=store, clock=clock), Keys(store)
         subject = subject_name("acme", "ann")
         said_by_ann = (Message(role="user", content="WILHELMINA"), Message(role="assistant", content="yes"))
         for episode in range(2):
@@ -186,15 +189,16 @@ async def test_a_forgotten_answer_is_dropped_where_it_waits_and_is_unreadable_in
         first, last = (message.record for message in await stored(log, VERIFIED))
         collector = await opened(log, tmp_path)
         await collector.take([first])
-        collector.close()
         assert b"WILHELMINA" not in everything_in(tmp_path)
         keys.destroy(subject)
-        again = Log(log.bus, log.app, store=store)  # a worker that restarts
-        collector = await opened(again, tmp_path)
+        clock.now_ms += 1 + int(FRESH_S)  # this clock counts seconds
+        if restarts:
+            collector.close()
+            collector = await opened(Log(log.bus, log.app, store=store), tmp_path)
         await collector.take([last])
         collector.close()
-        assert not await groups_in(again)
-        (end,) = [end for end in await values(again, PROGRESS) if isinstance(end, Closure)]
+        assert not await groups_in(log)
+        (end,) = [end for end in await values(log, PROGRESS) if isinstance(end, Closure)]
         assert (end.outcome, end.reason, end.drops) == ("dropped", "forgotten", {"forgotten": 2})
 
 
