@@ -130,24 +130,25 @@ async def take_round(
     now_ms = int(datetime.now(UTC).timestamp() * 1000)
     since_ms = now_ms - int(1000 * duration_s(source.langfuse.since))
     from_ms = known.read_to_ms - overlap_ms if known.read_to_ms else since_ms
-    to_ms = max(now_ms, from_ms + SHORTEST_MS)
-    while (scores := await _scores(client, source.langfuse, from_ms, to_ms)) is None:
-        to_ms = from_ms + max(SHORTEST_MS, (to_ms - from_ms) // 2)
-    new: list[tuple[int, str, dict[str, Any]]] = []
-    for score in scores:
-        named, at_ms = score_key(score), _ms(score, to_ms)
-        if named not in known.seen:
-            new.append((at_ms, named, score))
-    new.sort(key=lambda entry: entry[:2])
-    events = [Event(msgspec.json.encode(score), f"{LANGFUSE}{source.name}", 0, at_ms) for at_ms, _, score in new]
-    if events:
-        await publish_events(source, events, log, metrics)
-    metrics.gauge("feedback_read_to_timestamp_s", source=source.name).set(to_ms / 1000)
-    young = {named: at_ms for named, at_ms in known.seen.items() if at_ms >= to_ms - overlap_ms}
-    young |= {named: at_ms for at_ms, named, _ in new}
-    read = LangfuseState(read_to_ms=to_ms, seen=dict(list(young.items())[-MAX_SEEN:]))
-    await save_state(source, state.with_suffix(".json"), read, metrics)
-    return read
+    end_ms = to_ms = max(now_ms, from_ms + SHORTEST_MS)
+    read = known
+    while True:  # the overlap alone may hold more than a request gives
+        while (scores := await _scores(client, source.langfuse, from_ms, to_ms)) is None:
+            to_ms = from_ms + max(SHORTEST_MS, (to_ms - from_ms) // 2)
+        found = [(_ms(score, to_ms), score_key(score), score) for score in scores]
+        new = sorted((entry for entry in found if entry[1] not in read.seen), key=lambda entry: entry[:2])
+        events = [Event(msgspec.json.encode(score), f"{LANGFUSE}{source.name}", 0, at_ms) for at_ms, _, score in new]
+        if events:
+            await publish_events(source, events, log, metrics)
+        read_to_ms = max(read.read_to_ms, to_ms)
+        metrics.gauge("feedback_read_to_timestamp_s", source=source.name).set(read_to_ms / 1000)
+        young = {named: at_ms for named, at_ms in read.seen.items() if at_ms >= read_to_ms - overlap_ms}
+        young |= {named: at_ms for at_ms, named, _ in new}
+        read = LangfuseState(read_to_ms=read_to_ms, seen=dict(list(young.items())[-MAX_SEEN:]))
+        await save_state(source, state.with_suffix(".json"), read, metrics)
+        if to_ms == end_ms or to_ms > known.read_to_ms:
+            return read
+        from_ms, to_ms = to_ms, min(to_ms + 2 * (to_ms - from_ms), end_ms)
 
 
 async def _scores(

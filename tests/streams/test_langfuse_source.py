@@ -229,6 +229,20 @@ async def test_more_than_a_round_takes_is_read_from_its_oldest_on(fake: FakeLang
     assert 0 < seen[0] < len(fake.scores) and seen == sorted(set(seen))
 
 
+async def test_an_overlap_of_more_than_a_request_takes_is_read_to_its_end_and_further(
+    fake: FakeLangfuse, tmp_path: Path
+) -> None:
+    reader = SourceRounds(source(fake, overlap="20m"), await opened(), tmp_path)
+    fake.most = 4
+    names = [f"s{number:03}" for number in range(langfuse.MAX_PAGES * fake.most + 5)]
+    for number, name in enumerate(names):
+        fake.score(name, 1.0, seconds_ago=2050 - 5 * number, **NAMED)
+    read_to_ms = int(1000 * (datetime.now(UTC).timestamp() - 1000))
+    reader.known = LangfuseState(read_to_ms=read_to_ms)
+    await reader.round()
+    assert [name for name, _ in await reader.said()] == names and reader.known.read_to_ms > read_to_ms
+
+
 @pytest.mark.parametrize(
     ("status", "body", "reason"),
     [
