@@ -114,6 +114,7 @@ class LogIndex:
 
     def _open(self) -> None:
         self.database = sqlite3.connect(self.path, timeout=60.0, check_same_thread=False)
+        self.database.create_function("number", 1, number, deterministic=True)
         self.database.execute("PRAGMA journal_mode = WAL")
         # NORMAL may lose the last reads with the machine, never the file: the log has them.
         self.database.execute("PRAGMA synchronous = NORMAL")
@@ -248,21 +249,20 @@ class LogIndex:
         self._is_trimmed = False
 
     def _prune(self, topic: Topic, part: int, begin: int) -> None:
+        at = (topic.name, part, begin)
         with self.database as database:
             if topic in KEYED:
-                database.execute(
-                    "DELETE FROM places WHERE topic = ? AND part = ? AND offset < ?", (topic.name, part, begin)
-                )
+                database.execute("DELETE FROM places WHERE topic = ? AND part = ? AND offset < ?", at)
             elif topic is topics.BATCHES:
-                database.execute(
-                    "DELETE FROM trained WHERE step IN (SELECT step FROM steps WHERE offset < ?)", (begin,)
-                )
                 database.execute("DELETE FROM steps WHERE offset < ?", (begin,))
+                database.execute("DELETE FROM trained WHERE step NOT IN (SELECT step FROM steps)")
                 database.execute("DELETE FROM undone WHERE last < (SELECT min(step) FROM steps)")
-            database.execute(
-                "INSERT INTO reads VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET pruned = excluded.pruned",
-                (topic.name, part, begin, begin),
+            database.execute(  # a place may name the session alone, as that of feedback does
+                "DELETE FROM sealed WHERE grp NOT IN (SELECT grp FROM trained) AND grp NOT IN (SELECT grp FROM places)"
+                " AND number(session) NOT IN (SELECT grp FROM places)"
             )
+            upsert = "INSERT INTO reads VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET pruned = excluded.pruned"
+            database.execute(upsert, (*at, begin))
 
     def _finish(self) -> None:
         """After a read: create the indexes of ORDER once, and remove rows beyond their bounds."""

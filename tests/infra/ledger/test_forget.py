@@ -9,13 +9,14 @@ import pytest
 
 from infra.ledger.forget import ForgetReport, complete, destroy, tell
 from infra.ledger.index import LogIndex
+from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.policies.manifest import decode_manifest
 from infra.store.memory import MemoryStore
 from infra.store.seal import Keys, open_text, seal_text
-from schemas import Batch, Block, Directive, Drawn, PolicyEvent, Saved, ids, topics
+from schemas import Batch, Block, Directive, Drawn, Feedback, PolicyEvent, Saved, ids, topics
 from schemas.errors import Sealed
 from tests.infra.ledger.ledger_records import ANN, TENANT, USER, batch, log_with_ann, of_ann
 from tests.names import secret_store, session_name
@@ -169,6 +170,26 @@ async def test_what_was_written_about_their_answers_is_forgotten_with_them_and_w
     assert open_text(written["his"], Keys(store), names["his"]) == "a fine name"
     with pytest.raises(Sealed, match="forgotten"):
         open_text(written["hers"], Keys(store), names["hers"])
+
+
+async def test_the_index_names_a_session_of_a_key_as_long_as_the_log_does(tmp_path: Path) -> None:
+    log = Log(MemoryBus(), "t", store=secret_store())
+    await log.create_topics(partitions=1, keep_ms=-1)
+    session, first = session_name(TENANT, "chat"), of_ann(log, 1).experiences[0]
+    group = ids.request_group(session, 7, 3)
+    name = ids.experience_id(group, 0, 0)
+    hers = msgspec.structs.replace(first, id=name, group=group, lane="live", sequence=-1)
+    await log.publish(topics.EXPERIENCES, Block((hers,)))
+    await log.publish(topics.VERIFIED, Feedback(ref=f"hr-{name}", id="t-1", value=0.5, source="csat"))
+    index = LogIndex(tmp_path / "trace.sqlite", run="t", policy="main", prune_at=1)
+    await index.refresh(log)
+    known = []
+    for topic in (topics.EXPERIENCES, topics.VERIFIED):
+        await log.bus.delete_records(Partition(log.name(topic), 0), 1)
+        await index.refresh(log)
+        known.append(index.sessions_under([hers.key_id]))
+    index.close()
+    assert known == [[session], []], "feedback on her answer is sealed under a key of the session"
 
 
 async def journaled_until(log: Log, enough: Callable[[list[object]], bool]) -> None:
