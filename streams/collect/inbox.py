@@ -171,6 +171,7 @@ class CollectDriver:
             await inbox.put(delivery)
 
     def assigned(self, partitions: set[int], generation: int) -> None:
+        self.retire(generation - 1)  # a short rebalance is over before the worker sees that it has begun
         for partition in partitions:
             self._inbox(partition, generation)
 

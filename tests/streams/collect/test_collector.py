@@ -1,6 +1,7 @@
 """Collector: rebuilt from the log, sends nothing twice, ticks when idle, applies changed settings to waiting groups."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -141,7 +142,14 @@ async def test_an_unreadable_record_is_dead_lettered_and_its_neighbours_are_fold
         assert (dead.topic, dead.offset, dead.stage) == ("verified", 1, "collect")
 
 
-async def test_a_driver_folds_acknowledges_and_lets_go_of_its_partition(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "take_away",
+    [lambda driver: driver.retire(), lambda driver: driver.assigned(set(), 2)],
+    ids=["seen", "over before the worker saw it"],
+)
+async def test_a_driver_folds_acknowledges_and_lets_go_of_its_partition_in_a_rebalance(
+    tmp_path: Path, take_away: Callable[[CollectDriver], None]
+) -> None:
     async with memory_log() as log:
         await feed(log, "t.0", "u.0")
 
@@ -156,7 +164,7 @@ async def test_a_driver_folds_acknowledges_and_lets_go_of_its_partition(tmp_path
                 await driver.accept(delivery)
             await until(lambda: all(delivery.is_acknowledged for delivery in deliveries[:3]))
             assert driver.waiting().groups == 1
-            driver.retire()
+            take_away(driver)
             late = KeptDelivery(deliveries[3].record)
             await driver.accept(late)
             assert late.is_abandoned
