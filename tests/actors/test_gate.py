@@ -226,8 +226,10 @@ def say(
     return said
 
 
-def served(gate: Gate, failed: int, *, trial: int = TRIAL, blocks: int = 20, tenants: int = 1) -> None:
-    """In each block forty sessions of either version, and how many of the new one's fail."""
+def served(
+    gate: Gate, failed: int, *, trial: int = TRIAL, blocks: int = 20, tenants: int = 1, past: tuple[Answered, ...] = ()
+) -> None:
+    """In each block forty sessions of either version, and how many of the new one's fail. past: counts that do not grow."""
     for block in range(1, blocks + 1):
         told = tuple(
             Answered(
@@ -239,7 +241,7 @@ def served(gate: Gate, failed: int, *, trial: int = TRIAL, blocks: int = 20, ten
             )
             for version, bad in ((TRIAL, failed), (STABLE, 0))
         )  # fmt: skip
-        gate.progress(Progress(role="serve", instance="serve/1", answered=told), block * BLOCK_MS)
+        gate.progress(Progress(role="serve", instance="serve/1", answered=(*past, *told)), block * BLOCK_MS)
 
 
 def at(gate: Gate, at_ms: int) -> list[PolicyEvent]:
@@ -356,6 +358,14 @@ def test_failures_turn_a_canary_away_without_a_rating_and_those_of_one_tenant_of
     gate = tried()
     served(gate, 10, tenants=tenants)
     assert [ended.event for ended in at(gate, 21 * BLOCK_MS)] == ends
+
+
+def test_a_trial_is_decided_however_many_trials_its_gateways_served_before() -> None:
+    gate = tried()
+    counted = (Client(client="acme", sessions=9),)
+    past = tuple(Answered(version=1, trial=trial, answers=9, clients=counted) for trial in (-1, 0, 1, 2, 4))
+    served(gate, 10, past=past)
+    assert [ended.event for ended in at(gate, 21 * BLOCK_MS)] == ["held"]
 
 
 def test_an_engine_that_fails_once_turns_no_canary_away() -> None:

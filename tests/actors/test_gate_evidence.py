@@ -98,6 +98,12 @@ def test_the_newest_comparisons_are_kept_and_the_word_on_an_answer_past_the_boun
     counts = after(*(rated("ann", 5, 1.0, number=trial, trial=trial) for trial in range(MAX_COMPARISONS + 1)))
     assert [bool(heard(counts, trial)) for trial in range(1, MAX_COMPARISONS + 1)] == [True] * MAX_COMPARISONS
     assert not heard(counts, 0)
+    counts = after(rated("bob", 5, 1.0), ANN_DOWN)
+    for trial in range(8, 8 + MAX_COMPARISONS):
+        counts.closure(rated("ann", 5, 1.0, number=trial, trial=trial), 0, running=7)
+    assert heard(counts, -1) and heard(counts, 7) and not heard(counts, 8), (
+        "the running one stays, and the time without"
+    )
     counts = after(ANN_DOWN)
     for number in range(MAX_ANSWERS):
         counts.closure(Closure(group=f"{number}.0", outcome="buffered", lane="live", version=5, ratings=()), 0)

@@ -6,7 +6,8 @@ Guarantees: a person (a named rater, else a session) has one rating in a compari
 newest revision of an answer counts; a withdrawn rating does not count. A rating later than `rating_window` after its answer
 does not count, so the speed of praise and complaints has no influence. A repeated record changes nothing, and a recount of the
 log gives the same counts. Bounded: ratings of answers older than the newest MAX_ANSWERS no longer change, a person counts again
-after MAX_PEOPLE others, and only the newest MAX_COMPARISONS comparisons and MAX_STRATA sums of each are kept.
+after MAX_PEOPLE others, and only MAX_COMPARISONS comparisons (the running one, the time without one, and the newest others) and
+MAX_STRATA sums of each are kept.
 """
 
 from collections import OrderedDict
@@ -56,7 +57,8 @@ class RatedAnswer(msgspec.Struct):
 class Comparison(msgspec.Struct):
     """Sums of the time while canaries served one version.
 
-    words: by person. rated: people and complaints. served: sessions, those with a failed answer, and with a refused one.
+    words: by person. rated: people and complaints. served: sessions, those with a failed answer, and with a refused one; none
+    while canaries served no version, since nothing is compared then.
     """
 
     words: dict[str, Word] = {}
@@ -101,8 +103,8 @@ class Counts:
         self.clock_ms = max(self.clock_ms, at_ms or 0)
         return self.clock_ms if at_ms is None else at_ms
 
-    def closure(self, closure: Closure, at_ms: int) -> None:
-        """An answer of production was closed with the ratings of it, or revised."""
+    def closure(self, closure: Closure, at_ms: int, running: int = -1) -> None:
+        """An answer of production was closed with the ratings of it, or revised. running: the trial now."""
         answer = self._answers.get(closure.group)
         if answer is None:
             if closure.lane != "live" or closure.revision or closure.version < 0:
@@ -113,13 +115,12 @@ class Counts:
                 self._answers.popitem(last=False)
         if closure.revision > answer.revision and closure.ratings is not None:
             answer.revision = closure.revision
-            self._revise(closure.group, answer, closure.ratings)
+            self._revise(closure.group, answer, closure.ratings, running)
 
-    def progress(self, progress: Progress, at_ms: int) -> None:
-        """Take a gateway's counts since its start."""
+    def progress(self, progress: Progress, at_ms: int, running: int = -1) -> None:
+        """Take a gateway's counts since its start. It reports past trials, too, so only growth makes a comparison."""
         for answered in progress.answered:
-            comparison = self._stored(answered.trial)
-            for client in answered.clients:
+            for client in answered.clients if answered.trial >= 0 else ():
                 key = (progress.instance, answered.trial, answered.version, client.client)
                 known = self._reported.pop(key, (0, 0, 0))
                 self._reported[key] = now = max(known, (client.sessions, client.failed, client.refused))
@@ -127,7 +128,8 @@ class Counts:
                     del self._reported[next(iter(self._reported))]
                 if now != known:
                     more = tuple(new - old for new, old in zip(now, known, strict=True))
-                    comparison.add(answered.version, (client.client, self.block(at_ms)), more, rated=False)
+                    place = client.client, self.block(at_ms)
+                    self._stored(answered.trial, running).add(answered.version, place, more, rated=False)
 
     def comparison(self, trial: int) -> Comparison:
         """The comparison while canaries served that version; -1 for the time while they served none."""
@@ -137,8 +139,6 @@ class Counts:
         """Forget versions other than these, of the time without a comparison."""
         past = self.comparison(-1)
         past.rated = {version: sums for version, sums in past.rated.items() if version in kept}
-        past.served = {version: sums for version, sums in past.served.items() if version in kept}
-        self._reported = {key: known for key, known in self._reported.items() if key[1] >= 0 or key[2] in kept}
 
     def block(self, at_ms: int) -> int:
         return at_ms // self._block_ms
@@ -148,17 +148,15 @@ class Counts:
         """The first block whose answers may still be rated."""
         return self.block(self.clock_ms - self._window_ms)
 
-    def _stored(self, trial: int) -> Comparison:
+    def _stored(self, trial: int, running: int) -> Comparison:
         if trial not in self._comparisons:
             self._comparisons[trial] = Comparison()
             if len(self._comparisons) > MAX_COMPARISONS:
-                oldest = next(iter(self._comparisons))
-                del self._comparisons[oldest]
-                self._reported = {key: known for key, known in self._reported.items() if key[1] != oldest}
+                del self._comparisons[next(old for old in self._comparisons if old not in (-1, running))]
         return self._comparisons[trial]
 
-    def _revise(self, group: str, answer: RatedAnswer, ratings: tuple[Rating, ...]) -> None:
-        comparison = self._stored(answer.trial)
+    def _revise(self, group: str, answer: RatedAnswer, ratings: tuple[Rating, ...], running: int) -> None:
+        comparison = self._stored(answer.trial, running)
         deadline_ms = answer.answered_ms + self._window_ms
         bad = {
             identify_person(group, rating): self._is_bad(rating)

@@ -92,12 +92,12 @@ class Gate:
 
     def closure(self, closure: Closure, at_ms: int | None = None) -> None:
         """Take the outcome of an answer, with its ratings. at_ms: log-append time of the closure."""
-        self.counts.closure(closure, self.counts.tick(at_ms))
+        self.counts.closure(closure, self.counts.tick(at_ms), self.stable.trial)
 
     def progress(self, progress: Progress, at_ms: int | None = None) -> None:
         """Take a gateway's counts of answers, and whether a canary refuses the version on trial."""
         at_ms = self.counts.tick(at_ms)
-        self.counts.progress(progress, at_ms)
+        self.counts.progress(progress, at_ms, self.stable.trial)
         if progress.is_canary and self.stable.trial in progress.refused and at_ms >= self._began_ms:
             self._refused = f"{progress.instance} refused it: {progress.refused[self.stable.trial]}"
 
