@@ -318,14 +318,14 @@ class Gateway:
     def _remember(self, in_flight: InFlight, whole: bool) -> None:
         if not whole or in_flight.answers[0].cut or len(in_flight.answers) > 1:
             return  # the next turn continues the last stored turn
-        answer, completion = in_flight.answers[0], in_flight.answers[0].completion
+        answer, completion, prompt = in_flight.answers[0], in_flight.answers[0].completion, in_flight.request.prompt
         text, tokens = in_flight.request.force + answer.text, [*in_flight.prefix, *completion.tokens]
         self.sessions.keep(
             in_flight.session,
             held(
                 [*in_flight.tokens, *completion.tokens],
-                SampledTurn(in_flight.rendered, tokens, text, completion.stopped),
-                (*in_flight.request.prompt.plain, in_flight.said(0)),
+                SampledTurn(in_flight.rendered, tokens, text, completion.stopped, prompt.tools_digest),
+                (*prompt.plain, in_flight.said(0)),
                 in_flight.turn + 1,
             ),
         )

@@ -172,15 +172,13 @@ class ProgramEpisode:
             forced=in_flight.prefix,
             said=in_flight.request.force + answer.text,
         )
-        part.cut = answer.cut
+        part.cut, part.tools = answer.cut, in_flight.request.prompt.tools_digest
         self._session.parts.last = part
         self._scored[in_flight.answer_ids[index]] = (part, len(part.tokens) - 1)
 
     def _follow(self, request: ParsedRequest) -> Follow:
-        chat, tools = request.prompt.chat, request.prompt.tools
-
         def follow(turn: SampledTurn, known: int) -> list[int] | None:
-            return behind_answer(chat, tools, turn, known, self._tokenizer) if known else None
+            return behind_answer(request.prompt, turn, known, self._tokenizer) if known else None
 
         return follow
 

@@ -26,13 +26,14 @@ class Decoder(Protocol):
 class SampledTurn(msgspec.Struct, frozen=True):
     """One sampled turn. rendered: the template's tokens for its prompt. sampled: its tokens. content: their text.
 
-    stopped: the last sampled token is a stop token.
+    stopped: the last sampled token is a stop token. tools: digest of the tools in its prompt.
     """
 
     rendered: Sequence[int]
     sampled: Sequence[int]
     content: str
     stopped: bool
+    tools: bytes = b""
 
 
 def words(answer: str) -> str:

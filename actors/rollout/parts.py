@@ -30,7 +30,7 @@ class GrowingPart(msgspec.Struct):
     tokens: prompt and answers so far. rendered: the template's own tokens for the last turn's prompt. turn: tokens of the last
     answer. said: its text. conversation: of the last turn, its answer included. stopped: whether a stop token ended the last
     turn. reason: why it does not go on in a part before. sampling: a turn of it is being sampled. cut: its text is shorter
-    than its tokens.
+    than its tokens. tools: digest of the tools in the last turn's prompt.
     """
 
     tokens: list[int] = []
@@ -45,6 +45,7 @@ class GrowingPart(msgspec.Struct):
     reason: str = ""
     sampling: bool = False
     cut: bool = False
+    tools: bytes = b""
 
     def add(
         self,
@@ -96,7 +97,7 @@ class Parts:
             if sampling or part.cut:
                 reason = reason or (AT_ONCE if sampling else CUT)
                 continue
-            turn = SampledTurn(part.rendered, part.turn, part.said, part.stopped)
+            turn = SampledTurn(part.rendered, part.turn, part.said, part.stopped, part.tools)
             tail = added_tokens(rendered, turn, self._tokenizer)
             tail = follow(turn, known) if tail is None else tail
             if tail is not None:

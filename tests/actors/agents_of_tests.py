@@ -51,6 +51,16 @@ async def two_after_much(base_url: str, key: str) -> None:
         await asyncio.gather(*(client.chat.completions.create(model="m", messages=asked) for _ in range(2)))
 
 
+async def drops_its_tools(base_url: str, key: str) -> None:
+    """Two turns, the second without the tools of the first."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+        asked: list[Any] = [{"role": "user", "content": "Hi"}]
+        tools: list[Any] = [{"type": "function", "function": {"name": "look"}}]
+        first = await client.chat.completions.create(model="m", messages=asked, tools=tools)
+        asked += [{"role": "assistant", "content": first.choices[0].message.content}, *asked]
+        await client.chat.completions.create(model="m", messages=asked)
+
+
 async def messages(base_url: str, key: str) -> float:
     """Anthropic's client, streaming."""
     asked: Any = {"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "Hi"}]}

@@ -23,7 +23,7 @@ from actors.master.plan import rollout
 from actors.program.site import ProgramSite
 from actors.program.workflow import Program
 from actors.rollout.explorer import run_explorer
-from actors.rollout.parts import AT_ONCE, OTHER
+from actors.rollout.parts import AT_ONCE, OTHER, TEMPLATE_DIFFERS
 from actors.rollout.session import Session
 from actors.rollout.workflow import EpisodeFailed
 from infra.observe.metrics import Metrics
@@ -128,6 +128,12 @@ def test_requests_at_once_and_sub_agents_are_sequences_of_their_own_each_with_it
     assert [entry.part_reason for entry in found] == ["", AT_ONCE, AT_ONCE, OTHER]
     assert [entry.last for entry in found] == [False, False, False, True]
     assert all(entry.tokens.tolist()[-7:] == [*b"Hello.", EOS] for entry in found)
+
+
+def test_a_turn_with_other_tools_is_a_sequence_of_its_own() -> None:
+    _, found, _ = play(function("drops_its_tools"))
+    assert [entry.part_reason for entry in found] == ["", TEMPLATE_DIFFERS]
+    assert found[1].tokens.tolist()[: len(PROMPT)] == PROMPT
 
 
 class Meeting(ChatBytes):

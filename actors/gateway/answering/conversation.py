@@ -9,6 +9,7 @@ decompression. An invalid picture is one ApiError that names it.
 
 import base64
 import binascii
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -146,6 +147,10 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     chat: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     pictures: tuple[bytes, ...] = ()
+
+    @property
+    def tools_digest(self) -> bytes:
+        return hashlib.blake2b(msgspec.json.encode(self.tools), digest_size=16).digest()
 
 
 def chat_prompt(

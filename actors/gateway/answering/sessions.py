@@ -78,7 +78,7 @@ class Sessions:
                 continue
             added = added_tokens(rendered, held.turn, tokenizer)
             if added is None:
-                added = behind_answer(prompt.chat, prompt.tools, held.turn, held.known, tokenizer)
+                added = behind_answer(prompt, held.turn, held.known, tokenizer)
             if added is not None:
                 return Continuation([*held.tokens, *added], held.number, "")
             reason = TEMPLATE_DIFFERS
@@ -94,22 +94,22 @@ class Sessions:
         self.held.put(group, (*others[1 - MAX_ENDS :], held))
 
 
-def behind_answer(
-    chat: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
-    turn: SampledTurn,
-    known: int,
-    tokenizer: Tokenizer,
-) -> list[int] | None:
-    """Tokens that a template writes behind the last answer, if it spells the answer otherwise than it was sampled.
+def behind_answer(prompt: Prompt, turn: SampledTurn, known: int, tokenizer: Tokenizer) -> list[int] | None:
+    """Tokens that a template writes behind the last answer, if it spells the answer otherwise than it was sampled; None where
+    the earlier prompt shows the model other tools.
 
     known: number of messages before, the answer `turn` last.
     """
-    answer = {**chat[known - 1], "content": MARK}
+    if turn.tools != prompt.tools_digest:
+        return None
+    short: tuple[Mapping[str, Any], ...] = (
+        {"role": "user", "content": "?"},
+        {**prompt.chat[known - 1], "content": MARK},
+    )
     return following_tokens(
-        lambda conversation: tokenizer.encode_request(conversation, tools),
-        ({"role": "user", "content": "?"}, answer),
-        chat[known:],
+        lambda conversation: tokenizer.encode_request(conversation, prompt.tools),
+        short,
+        prompt.chat[known:],
         turn,
         stops=tokenizer.eos_ids,
         decode=tokenizer.decode,

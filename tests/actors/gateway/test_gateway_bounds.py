@@ -13,9 +13,10 @@ from actors.gateway.answering.conversation import Prompt
 from actors.gateway.answering.sessions import BRANCHED, HeldSession, Sessions, held
 from actors.gateway.config import GatewayLimits
 from actors.rollout.continuation import SampledTurn
+from actors.rollout.parts import TEMPLATE_DIFFERS
 from schemas import Experience, Message
 from schemas.fields import HISTORY_REWRITTEN
-from tests.actors.gateway.gateway_rig import ByteTokenizer, RunningGateway, engine, says, serving
+from tests.actors.gateway.gateway_rig import TOOL, ByteTokenizer, RunningGateway, engine, says, serving
 from tests.actors.rig import until
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -186,6 +187,28 @@ async def test_what_does_not_go_on_says_why(tmp_path: Path) -> None:
         await asked(client, [system, user("what was said before: a0, a1, a2")])
         turns = await served.recorded(5)
         assert found(turns) == [(0, ""), (1, ""), (0, BRANCHED), (2, ""), (0, HISTORY_REWRITTEN)]
+
+
+async def test_the_model_reads_the_tools_of_a_turn_s_own_request(tmp_path: Path) -> None:
+    tools, others = ([{"type": "function", "function": {**TOOL, "name": name}}] for name in ("weather", "clock"))
+    async with serving(tmp_path, engine(answers)) as served:
+        client = (await served.opened()).with_options(default_headers=SESSION)
+        said: list[Any] = [user("q")]
+        for more in (
+            {"tools": tools},
+            {"tools": tools},
+            {"tools": others},
+            {},
+            {"tools": others, "tool_choice": "none"},
+        ):
+            made = await client.chat.completions.create(model="m", messages=said, **more)  # type: ignore[arg-type]
+            said += [{"role": "assistant", "content": made.choices[0].message.content}, user("and?")]
+        turns = await served.recorded(5)
+        prompts = [ByteTokenizer().decode(turn.tokens.tolist()) for turn in turns]
+        assert [("weather" in text, "clock" in text) for text in prompts] == [
+            (True, False), (True, False), (False, True), (False, False), (False, False)
+        ]  # fmt: skip
+        assert found(turns) == [(0, ""), (1, ""), (0, TEMPLATE_DIFFERS), (0, TEMPLATE_DIFFERS), (1, "")]
 
 
 async def test_a_client_ends_its_session_by_a_header_that_any_client_can_send(tmp_path: Path) -> None:
