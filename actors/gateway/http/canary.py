@@ -123,7 +123,7 @@ class Canary:
         self._metrics.counter("canary", outcome=outcome).inc()
 
     async def _asked(self, path: str, headers: Mapping[str, str], body: bytes, *, stream: bool) -> httpx.Response:
-        kept = {name: headers[name] for name in PASSED_ON if name in headers}
+        kept = {name.encode(): headers[name].encode("latin-1") for name in PASSED_ON if name in headers}
         request = self._client.build_request("POST", path, headers=kept, content=body)
         return await self._sent(request, stream=stream)
 

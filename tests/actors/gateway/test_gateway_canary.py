@@ -186,6 +186,19 @@ async def test_a_connection_that_is_closed_as_it_is_made_costs_nobody_an_answer_
         await until(lambda: metrics.gauges().get("canary_there") == 0.0)
 
 
+async def test_a_header_reaches_the_canary_byte_for_byte() -> None:
+    heard: list[bytes] = []
+
+    async def handle(request: httpx.Request) -> httpx.Response:
+        heard.extend(value for name, value in request.headers.raw if name.lower() == b"x-session-id")
+        return httpx.Response(200, json={"channel": "canary"})
+
+    async with watched(handle) as (canary, _):
+        sent = {"x-session-id": "Zoë".encode().decode("latin-1")}  # as the server decodes it
+        assert await canary.answer("/v1/chat/completions", sent, b"{}", api=CHAT, stream=False) is not None
+        assert heard == ["Zoë".encode()]
+
+
 OPENING, WORD, FAULT = b'data: {"role": 1}\n\n', b'data: {"content": 1}\n\n', b'data: {"error": {}}\n\n'
 
 
