@@ -20,7 +20,7 @@ OPENING_CHARS = 200  # a refusal is one at the beginning of an answer
 
 
 class Tallies:
-    """Counts by version and trial, of the newest versions. refusals: regular expressions.
+    """Counts by version and trial, of the versions with the newest answers. refusals: regular expressions.
 
     client: a tenant, as ids name it. session: or user, or the request itself where it names neither.
     """
@@ -63,7 +63,7 @@ class Tallies:
         )
         self._count(place, more, client, session)
         if len(self._known) > MAX_VERSIONS:
-            oldest = min(self._known)
+            oldest = next(iter(self._clients))  # a lower version may serve again
             del self._known[oldest], self._clients[oldest]
             self.num_seen -= len(self._seen.pop(oldest))
 

@@ -9,7 +9,7 @@ from openai import APIStatusError
 
 from actors.config import REFUSALS
 from actors.engines.engine import EngineStopped
-from actors.gateway.recording.tallies import MAX_CLIENTS, Tallies
+from actors.gateway.recording.tallies import MAX_CLIENTS, MAX_VERSIONS, Tallies
 from infra.log.memory import MemoryBus
 from schemas import Answered, Client, Progress
 from schemas.ids import TAG_LETTERS
@@ -49,6 +49,14 @@ def test_of_one_session_one_answer_counts_for_its_client_and_clients_are_bounded
         tallies.answered(3, -1, ["Sure."], f"c{number}", "s")
     clients = tallies.report()[0].clients
     assert len(clients) == MAX_CLIENTS + 1 and clients[-1] == Client(client="", sessions=100 - MAX_CLIENTS + 1)
+
+
+def test_past_the_bound_the_version_that_answered_longest_ago_is_forgotten_and_not_the_lowest() -> None:
+    tallies = Tallies(())
+    for version in (*range(5, 5 + MAX_VERSIONS), 5, 3, 3):
+        tallies.answered(version, -1, ["Yes."], "a", "s")
+    told = {answered.version: answered.answers for answered in tallies.report()}
+    assert (told[5], told[3], len(told)) == (2, 2, MAX_VERSIONS) and 6 not in told
 
 
 async def test_answers_that_fail_or_refuse_are_told_of_everybody_also_without_consent(tmp_path: Path) -> None:
