@@ -92,14 +92,18 @@ class Gateway:
         """Return True if the work before the first token takes long, so that a client may disconnect meanwhile."""
         return bool(request.json_schema or request.prompt.pictures) or request.num_chars > _THREAD_CHARS
 
+    def ready(self, request: ParsedRequest) -> ParsedRequest:
+        """The request as this model can be asked. Raises ApiError."""
+        return ready(request, self.parser, takes_tools=self.tokenizer.takes_tools)
+
     async def begin(
         self, request: ParsedRequest, key: ApiKey, session: str, place: TakenSlots, *, drawn: bool = True
     ) -> InFlight:
-        """Prepare a request for its first token. place: for its answers, released by the caller. Raises ApiError.
+        """Prepare a request for its first token. Raises ApiError.
 
-        drawn: False if a silent canary or an earlier turn sent the request here, so that the gate does not compare its answers.
+        request: a `ready` one. place: for its answers, released by the caller. drawn: False if a silent canary or an earlier
+        turn sent the request here, so that the gate does not compare its answers.
         """
-        request = ready(request, self.parser, takes_tools=self.tokenizer.takes_tools)
         if request.prompt.pictures and not self.tokenizer.takes_images:
             raise bad("messages: got an image, but this model reads only text", "messages")
         name = self.request_name(request, key, session)
@@ -132,7 +136,7 @@ class Gateway:
 
     async def count(self, request: ParsedRequest, key: ApiKey) -> int:
         """Tokens of a request's prompt as the template writes it. Raises ApiError."""
-        request = ready(request, self.parser, takes_tools=self.tokenizer.takes_tools)
+        request = self.ready(request)
         return len((await self._tokenized(request, key, "")).rendered)
 
     async def answer(self, in_flight: InFlight, watch: Watch | None = None) -> None:

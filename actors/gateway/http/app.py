@@ -157,7 +157,7 @@ class Site:
         key, body = await self._admitted(request)
         gateway = self._gateway
         recall = partial(gateway.conversations.find, tenant=key.tenant)
-        parsed = api.read(body, self._limits, recall)
+        parsed = gateway.ready(api.read(body, self._limits, recall))
         if gateway.config.strict:
             check_strictly(parsed)
         if parsed.choices > 1:

@@ -18,6 +18,7 @@ from actors.gateway.apis.messages import read_messages
 from actors.gateway.apis.responses import read_responses
 from actors.gateway.config import GatewayLimits
 from actors.gateway.errors import ApiError
+from infra.model.writing import Writing
 from tests.actors.gateway.gateway_rig import ByteTokenizer, engine, says, serving
 
 Read = Callable[[bytes, GatewayLimits], ParsedRequest]
@@ -264,6 +265,28 @@ async def test_a_strict_gateway_refuses_what_others_ignore_or_serve_and_answers_
         refused = await http.post("/v1/chat/completions", json=ask | {field: value})
         assert refused.status_code == 400 and f"gateway.strict = false the gateway {why} it" in refused.text
         assert (await http.post("/v1/chat/completions", json=ask)).status_code == 200
+
+
+class Unforced(ByteTokenizer):
+    """A model whose format of calls has no known beginning, and is read without vLLM."""
+
+    class Own(Writing, frozen=True):
+        @property
+        def is_own(self) -> bool:
+            return True
+
+    writing = Own("mistral")
+
+
+@pytest.mark.parametrize(("strict", "outcome"), [(False, (200, "tool_choice")), (True, (400, None))])
+async def test_a_call_that_cannot_be_forced_is_ignored_and_named_or_refused(
+    tmp_path: Path, strict: bool, outcome: tuple[int, str | None]
+) -> None:
+    gateway = serving(tmp_path, tokenizer=Unforced(), strict=strict)
+    async with gateway as served, served.http(await served.new_key()) as http:
+        ask = {"model": "m", "messages": ASK, "tools": [TOOL], "tool_choice": "required"}
+        answer = await http.post("/v1/chat/completions", json=ask)
+        assert (answer.status_code, answer.headers.get("x-headrace-ignored")) == outcome
 
 
 @pytest.mark.parametrize(
