@@ -105,6 +105,7 @@ async def _take_tasks(reader: Reader, runtime: RolloutRuntime, scheduler: Schedu
     try:
         while not runtime.role.stop.is_set():
             if len(scheduler.waiting) >= runtime.config.max_held:
+                scheduler.settled.set()  # all of them may wait for a version that is not loaded before
                 await scheduler.next_start()
                 continue
             messages = await log.read(reader, timeout_s=_POLL_S if scheduler.settled.is_set() else 0.1)

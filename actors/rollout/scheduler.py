@@ -136,8 +136,9 @@ def groups_over(record: object) -> tuple[str, ...]:
 class Scheduler(ReloadGate):
     """Bounds concurrent episodes, knows which evals run under which version, and counts idle time.
 
-    changed: set on every change; the dispatcher waits on it. settled: the tasks in the log at the start have been taken.
-    closed: no task starts any more. As the gate of its explorer's engine: evals need exactly one version.
+    changed: set on every change; the dispatcher waits on it. settled: the tasks in the log at the start, or as many as an
+    explorer holds, have been taken. closed: no task starts any more. As the gate of its explorer's engine: evals need exactly
+    one version.
     """
 
     def __init__(self, *, max_episodes: int) -> None:
@@ -220,7 +221,7 @@ class Scheduler(ReloadGate):
                 await self._ended.wait()
 
     async def known(self) -> None:
-        """Return once the scheduler has all tasks that the log had at the start."""
+        """Return once the scheduler has the tasks that the log had at the start."""
         await self.settled.wait()
 
     def wanted(self) -> frozenset[int]:

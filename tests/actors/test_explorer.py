@@ -218,6 +218,16 @@ async def test_a_version_an_eval_waits_for_is_not_skipped_and_one_that_is_past_i
     ]
 
 
+async def test_a_backlog_larger_than_the_queue_waits_for_no_version_for_ever(tmp_path: Path) -> None:
+    store = folder_store(tmp_path)
+    log = await memory_log()
+    await log.publish_all(TASKS, [issue(f"t{number}", number, min_version=1) for number in range(501)])  # two reads
+    await announce(log, store, 1)
+    engine = ScriptedEngine()
+    async with running(explorer(log, store, engine, replace(EXPLORE, max_held=2))):
+        await until(lambda: engine.version == 1, seconds=20.0)
+
+
 async def test_a_task_is_committed_before_it_runs_so_a_killed_explorer_repeats_no_id(tmp_path: Path) -> None:
     store = folder_store(tmp_path)
     log = await memory_log()
