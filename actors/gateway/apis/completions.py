@@ -111,13 +111,15 @@ def _delta(index: int, delta: Object, finish: str | None = None, logprobs: Objec
 def _logprobs(
     request: ParsedRequest, decode: Decode, tokens: Sequence[int], logprobs: Sequence[float]
 ) -> Object | None:
-    """Log-probabilities of a chat completion; the engine tells only that of the chosen token."""
+    """Log-probabilities of a chat completion; the engine tells only that of the chosen token. A token of a part of a character
+    has no bytes, since its text does not tell them.
+    """
     if not request.logprobs:
         return None
     entries = []
     for token, logprob in zip(tokens, logprobs, strict=True):
         text = decode((token,))
-        entry = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        entry = {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
         entries.append({**entry, "top_logprobs": [entry] if request.top_logprobs else []})
     return {"content": entries, "refusal": None}
 

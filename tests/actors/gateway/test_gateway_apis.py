@@ -191,6 +191,14 @@ async def test_recorded_logprobs_are_those_of_the_policy_and_told_where_they_are
         np.testing.assert_allclose(told, experience.logprobs[: len(told)], atol=1e-6)
 
 
+async def test_a_token_of_a_part_of_a_character_has_no_bytes_in_logprobs(tmp_path: Path) -> None:
+    async with serving(tmp_path, engine(says("é!"))) as served:
+        ask = {"model": "m", "messages": ASK, "logprobs": True}
+        answer = await (await served.opened()).chat.completions.create(**ask)  # type: ignore[call-overload]
+        told = [(entry.token, entry.bytes) for entry in answer.choices[0].logprobs.content]
+        assert told[:3] == [("\ufffd", None), ("\ufffd", None), ("!", [33])]
+
+
 async def test_n_answers_are_one_group(tmp_path: Path) -> None:
     async with serving(tmp_path, engine(says("a long answer"))) as served:
         client = await served.opened()
