@@ -262,6 +262,8 @@ def _chat_request(request: MessagesRequest, ignored: list[str]) -> ChatRequest:
     messages = [ChatMessage(role="system", content=_joined(request.system, "system"))] if request.system else []
     for index, message in enumerate(request.messages):
         messages += _chat_messages(message, f"messages[{index}].content")
+    if request.messages[-1].role == "assistant":
+        ignored.append("messages.prefill")  # the template begins another answer behind it
     tools = []
     for tool in request.tools or ():
         if tool.type not in (None, "custom"):

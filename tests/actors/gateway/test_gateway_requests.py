@@ -150,6 +150,7 @@ IGNORED: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
     (read_chat, {"response_format": held(UNKEPT)}, (f"{ROOT}.multipleOf", f"{ROOT}.uniqueItems")),
     (read_chat, {"echo": True, "best_of": 2, "suffix": None}, ("echo", "best_of")),
     (read_messages, {"mcp_servers": [], "tools": [SEARCH, {"name": "f"}]}, ("mcp_servers", f"tools.{SEARCH['type']}")),
+    (read_messages, {"messages": [*SAID, {"role": "assistant", "content": "{"}]}, ("messages.prefill",)),
     (responses, {"tools": [{"type": "web_search"}], "background": True}, ("background", "tools.web_search")),
 ]
 
