@@ -18,7 +18,7 @@ from infra.cli.options import SettingsFile, command
 from infra.cli.run.roles import CODE_VARIABLE, metrics_address
 from infra.cli.settings import Settings
 from infra.cli.terminal import Screen, printable
-from infra.files import lock_folder
+from infra.files import is_locked, lock_folder, release_folder
 from infra.local.supervisor import ALARM_AFTER, Child, ChildEvent, ChildState, Supervisor
 from infra.observe.metrics import LISTEN_VARIABLE
 from infra.roles.process import unless
@@ -52,10 +52,20 @@ def broker_child(settings: Settings) -> Child | None:
         name=BROKER,
         argv=(sys.executable, "-m", "infra.local.broker", str(kafka_folder(settings))),
         log=settings.folder / "logs" / "kafka.log",
-        final_codes=(CONFIG_ERROR,),
+        final_codes=(),
+        mistakes=(CONFIG_ERROR,),
         tier=0,
         stop_s=30.0,
     )
+
+
+def refuse_anothers_broker(settings: Settings) -> None:
+    """Raise ConfigError while another command has the embedded broker: it answers, but ends with that command."""
+    from infra.local.broker import LOCK
+
+    lock = kafka_folder(settings) / LOCK
+    if not settings.kafka.bootstrap_servers and is_locked(lock):
+        release_folder(lock_folder(lock, f"Kafka's folder {lock.parent}"))
 
 
 def role_child(settings: Settings, chosen: SettingsFile, role: str) -> Child:
@@ -143,6 +153,7 @@ async def up(chosen: SettingsFile) -> int:
     """
     settings = chosen.load()
     with lock_folder(settings.folder / UP_LOCK, f"headrace up in {settings.folder}"):
+        refuse_anothers_broker(settings)
         return await _run_here(settings, chosen)
 
 

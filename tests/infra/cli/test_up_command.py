@@ -54,6 +54,7 @@ def test_every_role_is_a_process_with_the_same_settings_and_outlives_no_broker(t
     settings = load_settings(file)
     broker = broker_child(settings)
     assert broker is not None and str(tmp_path / "kafka") in broker.argv
+    assert (broker.final_codes, broker.mistakes) == ((), (2,)), "no role works without it"
     assert broker_child(load_settings(file, ["kafka.bootstrap_servers=a:1"])) is None
     for role in ROLES:
         child = role_child(settings, SettingsFile(file, ["a.b=1", "c=2"]), role)
@@ -107,6 +108,17 @@ def test_a_second_up_in_the_same_folder_is_refused_with_the_process_that_runs_it
     assert done.stderr == (
         f"headrace: headrace up in {tmp_path} is in use by process {os.getpid()}: stop it, or choose another folder\n"
     )
+
+
+def test_up_starts_nothing_while_another_command_has_the_embedded_broker(tmp_path: Path) -> None:
+    """That broker ends with its command, and all roles would fail."""
+    folder = tmp_path / "kafka"
+    with lock_folder(folder / "broker.lock", "this folder"), up(settings_file(tmp_path)) as process:
+        said, _ = process.communicate(timeout=60)
+    assert (process.returncode, said) == (
+        2, f"headrace: Kafka's folder {folder} is in use by process {os.getpid()}: stop it, or choose another folder\n"
+    )  # fmt: skip
+    assert not (tmp_path / "logs").exists()
 
 
 @pytest.mark.parametrize("lock", ["state/up.lock", "kafka/broker.lock"])
