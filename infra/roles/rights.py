@@ -68,7 +68,7 @@ RIGHTS: Mapping[str, RoleRights] = {
     ),
     "train": RoleRights(
         reads=(topics.BUFFER, topics.EVALS, topics.BATCHES, topics.PROGRESS, topics.REPORTS, topics.POLICIES),
-        writes=(topics.BATCHES, topics.PROGRESS, topics.REPORTS, topics.POLICIES),
+        writes=(topics.BATCHES, topics.PROGRESS, topics.REPORTS, topics.POLICIES, topics.DEAD_LETTERS),
         trims=(topics.BUFFER, topics.BATCHES),
         gets=("policies/", "checkpoints/", SUMMARIES, BLOBS, FOLDER, "identity/", CHECKS),
         puts=("policies/", "checkpoints/", SUMMARIES, BLOBS, "identity/", CHECKS),
@@ -89,7 +89,7 @@ RIGHTS: Mapping[str, RoleRights] = {
     ),
     "explore": RoleRights(
         reads=(topics.TASKS, topics.PROGRESS, topics.POLICIES),
-        writes=(topics.EXPERIENCES, topics.VERIFIED, topics.PROGRESS, topics.REPORTS),
+        writes=(topics.EXPERIENCES, topics.VERIFIED, topics.PROGRESS, topics.REPORTS, topics.DEAD_LETTERS),
         groups=("explore",),
         gets=("policies/", SUMMARIES, BLOBS, "identity/", CHECKS),
         puts=(BLOBS, CHECKS),

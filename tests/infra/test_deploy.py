@@ -22,7 +22,7 @@ from infra.cli.settings import load_settings
 from infra.observe.measures import MEASURES
 from infra.roles import rights
 from schemas import topics
-from tests.own_sources import ROOT
+from tests.own_sources import ROOT, sources, text_of
 
 DEPLOY = ROOT / "infra" / "deploy"
 CHART = DEPLOY / "chart"
@@ -150,6 +150,15 @@ def test_an_explorer_reads_no_key_only_the_trainer_writes_weights_and_no_engine_
     assert movers == {"master", "train", "operator"}
     writers = {role for role, one in rights.RIGHTS.items() if {"policies/", "checkpoints/"} & {*one.puts, *one.deletes}}
     assert writers == {"train", "operator"}
+
+
+def test_every_role_may_write_each_topic_that_its_code_names() -> None:
+    homes = {"master": "actors/master", "serve": "actors/gateway", "explore": "actors/rollout", "train": "trainer"}
+    for role, home in {**homes, "process": "streams"}.items():
+        text = "".join(text_of(path) for path in sources(home))
+        named = re.findall(r"\.publish(?:_all)?\((?:topics\.)?([A-Z_]+),", text)
+        named += ["DEAD_LETTERS"] if ".dead_letter(" in text else []
+        assert named and not {getattr(topics, name) for name in named} - {*rights.RIGHTS[role].writes}, role
 
 
 def test_no_container_holds_a_password_and_only_this_machine_reaches_a_port() -> None:
