@@ -37,6 +37,7 @@ COMMANDS = {
 }  # of roles that are not named as theirs
 BROKER = "kafka"
 MAX_BACKOFF_S = 30.0  # of a role
+AFTER_DRAIN_S = 5.0  # for a role's last records and the end of its engine
 EMBEDDED_S = 120.0  # that the embedded broker may take to start
 READY_S = 0.5  # between two looks for a file that a child makes
 
@@ -78,8 +79,17 @@ def role_child(settings: Settings, chosen: SettingsFile, role: str) -> Child:
         mistakes=(CONFIG_ERROR,),
         max_backoff_s=MAX_BACKOFF_S,
         tier=2 if role == "master" else 1,
-        stop_s=60.0 if role == "train" else 15.0,  # an optimizer step ends before its process does
+        stop_s=time_to_stop(settings, role),
     )
+
+
+def time_to_stop(settings: Settings, role: str) -> float:
+    """Seconds from SIGTERM to SIGKILL: a role's running work ends before its process does."""
+    if role == "train":
+        return 60.0  # for an optimizer step
+    gateway_s = 0.0 if settings.gateway is None else settings.gateway.drain_s
+    drains = {"explore": settings.explore.drain_s, "serve": gateway_s, CANARY: gateway_s}
+    return max(15.0, drains.get(role, 0.0) + AFTER_DRAIN_S)
 
 
 def console_child(settings: Settings, chosen: SettingsFile, link: str) -> Child:

@@ -91,6 +91,15 @@ def test_a_canary_is_a_second_serve_process_where_the_gateway_has_one(tmp_path: 
     assert gateway_config(load_settings(file, ["gateway.channel=canary"])).listen == "127.0.0.1:8010"
 
 
+def test_up_kills_no_role_that_still_has_time_for_its_running_work(tmp_path: Path) -> None:
+    file = settings_file(tmp_path)
+    settings = load_settings(
+        file, ["explore.drain_s=60", "gateway.drain_s=40", "gateway.canary.url=http://127.0.0.1:8010"]
+    )
+    stops = {role: role_child(settings, SettingsFile(file), role).stop_s for role in roles_to_start(settings)}
+    assert stops["explore"] > 60 and min(stops["serve"], stops["canary"]) > 40 and min(stops.values()) >= 15
+
+
 def test_a_configured_broker_that_is_away_is_one_line_after_the_deadline(tmp_path: Path) -> None:
     file = settings_file(tmp_path, 'bootstrap_servers = "127.0.0.1:1"\ndeadline_s = 0.5')
     command = [sys.executable, "-m", "infra.cli.main", "up", "-c", str(file)]
