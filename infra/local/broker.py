@@ -15,6 +15,7 @@ it (`infra.log.access.embedded_access`), and other tools take the user `headrace
 import asyncio
 import logging
 import random
+import re
 import secrets
 import signal
 import socket
@@ -273,9 +274,9 @@ class EmbeddedKafka:
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             if (code := self._watched.process.poll()) is not None:
-                text = self.log.read_bytes()[log_start:].decode(errors="replace")
-                raise BrokerUnavailable(f"Kafka ended with code {code} while starting; see {self.log}: {text[-600:]}")
-            if _listens(self._address.port) and _answers(self._address.bootstrap, access):
+                said = self.log.read_bytes()[log_start:].decode(errors="replace")
+                raise BrokerUnavailable(f"Kafka ended with code {code} while starting; see {self.log}: {_cause(said)}")
+            if _answers(self._address, access):
                 logger.info("kafka.started address=%s pid=%d", self._address.bootstrap, self._watched.pid)
                 return
             time.sleep(0.05)
@@ -293,39 +294,39 @@ def _format(java: Sequence[str], properties: Path, log: Path, options: Sequence[
     with log.open("a") as file:
         file.write(done.stdout + done.stderr)
     if done.returncode:
-        raise BrokerUnavailable(f"Kafka's data folder could not be formatted; see {log}: {done.stderr[-600:]}")
+        raise BrokerUnavailable(f"Kafka's data folder could not be formatted; see {log}: {_cause(done.stderr)}")
 
 
-def _listens(port: int) -> bool:
+def _cause(said: str) -> str:
+    """The last line of Kafka's output that names an error, else its last line. Frames of a stack trace are indented."""
+    lines = [line for line in said.splitlines() if line[:1].strip()]
+    return ([line for line in lines if re.search("ERROR|Error|Exception", line)] or lines or [""])[-1]
+
+
+def _answers(address: BrokerPorts, access: Access) -> bool:
+    """Ask the broker for metadata, from a thread of its own: the caller may be running an event loop."""
     with socket.socket() as probe:
         probe.settimeout(1.0)
-        return probe.connect_ex((HOST, port)) == 0
-
-
-def _answers(bootstrap: str, access: Access) -> bool:
-    """Ask the broker for metadata, from a thread of its own: the caller may be running an event loop."""
+        if probe.connect_ex((HOST, address.port)):
+            return False
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: asyncio.run(answers(bootstrap, timeout_s=5.0, access=access))).result()
+        return thread.submit(lambda: asyncio.run(answers(address.bootstrap, timeout_s=5.0, access=access))).result()
 
 
 def main(arguments: list[str]) -> int:
     """Run a broker in the foreground: exit code 0 after SIGTERM or SIGINT, else the broker's own."""
     (folder,) = arguments
     broker = EmbeddedKafka(Path(folder), with_password=True)
-
-    def leave(number: int, _: object) -> None:
-        raise SystemExit(0)
-
-    signal.signal(signal.SIGTERM, leave)
-    signal.signal(signal.SIGINT, leave)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: sys.exit(0))
     try:
         print(f"kafka at {broker.start()}", flush=True)
         code = broker.wait()
-        print(f"kafka ended with code {code}; see {broker.log}", file=sys.stderr, flush=True)
+        print(f"headrace: kafka ended with code {code}; see {broker.log}", file=sys.stderr, flush=True)
         return code if code > 0 else 1
-    except ConfigError as error:
-        print(error, file=sys.stderr, flush=True)
-        return 2
+    except (BrokerUnavailable, ConfigError) as error:
+        print(f"headrace: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, ConfigError) else 1
     finally:
         broker.stop()
 

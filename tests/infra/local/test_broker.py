@@ -85,7 +85,13 @@ def test_the_command_stops_cleanly_and_reports_a_dead_broker(tmp_path: Path) -> 
         assert java_processes(folder) == []
 
 
-def test_a_broker_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_formatted", [False, True])
+def test_a_broker_that_cannot_start_says_why(
+    is_formatted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_formatted:
+        (tmp_path / "kafka" / "data").mkdir(parents=True)
+        (tmp_path / "kafka" / "data" / "meta.properties").touch()
     jars = tmp_path / "jars"
     jars.mkdir()
     (jars / "kafka_2.13-0.0.jar").touch()
@@ -95,6 +101,11 @@ def test_a_broker_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest
         broker.start()
     assert broker.pid is None
     assert read_address(tmp_path / "kafka") is not None
+    command = [sys.executable, "-m", "infra.local.broker", str(broker.folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (1, "") and line.startswith("headrace: Kafka")
+    assert f"see {broker.log}: Caused by: java.lang.ClassNotFoundException: kafka." in line
 
 
 def test_a_broker_with_a_password_lets_in_only_who_can_read_its_folder(tmp_path: Path) -> None:
