@@ -23,8 +23,9 @@ from infra.cli.console.reading import NotReadYet, Reading
 from infra.cli.exit_codes import INTERRUPTED
 from infra.cli.look.trace import open_index
 from infra.cli.options import SettingsFile, command
-from infra.cli.run.up import CONSOLE_LINK, CONSOLE_READY, Stopped
+from infra.cli.run.up import CONSOLE_LINK, CONSOLE_READY, Stopped, shown_host
 from infra.cli.settings import Settings
+from infra.files import replace_file
 from infra.ledger.index import EVERY_S, follow
 from infra.local.http_server import HttpBounds, bound, make_server, serve_on
 from infra.local.process import give_way
@@ -71,12 +72,13 @@ async def _open_pages(opened: AsyncExitStack, chosen: SettingsFile) -> tuple[ASG
     sock.listen()  # a link that is opened at once waits for its page
     given = os.environ.get(CONSOLE_LINK, "")  # `up` knows it and prints it; it must not be in a log
     link = given or secrets.token_urlsafe(24)
-    address = f"{shown_host(sock)}:{sock.getsockname()[1]}"
-    where = settings.console.opened_at(address) + ("" if given else f"/enter?link={link}")
-    print(f"console {where}", file=sys.stderr, flush=True)
+    host, port = sock.getsockname()[:2]
+    address = f"{shown_host(host)}:{port}"
+    where = settings.console.opened_at(address)
+    print(f"console {where}" + ("" if given else f"/enter?link={link}"), file=sys.stderr, flush=True)
     print("encrypted texts need a key: headrace keys create --scope unseal", file=sys.stderr)
     if given:
-        (state / CONSOLE_READY).touch()
+        replace_file(state / CONSOLE_READY, where.encode())
     access = ConsoleAccess(app_store(settings), link)
     run = made(settings, log, state, access=access, command=chosen.arguments, address=address)
     app, known = await opened.enter_async_context(run)
@@ -112,14 +114,6 @@ async def made(
         await asyncio.gather(keeping, return_exceptions=True)
         await known.close()
         index.close()
-
-
-def shown_host(sock: socket.socket) -> str:
-    """The host of an address to open, in brackets where it is IPv6."""
-    host = str(sock.getsockname()[0])
-    if host in ("0.0.0.0", "::"):
-        host = socket.gethostname()
-    return f"[{host}]" if ":" in host else host
 
 
 def load_speller(settings: Settings) -> Spell | None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import secrets
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -22,6 +23,7 @@ from infra.files import is_locked, lock_folder, release_folder
 from infra.local.supervisor import ALARM_AFTER, Child, ChildEvent, ChildState, Supervisor
 from infra.observe.metrics import LISTEN_VARIABLE
 from infra.roles.process import unless
+from infra.settings.config import split_address
 from schemas.errors import BrokerUnavailable, ConfigError
 
 ROLES = ("explore", "train", "process", "master")  # started in this order: the slowest to load first
@@ -29,7 +31,7 @@ CANARY = "canary"
 CONSOLE = "console"
 INDEX = "trace"
 CONSOLE_LINK = "HEADRACE_CONSOLE_LINK"  # environment variable of the console: the secret of its link
-CONSOLE_READY = "console.ready"  # in the run's state: made by that console once it listens
+CONSOLE_READY = "console.ready"  # in the run's state: the URL of that console, once it listens
 METRICS_ORDER = ("master", "train", "process", "explore", "serve", CANARY)  # ports from the first that is named
 COMMANDS = {
     CANARY: ("serve", "--channel", "canary"),
@@ -199,8 +201,7 @@ async def _run_here(settings: Settings, chosen: SettingsFile) -> int:
         ready = settings.folder / "state" / CONSOLE_READY
         ready.unlink(missing_ok=True)
         async with Supervisor([*children, *beside], tell) as roles:
-            where = f"console {settings.console.opened_at(settings.console.listen)}/enter?link={link}"
-            saying = asyncio.create_task(say_when(ready, where, console))
+            saying = asyncio.create_task(say_console(ready, link, console))
             with suppress(Stopped):
                 await unless(stop.wait(), roles.wait(*roles_to_start(settings)), Stopped)
             saying.cancel()
@@ -267,11 +268,17 @@ def roles_to_start(settings: Settings) -> tuple[str, ...]:
     return ("serve", *ROLES) if settings.gateway.canary is None else ("serve", CANARY, *ROLES)
 
 
-async def say_when(ready: Path, line: str, console: Console) -> None:
-    """Print a line once a file is there."""
+async def say_console(ready: Path, link: str, console: Console) -> None:
+    """Print the link of the console once that has written its URL."""
     while not await asyncio.to_thread(ready.exists):  # noqa: ASYNC110 (another process makes it)
         await asyncio.sleep(READY_S)
-    console.print(line, soft_wrap=True)
+    console.print(f"console {await asyncio.to_thread(ready.read_text)}/enter?link={link}", soft_wrap=True)
+
+
+def shown_host(host: str) -> str:
+    """The host of an address to open, in brackets where it is IPv6."""
+    host = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    return f"[{host}]" if ":" in host else host
 
 
 def say_door(settings: Settings, console: Console) -> None:
@@ -279,7 +286,8 @@ def say_door(settings: Settings, console: Console) -> None:
     from actors.gateway.access.keys import create_key, list_keys
 
     assert settings.gateway is not None
-    console.print(f"base_url http://{settings.gateway.listen}/v1  (as soon as the model is loaded)")
+    host, port = split_address(settings.gateway.listen)
+    console.print(f"base_url http://{shown_host(host)}:{port}/v1  (as soon as the model is loaded)")
     store = app_store(settings)
     if not list_keys(store):
         _, shown = create_key(store, tenant="default", scopes=("serve", "feedback"), train="yes", rpm=0, tpm=0)

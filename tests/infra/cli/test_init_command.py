@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,10 @@ def test_up_serves_where_there_is_a_gateway_and_shows_a_key_once(tmp_path: Path)
     with (tmp_path / "said").open("w") as said:
         say_door(settings, Console(file=said))
         say_door(settings, Console(file=said))
+        say_door(load_settings(file, ["gateway.listen=0.0.0.0:8124"]), Console(file=said, width=200))
     words = (tmp_path / "said").read_text()
     assert words.count("http://127.0.0.1:8123/v1") == 2 and words.count("api_key") == 1
+    assert f"http://{socket.gethostname()}:8124/v1" in words, "nobody can open 0.0.0.0"
     file.write_text('app = "bot"\n')
     assert roles_to_start(load_settings(file)) == ROLES
 

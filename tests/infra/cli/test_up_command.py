@@ -23,6 +23,7 @@ from infra.cli.options import SettingsFile
 from infra.cli.run.roles import gateway_config
 from infra.cli.run.stay_down import VARIABLE
 from infra.cli.run.up import (
+    CONSOLE_READY,
     ROLES,
     broker_child,
     console_child,
@@ -30,6 +31,7 @@ from infra.cli.run.up import (
     failed_roles,
     role_child,
     roles_to_start,
+    say_console,
     teller,
 )
 from infra.cli.settings import load_settings
@@ -198,6 +200,13 @@ def up(config: Path, *sets: str) -> subprocess.Popen[str]:
     overrides = [argument for override in sets or ("console.up=false",) for argument in ("--set", override)]
     command = [sys.executable, "-m", "infra.cli.main", "up", "-c", str(config), *overrides]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+async def test_the_link_that_up_prints_is_at_the_address_where_the_console_listens(tmp_path: Path) -> None:
+    said = io.StringIO()
+    (tmp_path / CONSOLE_READY).write_text("http://machine:40001")
+    await say_console(tmp_path / CONSOLE_READY, "secret", Screen(file=said))
+    assert said.getvalue() == "console http://machine:40001/enter?link=secret\n"
 
 
 @pytest.mark.slow
