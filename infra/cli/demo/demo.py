@@ -42,6 +42,7 @@ from schemas.errors import ConfigError
 
 LOOK_S = 5.0
 QUIET_S = 30.0
+STOP_S = 10.0  # from a Ctrl-C to the end of what builds the model
 
 
 @command
@@ -56,11 +57,6 @@ async def demo(options: DemoOptions) -> int:
 
     Example: [cyan]headrace demo --traffic --dir runs/traffic[/]
     """
-    return await run_demo(options)
-
-
-async def run_demo(options: DemoOptions) -> int:
-    """Run the demo; returns the exit code: 0 when it came to its end, 130 after Ctrl-C."""
     run = RunRecord(started_s=time.time())
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -172,11 +168,16 @@ async def prepare(settings: Settings, broker: Supervisor, task: DemoTask) -> Non
         settings.policy.model,
         stdout=asyncio.subprocess.DEVNULL,  # libraries print there, and our own output may be read by a program
         stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,  # a Ctrl-C of the terminal would be a second one, in the middle of its cleaning up
     )  # fmt: skip
     try:
         _, words = await process.communicate()
     except asyncio.CancelledError:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError, TimeoutError):
+            process.send_signal(signal.SIGINT)  # it removes the model that it has half written
+            await asyncio.wait_for(process.wait(), STOP_S)
+        if process.returncode is None:
+            process.kill()
         raise
     if process.returncode:
         raise ConfigError(

@@ -37,7 +37,7 @@ from infra.cli.run.up import (
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen
 from infra.files import lock_folder
-from infra.local.broker import plan_address
+from infra.local.broker import choose_address, plan_address
 from infra.local.http_server import bound
 from infra.local.supervisor import Child, ChildEvent, Supervisor
 from infra.observe.metrics import LISTEN_VARIABLE
@@ -227,7 +227,7 @@ def test_a_role_that_gives_up_at_its_start_ends_up_with_the_roles_last_line(
 def test_up_starts_the_console_and_the_link_that_it_prints_opens_the_pages(
     kafka: str, app_name: str, tmp_path: Path
 ) -> None:
-    listen = f"127.0.0.1:{free_port()}"
+    listen = f"127.0.0.1:{choose_address().port}"
     with up(small_run(tmp_path, app_name, kafka), f"console.listen={listen}") as process:
         stopper = threading.Timer(180, process.kill)
         stopper.start()
@@ -243,13 +243,6 @@ def test_up_starts_the_console_and_the_link_that_it_prints_opens_the_pages(
         rest = process.stdout.read()
         stopper.cancel()
     assert "console failed" not in rest
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-    return port
 
 
 def answered(client: httpx.Client, url: str) -> httpx.Response:

