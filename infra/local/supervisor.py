@@ -219,13 +219,11 @@ class Supervisor:
             )
 
 
-def session_rss_bytes() -> Counter[int]:
+def session_rss_bytes(proc: Path = Path("/proc")) -> Counter[int]:
     """Resident bytes of the processes of each session (proc(5))."""
     resident: Counter[int] = Counter()
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
+    for entry in proc.glob("[0-9]*"):
+        with suppress(OSError):  # it ended meanwhile, or another user's process is hidden (hidepid=1)
             fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended meanwhile
-        resident[int(fields[3])] += int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+            resident[int(fields[3])] += int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
     return resident

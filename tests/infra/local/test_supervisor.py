@@ -12,7 +12,7 @@ import pytest
 
 from infra.files import lock_folder, release_folder
 from infra.local.broker import HOST, PORTS, is_free, plan_address, read_address
-from infra.local.supervisor import Child, ChildEvent, Supervisor
+from infra.local.supervisor import Child, ChildEvent, Supervisor, session_rss_bytes
 from schemas.errors import ConfigError
 from tests.actors.rig import gone, until
 from trainer.learners.ranks import RankGroup, run_ranks
@@ -91,6 +91,13 @@ async def test_grandchildren_are_ended_with_their_parent(tmp_path: Path) -> None
         grandchild = int(child.log.read_text())
         supervisor.kill("parent")
         await until(lambda: gone(grandchild))
+
+
+def test_a_process_that_cannot_be_looked_at_ends_no_supervisor(tmp_path: Path) -> None:
+    (tmp_path / "1" / "stat").mkdir(
+        parents=True
+    )  # as with hidepid=1, an error other than that of a process that has ended
+    assert not session_rss_bytes(tmp_path) and session_rss_bytes()[os.getsid(0)] > 0
 
 
 def test_a_supervisor_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
