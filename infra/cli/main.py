@@ -140,7 +140,8 @@ app = typer.Typer(
     "with [bold]headrace up[/] or one role per machine. Then [bold]status[/], [bold]peek[/] and [bold]audit[/] tell what "
     "happens.",
     epilog="Exit codes: 0 done, 1 failed, 2 a mistake in settings or on the command line, 3 another"
-    " process has taken this role over, 130 stopped with Ctrl-C.\n\n"
+    " process has taken this role over, 130 stopped with Ctrl-C before its end. [bold]up[/], [bold]console[/] and roles run"
+    " until Ctrl-C; once started they exit with 0.\n\n"
     f"Documentation: {DOCS}",
 )
 for group, about in {
