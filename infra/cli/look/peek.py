@@ -32,7 +32,7 @@ async def peek(
     """Show the newest records of a topic in readable form.
 
     Topics: taskset.raw, taskset, tasks, experiences, experts, feedback, verified, buffer, evals, batches,
-    progress, policies, dead-letters.
+    progress, reports, policies, dead-letters.
     With --json each record is a line.
 
     Example: [cyan]headrace peek buffer -n 3[/], [cyan]headrace peek dead-letters --follow[/]

@@ -224,6 +224,10 @@ def test_a_screen_prints_any_text_as_text_in_tables_too(text: str, in_table: boo
     assert harmless(written().replace("\n", ""))
 
 
+def test_the_help_of_peek_names_every_topic() -> None:
+    assert not [topic.name for topic in topics.ALL if topic.name not in str(peek.peek.__doc__)]
+
+
 async def test_peek_shows_every_kind_of_record_without_obeying_it(capsys: pytest.CaptureFixture[str]) -> None:
     log = Log(MemoryBus(), "t", store=MemoryStore())
     await log.create_topics(partitions=1, keep_ms=-1)

@@ -95,9 +95,7 @@ def test_a_canary_is_a_second_serve_process_where_the_gateway_has_one(tmp_path: 
 
 def test_up_kills_no_role_that_still_has_time_for_its_running_work(tmp_path: Path) -> None:
     file = settings_file(tmp_path)
-    settings = load_settings(
-        file, ["explore.drain_s=60", "gateway.drain_s=40", "gateway.canary.url=http://127.0.0.1:8010"]
-    )
+    settings = load_settings(file, ["explore.drain_s=60", "gateway.drain_s=40", "gateway.canary.url=http://a:1"])
     stops = {role: role_child(settings, SettingsFile(file), role).stop_s for role in roles_to_start(settings)}
     assert stops["explore"] > 60 and min(stops["serve"], stops["canary"]) > 40 and min(stops.values()) >= 15
 
@@ -325,8 +323,7 @@ def test_a_port_that_is_taken_is_said_with_the_setting_that_names_another() -> N
 
 
 def test_up_starts_the_console_and_its_link_is_no_argument(tmp_path: Path) -> None:
-    file = tmp_path / "headrace.toml"
-    file.write_text('app = "t"\n')
+    file = settings_file(tmp_path)
     settings = load_settings(file)
     child = console_child(settings, SettingsFile(file, ["a.b=1"]), "a-secret")
     assert child.argv[3:] == ("console", "--config", str(file), "--set", "a.b=1")
