@@ -16,10 +16,12 @@ from infra.policies.tensors import Tensor
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
-from schemas import Batch, Block, Drawn, Fence, PolicyEvent, Rollback, Saved, Skip, Span, ids, topics
+from schemas import Batch, Block, Closure, Drawn, Fence, PolicyEvent, Rollback, Saved, Skip, Span, encode, ids, topics
 from schemas.errors import OffsetOutOfRange
+from tests.role import role_of
 from tests.trainer.memory_run import (
     CONFIG,
+    FLOOR,
     STEPS,
     KillingBus,
     KillingStore,
@@ -34,11 +36,18 @@ from tests.trainer.memory_run import (
 )
 from trainer.batch.assemble import step_seed
 from trainer.buffer.buffer import Uses
+from trainer.buffer.intake import Intake
+from trainer.config import TrainerConfig
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Checkpoint, Position, places, remove, save
-from trainer.journal.journal import Lease
+from trainer.journal.journal import Lease, take_lease
 from trainer.learners.scripted import ScriptedLearner
-from trainer.replay.resume import find_start
+from trainer.loop.report import TrainerReport
+from trainer.loop.saving import write_checkpoint
+from trainer.loop.state import Run
+from trainer.replay.resume import find_start, resume
+
+DEMONSTRATIONS = 5  # of a filled log, before its groups
 
 
 async def unkilled(folder: Path) -> tuple[dict[str, object], list[object], list[int]]:
@@ -214,6 +223,29 @@ async def test_a_trainer_starts_where_retention_took_closures_that_it_had_not_re
     before = len(await published(log))
     await train(log, store, ScriptedLearner())
     assert len(await published(log)) == before + STEPS // 2
+
+
+async def started(log: Log, store: Store, config: TrainerConfig = CONFIG) -> Run:
+    role, lease = role_of("train", FLOOR, log, store), await take_lease(log, policy="main", run="t", owner="train/1")
+    return await resume(role, config, lease, ScriptedLearner(), seed=3, report=TrainerReport(role.metrics, "t"))
+
+
+async def test_a_restart_waits_for_no_group_that_was_closed_or_dropped_before_its_checkpoint() -> None:
+    store = MemoryStore()
+    log = await filled_log(store)
+
+    def arrive(intake: Intake, *numbers: int) -> None:
+        for number in numbers:
+            assert intake.keep(DEMONSTRATIONS + number, encode(block(number)), block(number), b"") == ""
+
+    run = await started(log, store)
+    arrive(run.supply.intake, 0, 1, 3)
+    run.supply.intake.buffer.discard(DEMONSTRATIONS + 1, "usual")
+    run.supply.intake.take_closure(Closure(group="usual-2.0", sequence=2, outcome="dropped"))
+    await write_checkpoint(run, 0)
+    again = (await started(log, store)).supply.intake
+    arrive(again, 5)
+    assert again.absent() == [4]
 
 
 async def test_a_start_tells_which_waiting_groups_it_refuses_and_why() -> None:

@@ -194,6 +194,8 @@ def test_a_straggler_about_to_pass_the_bound_is_waited_for_until_its_time_is_up(
     run = run_of(usual(1, version=1), usual(2, version=1))
     assert decide(run, now_s=100.0).wait and decide(run, now_s=105.0).wait
     assert taken(decide(run, now_s=105.1)) == ["u1.0", "u2.0"]
+    run.settle([1, 2])
+    assert run.supply.intake.floor == 3, "a number that was given up is not looked for again"
 
 
 def test_late_groups_hold_up_the_end_of_a_run_no_longer_than_the_quiet_after_the_newest_arrival() -> None:

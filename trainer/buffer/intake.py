@@ -33,7 +33,7 @@ REPEATS = frozenset({"already trained", "duplicate"})  # the first copy is accou
 
 class Intake:
     """The trainer's ears. buffer_next, progress_next: offsets a restart reads on from. floor: oldest issue number that may
-    still be missed. clock: seconds, of the event loop.
+    still be missed. closed: numbers that are not waited for. clock: seconds, of the event loop.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Intake:
         self.outstanding_groups = 0
         self.arrived_s = clock()  # of the newest block
         self._arrived: set[int] = set()
-        self._closed: set[int] = set()
+        self.closed: set[int] = set()
 
     @property
     def must_forget(self) -> bool:
@@ -60,7 +60,11 @@ class Intake:
 
     def absent(self) -> list[int]:
         """Issue numbers that neither arrived nor were closed, below the newest arrival."""
-        return missing(sorted(self._arrived), self._closed, self.floor)
+        return missing(sorted(self._arrived), self.closed, self.floor)
+
+    def known(self, start: int) -> tuple[int, ...]:
+        """Issue numbers from `start` on that arrived or were closed."""
+        return tuple(sorted(number for number in self._arrived | self.closed if number >= start))
 
     def settle(self, sequences: list[int]) -> None:
         """Stop waiting for groups below the newest of these, which were drawn or dropped."""
@@ -68,7 +72,7 @@ class Intake:
         top = max(sequences, default=-1)
         self.floor = max(self.floor, min([number for number in absent if number <= top], default=top + 1))
         self._arrived = {number for number in self._arrived if number >= self.floor}
-        self._closed = {number for number in self._closed if number >= self.floor}
+        self.closed = {number for number in self.closed if number >= self.floor}
 
     def take_block(self, message: LogMessage, block: Block) -> str:
         """Keep a block of `buffer`; return "" or the reason of its refusal."""
@@ -100,7 +104,7 @@ class Intake:
     def take_closure(self, closure: Closure) -> None:
         """Remember that a group will never reach the buffer."""
         if closure.outcome == "dropped" and closure.sequence >= self.floor:
-            self._closed.add(closure.sequence)
+            self.closed.add(closure.sequence)
 
 
 async def follow_buffer(log: Log, intake: Intake, metrics: Metrics, tell_dropped: TellDropped) -> None:

@@ -52,7 +52,8 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
 
     step: last executed, -1 before the first. version: last published. first_train_step: -1 during the warm-up. warmed_up: the
     warm-up has ended. buffer_next, journal_next, progress_next: offsets to read on from. journal_token: highest fence seen.
-    guard: of the steps so far. settled: issue numbers below it are not waited for after a restart.
+    guard: of the steps so far. settled: issue numbers below it are not waited for after a restart. known: those from it on that
+    had arrived, were closed or given up.
     """
 
     step: int = -1
@@ -65,6 +66,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     progress_next: int = 0
     guard: GuardState = GuardState()
     settled: int = 0
+    known: tuple[int, ...] = ()
 
 
 def check_warm_up(position: Position) -> None:

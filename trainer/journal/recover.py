@@ -71,6 +71,7 @@ async def _written(log: Log, store: Store, lease: Lease, found: Checkpoint, vers
         journal_next=at.offset + 1,
         journal_token=lease.token,
         settled=0,
+        known=(),
     )
     # Groups are numbered from 0 again: a group trained under such a name is another group.
     state = msgspec.structs.replace(found, position=position, uses=Uses(), references=())

@@ -63,7 +63,8 @@ async def snapshot(run: Run, version: int) -> Unwritten:
     """A checkpoint of now; no later step reaches it. Waits for room on the disk."""
     await wait_for_room(run)
     intake = run.supply.intake
-    run.advance(buffer_next=intake.buffer_next, progress_next=intake.progress_next)
+    known = intake.known(run.position.settled)
+    run.advance(buffer_next=intake.buffer_next, progress_next=intake.progress_next, known=known)
     uses, references = intake.buffer.uses.copy(), tuple(intake.buffer.references())
     position = msgspec.structs.replace(run.position, version=version)
     if run.saving.unread is not None:

@@ -154,6 +154,7 @@ def paced(supply: Supply, position: Position, now_s: float) -> Draw:
     for passed in [number for number in supply.given_up if number < supply.intake.floor]:
         del supply.given_up[passed]
     given_up = {number: since for number, since in supply.given_up.items() if now_s - since > pacing.straggler_s}
+    supply.intake.closed.update(given_up)  # so that the floor passes them
     absent, hold_for = supply.intake.absent(), None
     while (number := worth_waiting_for(
         absent, usable, version=version, max_staleness=pacing.max_staleness, given_up=given_up

@@ -66,6 +66,7 @@ async def resume(
     clock = asyncio.get_running_loop().time
     intake = Intake(buffer, buffer_next=position.buffer_next, progress_next=position.progress_next, clock=clock)
     intake.floor = position.settled
+    intake.closed.update(position.known)
     if position.warmed_up:
         buffer.end_validation()
     run = Run(
