@@ -315,6 +315,23 @@ async def test_what_is_replaced_while_keys_are_looked_up_is_neither_drawn_nor_dr
     assert told.dropped == {"l1.0": "forgotten"} and run.supply.intake.buffer.num_groups("live") == 1
 
 
+async def test_groups_that_are_left_below_the_minimum_of_a_step_wait_for_more() -> None:
+    far = Block((live_admit(2).experiences[0].with_bulk(logprobs=[-9.0, -9.0]),))
+    lanes = {"live": LaneConfig(max_mean_abs_log_ratio=1.0, min_sequences=3)}
+    run = run_of(live_admit(0), live_admit(1), far, version=NOW, lanes=lanes)
+    await run.log.create_topics(partitions=1, keep_ms=-1)
+    assert (await admitted(run, decide(run, now_s=0.0))).wait and run.supply.intake.buffer.num_groups("live") == 2
+    arrive(run, live_admit(3))
+    assert len((await admitted(run, decide(run, now_s=0.0))).taken) == 3
+
+
+async def test_a_step_whose_paced_groups_are_all_revised_waits_for_them() -> None:
+    run = run_of(usual(0), usual(1), expert(0))
+    draw = decide(run, now_s=0.0)
+    arrive(run, *(block(f"u{number}.0", sequence=number, revision=1) for number in (0, 1)))
+    assert "e0.0" in taken(draw) and (await admitted(run, draw)).wait
+
+
 def test_the_paced_lane_is_held_by_its_versions_and_never_asked() -> None:
     run = run_of(usual(0), usual(1), lanes={"usual": LaneConfig(max_mean_abs_log_ratio=1e-9)})
     assert len(drawn(run).taken) == 2

@@ -8,6 +8,7 @@ it; a group outside is dropped with a reason, reported and counted, never traine
 import asyncio
 import logging
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
@@ -127,7 +128,7 @@ async def readable(run: Run, draw: Draw) -> Draw:
 
 
 async def admitted(run: Run, draw: Draw) -> Draw:
-    """The draw without unreadable or diverged groups; `wait` where no group, or no group of the paced lane, is left.
+    """The draw without unreadable or diverged groups; `wait` where too few are left for a step.
 
     A newer revision may take an answer's place in the buffer while this waits: then the newer revision is drawn another time.
     """
@@ -146,15 +147,25 @@ async def admitted(run: Run, draw: Draw) -> Draw:
     if not far:
         return draw
     gone = tuple((candidate, DIVERGED) for candidate in far)
-    taken = tuple(candidate for candidate in draw.taken if candidate not in far)
     await drop(run, Draw(dropped=gone))
-    return still_held(run, Draw(taken=taken, dropped=(*draw.dropped, *gone)))
+    return still_held(run, msgspec.structs.replace(draw, dropped=(*draw.dropped, *gone)))
 
 
 def still_held(run: Run, draw: Draw) -> Draw:
-    """The draw without groups that a newer revision has replaced since; `wait` where no group is left to train on."""
+    """The draw without groups that were dropped or replaced since; `wait` where too few are left for a step."""
     taken = tuple(candidate for candidate in draw.taken if run.supply.intake.buffer.holds(candidate))
-    return msgspec.structs.replace(draw, taken=taken, wait=draw.wait or not taken)
+    wait = draw.wait or not taken or (len(taken) < len(draw.taken) and lacks_lane(run, draw.taken, taken))
+    return msgspec.structs.replace(draw, taken=taken, wait=wait)
+
+
+def lacks_lane(run: Run, drawn: Sequence[Candidate], left: Sequence[Candidate]) -> bool:
+    """True if a step needs more than is left of the paced lane, or, without groups of it, of another lane."""
+    lanes = {candidate.lane for candidate in drawn}
+    for lane in {PACED} if PACED in lanes else lanes:
+        least = 1 if lane == PACED or run.supply.intake.draining else run.config.min_sequences(lane)
+        if sum(candidate.num_experiences for candidate in left if candidate.lane == lane) < least:
+            return True
+    return False
 
 
 async def distances(run: Run, candidates: list[Candidate]) -> dict[int, float]:
