@@ -95,6 +95,15 @@ async def test_executing_again_to_other_weights_orphans_the_old_version_and_take
     assert bytes(policy.tensors["weights"].data) == bytes([71]) * 16
 
 
+async def test_a_version_whose_manifest_cannot_be_read_is_orphaned_and_published_under_the_next_number() -> None:
+    rig = await new_rig()
+    await publish(await rig.trainer(), 0, 0)
+    (key,) = [key for key in rig.store.keys("policies/main/") if key.endswith("/manifests/0.json")]
+    rig.store.put(key, b"damaged")
+    assert await publish(await rig.trainer(), 0, 0) == 1
+    assert await rig.said() == [("published", 0), ("orphaned", 0), ("published", 1)]
+
+
 async def test_what_a_trainer_remembers_of_its_versions_is_bounded_and_a_number_it_forgot_stays_taken() -> None:
     rig = await new_rig()
     trainer = await rig.trainer()

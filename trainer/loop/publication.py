@@ -122,7 +122,7 @@ class WeightPublisher:
             event="orphaned", policy=self._policy, version=version, token=self._lease.token, reason="executed again"
         )
         await self._log.publish(topics.POLICIES, orphan)
-        logger.warning("policy orphaned version=%d: executing its steps again gave other weights", version)
+        logger.warning("policy orphaned version=%d: its steps gave other weights, or they cannot be read", version)
 
     async def replaced(self, keep_ms: int) -> int:
         """The newest version keep_ms before the last publication, -1 for none; it had replaced all older versions."""
@@ -159,10 +159,10 @@ class WeightPublisher:
 
 
 def same_content(store: Store, event: PolicyEvent, weights: HashedTensors, adapter: Adapter | None = None) -> bool:
-    """True if the published version is stored and holds exactly these weights, by its manifest, of the same adapter."""
+    """True if the published version can be read and holds exactly these weights, by its manifest, of the same adapter."""
     try:
         manifest = decode_manifest(store.get(event.manifest))
-    except NotInStore:
+    except (NotInStore, ValueError):
         return False
     return manifest.adapter == adapter and first_difference(weights.entries, manifest.tensors, values=True) is None
 
