@@ -37,7 +37,7 @@ from tests.trainer.memory_run import (
 from trainer.batch.assemble import step_seed
 from trainer.buffer.buffer import Uses
 from trainer.buffer.intake import Intake
-from trainer.config import TrainerConfig
+from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Checkpoint, Position, places, remove, save
 from trainer.journal.journal import Lease, take_lease
@@ -246,6 +246,20 @@ async def test_a_restart_waits_for_no_group_that_was_closed_or_dropped_before_it
     again = (await started(log, store)).supply.intake
     arrive(again, 5)
     assert again.absent() == [4]
+
+
+async def test_a_restart_in_the_warm_up_counts_the_demonstrations_that_were_used_up_before_its_checkpoint() -> None:
+    store = MemoryStore()
+    log = await filled_log(store)
+    lanes = CONFIG.lanes | {"expert": LaneConfig(loss="sft", optional=True)}
+    config = msgspec.structs.replace(CONFIG, lanes=lanes)
+    run = await started(log, store, config)
+    buffer = run.supply.intake.buffer
+    for number in range(4):
+        buffer.add(number, encode(block(number, "expert")), block(number, "expert"))
+    buffer.take(buffer.candidates("expert")[:3])
+    await write_checkpoint(run, 0)
+    assert (await started(log, store, config)).supply.intake.buffer.num_heard("expert") == buffer.num_heard("expert")
 
 
 async def test_a_start_tells_which_waiting_groups_it_refuses_and_why() -> None:

@@ -8,6 +8,7 @@ its offset.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
@@ -137,7 +138,7 @@ class Buffer:
         self._held: dict[tuple[str, str], int] = {}  # (group, lane) → offset
         self._validation: dict[int, Block] | None = {}
         self._awaited = Awaited()
-        self._used_up: dict[Lane, int] = {}
+        self.used_up: Counter[str] = Counter()  # experiences by lane
 
     def add(self, offset: int, frame: bytes, block: Block, digest: bytes = b"") -> str:
         """Add a block; return "" or the reason of its refusal. digest: digest of its record, for the journal."""
@@ -166,7 +167,7 @@ class Buffer:
             return ""
         used = self.uses.delivered(use_key(block.group, first.retrained, first.lane), offset)
         if used >= self._max_uses[first.lane]:
-            self._count_used_up(first.lane, len(block.experiences))
+            self.used_up[first.lane] += len(block.experiences)
             return "already trained"
         held = self._held.get((block.group, first.lane))
         if held is not None:
@@ -237,7 +238,7 @@ class Buffer:
             return
         if held.uses + 1 >= self._max_uses[candidate.lane]:
             self.discard(offset, candidate.lane)
-            self._count_used_up(candidate.lane, held.num_experiences)
+            self.used_up[candidate.lane] += held.num_experiences
         else:
             self._candidates[candidate.lane].put(msgspec.structs.replace(held, uses=held.uses + 1))
 
@@ -274,13 +275,10 @@ class Buffer:
 
     def num_heard(self, lane: Lane) -> int:
         """Number of experiences held in a lane, plus former experiences of the lane without a use left."""
-        return self.num_experiences(lane) + self._used_up.get(lane, 0)
+        return self.num_experiences(lane) + self.used_up[lane]
 
     def num_bytes(self) -> int:
         return sum(map(len, self._frames.values()))
-
-    def _count_used_up(self, lane: Lane, count: int) -> None:
-        self._used_up[lane] = self._used_up.get(lane, 0) + count
 
 
 def make_candidate(offset: int, block: Block, uses: int, digest: bytes = b"") -> Candidate:

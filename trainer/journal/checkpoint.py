@@ -53,7 +53,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     step: last executed, -1 before the first. version: last published. first_train_step: -1 during the warm-up. warmed_up: the
     warm-up has ended. buffer_next, journal_next, progress_next: offsets to read on from. journal_token: highest fence seen.
     guard: of the steps so far. settled: issue numbers below it are not waited for after a restart. known: those from it on that
-    had arrived, were closed or given up.
+    had arrived, were closed or given up. used_up: experiences without a use left that had arrived, by lane.
     """
 
     step: int = -1
@@ -67,6 +67,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     guard: GuardState = GuardState()
     settled: int = 0
     known: tuple[int, ...] = ()
+    used_up: dict[str, int] = {}
 
 
 def check_warm_up(position: Position) -> None:

@@ -72,6 +72,7 @@ async def _written(log: Log, store: Store, lease: Lease, found: Checkpoint, vers
         journal_token=lease.token,
         settled=0,
         known=(),
+        used_up={},
     )
     # Groups are numbered from 0 again: a group trained under such a name is another group.
     state = msgspec.structs.replace(found, position=position, uses=Uses(), references=())

@@ -63,8 +63,8 @@ async def snapshot(run: Run, version: int) -> Unwritten:
     """A checkpoint of now; no later step reaches it. Waits for room on the disk."""
     await wait_for_room(run)
     intake = run.supply.intake
-    known = intake.known(run.position.settled)
-    run.advance(buffer_next=intake.buffer_next, progress_next=intake.progress_next, known=known)
+    known, used_up = intake.known(run.position.settled), dict(intake.buffer.used_up)
+    run.advance(buffer_next=intake.buffer_next, progress_next=intake.progress_next, known=known, used_up=used_up)
     uses, references = intake.buffer.uses.copy(), tuple(intake.buffer.references())
     position = msgspec.structs.replace(run.position, version=version)
     if run.saving.unread is not None:
@@ -158,16 +158,12 @@ async def remove_old(run: Run, *, slots: int, replaced: int | None) -> None:
     await run.saving.in_thread(run.publisher.prune, oldest if replaced is None else min(replaced, oldest))
 
 
-def folders(run: Run) -> tuple[str, str]:
-    return f"policies/{run.floor.policy.name}/", f"checkpoints/{run.name}/"
-
-
 def over_bound(run: Run) -> bool:
     """True if versions and checkpoints, with the next of each, take more of a folder store than its bounds allow. Blocking."""
     usage = run.store.disk_usage()
     if usage is None or not run.floor.keep.store_gb:
         return False
-    taken = stored_bytes(run.store, folders(run))
+    taken = stored_bytes(run.store, (f"policies/{run.floor.policy.name}/", f"checkpoints/{run.name}/"))
     run.report.set("run_stored_bytes", taken)
     return taken + next_bytes(run) > run.floor.keep.store_gb * 1e9 or not has_room(run)
 

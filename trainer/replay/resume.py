@@ -67,6 +67,7 @@ async def resume(
     intake = Intake(buffer, buffer_next=position.buffer_next, progress_next=position.progress_next, clock=clock)
     intake.floor = position.settled
     intake.closed.update(position.known)
+    buffer.used_up.update(position.used_up)
     if position.warmed_up:
         buffer.end_validation()
     run = Run(
