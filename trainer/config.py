@@ -56,7 +56,7 @@ class LaneConfig(Section, frozen=True):
     """Maximum mean |log π_θ/μ| of a group at the draw, for lanes without pacing; a group above it is dropped. 0 for no
     limit."""
     optional: bool = False
-    """Whether a step may go without experiences of this lane."""
+    """Whether a step may go without experiences of this lane. A step with the lane usual waits for no other lane."""
     min_sequences: NonNegative = 0
     """Minimum sequences of a step without the lane usual; a draining run takes fewer. Adam's step size does not shrink with
     few sequences. Default 0: 64 for the lane live, 1 for others. Such a step takes up to pacing.groups_per_step sequences,
