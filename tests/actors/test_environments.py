@@ -48,8 +48,6 @@ def service(answers: Callable[[str, dict[str, Any], int], httpx.Response]) -> tu
     asked: list[str] = []
 
     def handle(request: httpx.Request) -> httpx.Response:
-        import json
-
         path = request.url.path
         asked.append(path)
         return answers(path, json.loads(request.content), asked.count(path))

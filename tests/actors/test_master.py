@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from actors.config import EvalSuite
 from actors.engines.scripted import TENSOR, ScriptedEngine
 from actors.master.plan import Plan
 from actors.master.snapshot import (
@@ -54,8 +53,6 @@ from tests.actors.rig import (
     until,
 )
 from tests.simulator.virtual_loop import run_virtual
-
-SUITE = EvalSuite(suite="dev", every=2, tasks=3)
 
 
 def listening(*heard: TopicArrivals) -> list[asyncio.Task[None]]:

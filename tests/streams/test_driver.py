@@ -160,12 +160,6 @@ async def test_outputs_of_one_key_keep_the_order_of_the_records() -> None:
         assert [task.id for task in tasks_out] == ["task-0", "task-1"]
 
 
-def taken(window: Window[int], partition: int, offset: int, generation: int = 1) -> Ticket:
-    ticket = window.take(partition, offset, generation, offset)
-    assert ticket is not None
-    return ticket
-
-
 @given(st.lists(st.tuples(st.sampled_from(["take", "done", "rebalance"]), st.integers(0, 30)), max_size=120))
 def test_nothing_is_acked_before_everything_earlier_of_its_generation_is_done(steps: list[tuple[str, int]]) -> None:
     window: Window[tuple[int, int]] = Window(8)

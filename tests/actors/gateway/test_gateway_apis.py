@@ -17,7 +17,6 @@ from tests.actors.gateway.gateway_rig import (
     APIS,
     CALL,
     EOS,
-    TOOL,
     VOCABULARY,
     ByteTokenizer,
     ask_chat,
@@ -30,7 +29,6 @@ from tests.actors.gateway.gateway_rig import (
 )  # fmt: skip
 
 ASK: list[Any] = [{"role": "user", "content": "Hi"}]
-WEATHER: Any = {"type": "function", "function": TOOL}
 SESSION = {"x-session-id": "s"}
 by_api = pytest.mark.parametrize("ask", APIS)
 whole_and_streamed = pytest.mark.parametrize("stream", [False, True])

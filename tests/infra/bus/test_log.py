@@ -295,6 +295,3 @@ async def test_what_retention_takes_while_offsets_are_read_is_missing_and_the_re
     for number in range(9):
         await log.bus.send(log.name(PROGRESS), str(number).encode(), key=b"k")
     assert list(await log.at(PROGRESS, 0, [2, 4, 5, 8])) == [5, 8]
-
-
-# Expected values of Kafka's own UtilsTest (signed there).

@@ -30,7 +30,6 @@ from tests.schemas.record_samples import group_block
 pytestmark = pytest.mark.slow
 
 ALL_ROLES = ("train", "explore", "process", "master")
-TASKS = [{"id": f"add-{at}", "prompt": f"{at}+1=", "answer": str(at + 1)} for at in range(3)]
 
 
 def call(config: Path, *arguments: str) -> Result:
