@@ -299,10 +299,9 @@ def looks() -> Looking:
 
 
 def issued(name: str, *images: Image) -> Task:
-    task = Task(id=name, messages=(Message(role="user", content="count", images=images),), answer="1")
     return Task(
         id=name,
-        messages=task.messages,
+        messages=(Message(role="user", content="count", images=images),),
         answer="1",
         issued=Issued(group=f"{name}.0", attempt=0, num_episodes=2, max_tokens=3),
     )

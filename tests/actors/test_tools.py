@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -365,18 +365,11 @@ async def test_a_wrong_setting_is_named() -> None:
 
 @pytest.mark.slow
 def test_an_episode_calls_a_server_and_one_whose_server_breaks_fails() -> None:
-    def says(name: str, **arguments: object) -> str:
-        return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
-
-    def playing(replies: Sequence[str]) -> Callable[[str], str]:
-        left = iter(replies)
-        return lambda prompt: next(left)
-
     server = {"use": "actors.rollout.tools.mcp:McpServer", "options": {"command": STDIO, "only": ["price", "die"]}}
     workflow = load("actors.rollout.workflows.tools:Tools", {"servers": [server], "system": "{tools}"}, "test")
-    (one,) = play(workflow, RecordingEngine(playing([says("price", item="chair"), "5"])), issued())
+    one, _ = talk(workflow, call("price", item="chair"), "5")
     assert one.notes["tool_calls"] == 1 and one.notes["tool_errors"] == 0 and one.response.endswith("5")
     workflow = load("actors.rollout.workflows.tools:Tools", {"servers": [server], "system": "{tools}"}, "test")
     with pytest.raises(EpisodeFailed, match=r"(?i)closed") as broken:
-        play(workflow, RecordingEngine(playing([says("die")])), issued())
+        talk(workflow, call("die"))
     assert broken.value.cause == "tool"

@@ -1,6 +1,5 @@
 """Guarantees of every object store: one suite, every implementation, real S3 servers included."""
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from infra.store.store import MAX_KEY_BYTES, Store
 from schemas.errors import NotInStore
 from tests import minio
 from tests.infra.every_kind import Shelf
+from tests.infra.test_store_s3 import limited
 from tests.minio import MinioServer
 from tests.starts import content_name
 
@@ -194,22 +194,13 @@ def test_check_connect_finds_every_right_and_leaves_nothing_behind(store: Store)
 def test_check_connect_names_what_a_policy_of_the_bucket_does_not_allow(
     minio_server: MinioServer, allowed: tuple[str, ...], denied: tuple[str, ...]
 ) -> None:
-    from minio.credentials import AssumeRoleProvider
-
     whole = minio_server.store("policy", "app")
-    places = ["arn:aws:s3:::policy", "arn:aws:s3:::policy/*"]
-    rule = {"Effect": "Allow", "Action": [f"s3:{item}" for item in allowed], "Resource": places}
-    role = AssumeRoleProvider(
-        sts_endpoint=minio_server.endpoint,
-        access_key=minio_server.access_key,
-        secret_key=minio_server.secret_key,
-        policy=json.dumps({"Version": "2012-10-17", "Statement": [rule]}),
-    ).retrieve()
+    role = limited(minio_server, allowed, "policy")
     credentials = fixed_keys(role.access_key, role.secret_key, role.session_token)
-    limited = S3Store(
+    confined = S3Store(
         "policy", prefix="app", endpoint=minio_server.endpoint, credentials=credentials, region=minio.REGION
     )
-    said = object_fault(limited, "checks/check-1")
+    said = object_fault(confined, "checks/check-1")
     assert [verb for verb in ("put", "list", "get", "delete") if f"may not {verb}" in said] == list(denied)
     assert said.count("AccessDenied") == len(denied) and role.secret_key not in said
     whole.delete("checks/check-1")

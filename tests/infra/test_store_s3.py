@@ -267,13 +267,13 @@ def refusal(environment: dict[str, str]) -> str:
     return str(caught.value) + repr(store)
 
 
-def limited(server: MinioServer, allowed: tuple[str, ...]) -> Credentials:
+def limited(server: MinioServer, allowed: tuple[str, ...], bucket: str = "roles") -> Credentials:
     """Temporary keys of a server for some rights on one bucket."""
     from minio.credentials import AssumeRoleProvider
 
     rule = {
         "Effect": "Allow", "Action": [f"s3:{one}" for one in allowed],
-        "Resource": ["arn:aws:s3:::roles", "arn:aws:s3:::roles/*"],
+        "Resource": [f"arn:aws:s3:::{bucket}", f"arn:aws:s3:::{bucket}/*"],
     }  # fmt: skip
     return AssumeRoleProvider(
         sts_endpoint=server.endpoint,

@@ -18,16 +18,13 @@ from actors.gateway.recording.feedback_intake import check_signature, read_feedb
 from infra.store.memory import MemoryStore
 from infra.store.seal import Keys, open_event, open_text
 from tests.actors.gateway.gateway_rig import ASK, AwayBus, engine, says, serving
+from tests.actors.gateway.test_gateway_log_away import spooled
 from tests.actors.rig import until
 from tests.names import session_name
 
 HOOK = Webhook("/zendesk", b"s3cret", "x-signature")
 STAMPED = Webhook("/stamped", b"s3cret", "x-signature", "x-timestamp")
 ANSWER = f"hr-{session_name('acme', 's')}.7-3.0-0-0"
-
-
-def spooled(folder: Path) -> list[Path]:
-    return list(folder.glob("spool/*/*.spool"))
 
 
 def signature(body: bytes, secret: bytes = b"s3cret") -> bytes:

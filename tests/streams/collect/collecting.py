@@ -21,7 +21,7 @@ from schemas import (
     make_experience,
 )
 from schemas.ids import experience_id
-from streams.collect.decision import Decision, Folded
+from streams.collect.decision import Chain, Decision, Folded
 from streams.collect.feedback import FeedbackRules
 from streams.collect.fold import fold
 from streams.collect.rules import Arrival, Rules
@@ -139,7 +139,9 @@ class FakePartition:
         return {offset: value for offset in offsets if isinstance(value := self.arrivals[offset].value, Block)}
 
 
-def folded(inbox: FakePartition, rules: Rules = RULES, state: State | None = None, kept_from: int = 0) -> list[Folded]:
+def folded(
+    inbox: FakePartition, rules: Rules = RULES, state: State | None = None, kept_from: int = 0, chain: Chain = scored
+) -> list[Folded]:
     """Everything the inbox leads to, record by record; kept_from: the log was trimmed below it."""
     state = State() if state is None else state
     results = []
@@ -149,7 +151,7 @@ def folded(inbox: FakePartition, rules: Rules = RULES, state: State | None = Non
 
     for arrival in inbox.arrivals:
         if arrival.offset >= state.next_offset:
-            results.append(asyncio.run(fold(state, arrival, rules, scored, blocks_at)))
+            results.append(asyncio.run(fold(state, arrival, rules, chain, blocks_at)))
     return results
 
 

@@ -1,20 +1,17 @@
 """Edited answers and late feedback, up to what a trainer draws."""
 
-import asyncio
 from collections.abc import Sequence
 from functools import partial
 
 import msgspec
 import pytest
 
-from infra.chain.chain import Step, make_step, run_chain
+from infra.chain.chain import make_step, run_chain
 from schemas import Block, Control, Edit, Experience, Feedback, Span, encode
 from schemas.experience import is_withdrawal, pair_fault, pair_side
 from streams.collect.decision import Decision
 from streams.collect.feedback import FeedbackRules
-from streams.collect.fold import fold
 from streams.collect.rules import Rules
-from streams.collect.state import State
 from streams.processors.correct import Correct, answer_start
 from streams.processors.difficulty import difficulty
 from tests.streams.collect.collecting import (
@@ -62,15 +59,7 @@ BACK = Feedback(ref=REF, id="back", source="csat", rater="ann", type="retraction
 
 
 def decided(records: Sequence[Block | Control], rules: Rules = RULES) -> list[Decision]:
-    return decided_in(FakePartition().extend(records), rules, STEPS)
-
-
-def decided_in(inbox: FakePartition, rules: Rules, steps: Sequence[Step]) -> list[Decision]:
-    state, found = State(), []
-    chain = partial(run_chain, steps)
-    for arrival in inbox.arrivals:
-        found += asyncio.run(fold(state, arrival, rules, chain, inbox.blocks_at)).decisions
-    return found
+    return decisions(folded(FakePartition().extend(records), rules, chain=partial(run_chain, STEPS)))
 
 
 def sent(decisions: Sequence[Decision], lane: str) -> list[tuple[Experience, ...]]:
@@ -119,13 +108,14 @@ def test_an_edit_taken_back_before_the_window_closed_makes_nothing() -> None:
     given = msgspec.structs.replace(RULES, sources={"csat": SOURCE, "other": SOURCE})
     inbox = FakePartition().extend([live(), edit("ok", id="1"), BACK])
     inbox.append(tick(), after_ms=WINDOW_MS)
-    assert [decision.blocks for decision in decided_in(inbox, given, STEPS)] == [()]
+    found = decisions(folded(inbox, given, chain=partial(run_chain, STEPS)))
+    assert [decision.blocks for decision in found] == [()]
 
 
 def test_where_edits_are_not_learned_from_they_are_counted() -> None:
-    inbox, state = FakePartition().extend([live(), edit("ok", id="1")]), State()
+    inbox = FakePartition().extend([live(), edit("ok", id="1")])
     given = msgspec.structs.replace(RULES, corrects=False)
-    results = [asyncio.run(fold(state, arrival, given, partial(run_chain, STEPS))) for arrival in inbox.arrivals]
+    results = folded(inbox, given, chain=partial(run_chain, STEPS))
     assert results[1].dropped["correction without [collect.correct]"] == 1
     assert not sent(results[1].decisions, "expert")
 
@@ -178,7 +168,10 @@ def test_a_retrained_answer_has_the_advantage_of_an_answer_of_production(choices
     inbox.extend([block(*(msgspec.structs.replace(member, scores=()) for member in members)), said(REF, 0.0, id="1")])
     inbox.append(tick(), after_ms=WINDOW_MS)
     inbox.append(said(REF, 1.0, id="2"))
-    last = {late: decided_in(inbox, rules(late), steps)[-1] for late in ("amend", "retrain")}
+    last = {
+        late: decisions(folded(inbox, rules(late), chain=partial(run_chain, steps)))[-1]
+        for late in ("amend", "retrain")
+    }
     ((amended,), (again,)) = (decision.blocks[-1].experiences for decision in last.values())
     assert (again.lane, again.retrained, again.reward, last["retrain"].closure.outcome) == ("human", 1, 1.0, "buffered")
     assert again.advantage == amended.advantage and (again.advantage or 0) > 0

@@ -11,7 +11,7 @@ from schemas import Closure, Experience
 from schemas.experience import MAX_MEMBERS, is_withdrawal
 from schemas.ids import request_group
 from streams.collect.decision import TOO_LARGE, Chain, Decision, judged
-from streams.collect.feedback import FeedbackRules, take_feedback
+from streams.collect.feedback import take_feedback
 from streams.collect.fold import MAX_ANSWERS
 from streams.collect.rules import Rules
 from streams.collect.state import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback, State
@@ -27,6 +27,7 @@ from tests.streams.collect.collecting import (
     decisions,
     drops,
     folded,
+    rules,
     said,
     stub,
     tick,
@@ -243,15 +244,6 @@ def test_what_was_made_of_a_group_goes_on_under_its_own_name_also_where_the_grou
     alone = end(Group("a.0", lane="live"), attempt_of(1, 1), [at_version(0, 1)], chain=remade)
     assert [sent_block.group for sent_block in alone.blocks] == ["a.0", "syn.0"] and alone.closure.outcome == "dropped"
     assert is_withdrawal(alone.blocks[0].experiences[0])
-
-
-def attempt(number: int = 0, size: int = 2) -> Attempt:
-    return Attempt(number, size, "usual", 412, 1_000)
-
-
-def rules(late: str = "amend", window_ms: int = 5_000, **more: object) -> Rules:
-    sources = {"csat": FeedbackRules(window_ms=window_ms, late=late)}  # type: ignore[arg-type]
-    return Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources=sources, **more)  # type: ignore[arg-type]
 
 
 def test_a_record_that_does_not_belong_here_is_put_aside_and_named() -> None:

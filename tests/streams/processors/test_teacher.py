@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ import torch
 from infra.chain.chain import ChainResult, Context, make_step, run_chain
 from infra.chain.processor import Drop
 from infra.cli.demo.char_model import CHARACTERS_ALONE, Size, build_char_model, save_tokenizer
+from infra.local.broker import choose_address
 from infra.model.model import load_model
 from infra.settings.config import decode
 from schemas import Block, Experience, Image, Message, Span, encode, make_experience
@@ -171,9 +171,7 @@ def test_the_teacher_is_asked_last_and_needs_the_policys_tokenizer(policy: Path)
 @pytest.mark.slow
 def test_vllms_own_server_is_a_teacher(tmp_path: Path, policy: Path) -> None:
     model = build_char_model(tmp_path / "model", 9, size=Size(hidden=128, layers=1))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = choose_address().port
     server = [
         sys.executable,
         "-m",
