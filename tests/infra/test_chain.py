@@ -110,20 +110,6 @@ def test_nonsense_is_dropped_with_the_field_named(returns: Callable[[Experience]
     assert detail in gone.detail
 
 
-@pytest.mark.parametrize("edits", [{}, {"reward": 1.0}])
-def test_what_is_written_into_meta_in_place_cannot_reach_the_wire(edits: dict[str, float]) -> None:
-    """Also beside a new number, where nothing else is looked at before the end."""
-
-    @processor(version=1, inline=True)
-    def scribbles(experience: Experience) -> Experience:
-        experience.meta["model"] = object()  # type: ignore[assignment]
-        return REPLACED(experience, **edits) if edits else experience
-
-    outcome = run([step_of(scribbles)], [answer()])
-    assert outcome.kept == ()
-    assert outcome.dropped[0].reason == NONSENSE
-
-
 def test_a_hanging_step_is_given_up_and_its_neighbours_go_on() -> None:
     release = threading.Event()
 
@@ -313,20 +299,6 @@ def test_what_fits_no_kind_of_step_is_a_config_error() -> None:
             make_step("step", function)
 
 
-def asked(**header: Any) -> Experience:
-    return make_experience(
-        id="t.0.0-0-0",
-        group="t.0",
-        episode=0,
-        group_size=1,
-        spans=(Span(1, 2, 3),),
-        tokens=[1, 2],
-        logprobs=[-0.1],
-        messages=[Message(role="user", content="140+140="), Message(role="assistant", content="280")],
-        **header,
-    )
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -339,5 +311,5 @@ def asked(**header: Any) -> Experience:
     ],
 )
 def test_another_reference_or_another_meta_is_another_question(change: dict[str, Any]) -> None:
-    one = asked(answer="280", task="t", meta={"level": "easy"})
+    one = answer(answer="280", task="t", meta={"level": "easy"})
     assert input_hash("options", replace(one, **change)) != input_hash("options", one)

@@ -4,6 +4,7 @@ import asyncio
 import threading
 
 import pytest
+from msgspec.structs import replace
 
 from infra.chain.calls import MAX_HUNG
 from infra.chain.processor import Drop, Verdict, processor, score
@@ -123,11 +124,13 @@ def test_what_a_step_failed_at_is_counted_under_its_name_and_its_decisions_are_n
 
 @pytest.mark.parametrize("bad", [set[int](), {0}, {64}, {3, 69}, set(range(70))], ids=str)
 def test_a_header_that_cannot_be_read_back_drops_its_own_experience_and_no_other(bad: set[int]) -> None:
+    """Also beside a new number, where nothing else is looked at before the end."""
+
     @processor(version=1, inline=True)
     def writes(experience: Experience) -> Experience:
         if experience.episode in bad:
             experience.meta["model"] = object()  # type: ignore[assignment]
-        return experience
+        return replace(experience, reward=1.0) if experience.episode % 2 else experience
 
     outcome = run([step_of(writes)], [answer(episode, group_size=70) for episode in range(70)])
     assert {one.episode for one in outcome.kept} == set(range(70)) - bad

@@ -15,6 +15,7 @@ from infra.policies.delta import decode_chain, encode_tensor
 from infra.policies.manifest import look_at
 from infra.policies.tensors import (
     ITEM_BYTES,
+    MAX_RANK,
     Blocks,
     Tensor,
     bits,
@@ -226,6 +227,9 @@ GOOD = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
         (with_header({"w": GOOD | {"shape": [2]}}, b"1234"), "w: data: got 4 bytes"),
         (with_header({"w": GOOD | {"dtype": "F33"}}, b"1234"), "w: dtype: got 'F33'"),
         (with_header({"w": GOOD | {"shape": [-1, -1]}}, b"1234"), "header is not valid"),
+        (with_header({"w": GOOD | {"shape": [2**63 - 1] * 40_000}}, b"1234"), "header is not valid"),
+        (with_header({"w": GOOD | {"shape": [1] * (MAX_RANK + 1)}}, b"1234"), "header is not valid"),
+        (with_header({"w": GOOD | {"shape": [1e3]}}, b"1234"), "header is not valid"),
         (with_header({"w": GOOD | {"data_offsets": [4, 0]}}, b"1234"), "w at 4:0"),
         (with_header({"w": GOOD, "v": GOOD}, b"1234"), "expected a start at 4"),
         (with_header({"w": GOOD | {"data_offsets": [1, 5]}}, b"12345"), "expected a start at 0"),

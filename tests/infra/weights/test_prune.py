@@ -47,6 +47,7 @@ def test_pruning_crosses_leases_and_leaves_other_policies_alone() -> None:
     store.put("policies/main-2/17/manifests/0.json", b"{}")
     step = small_step(weights[2], 9)
     event = put(store, 3, step, weights[2], token=40)
+    assert event.stats["anchor"], "a new lease starts with an anchor"
     assert prune(store, "main", oldest=2) == 0
     assert prune(store, "main", oldest=3) == 6
     assert [key.split("/")[2] for key in store.keys("policies/main/")] == ["40", "40"]

@@ -115,18 +115,6 @@ def test_every_version_but_the_first_is_a_delta_and_each_sixteenth_an_anchor_too
         assert kinds == [*["delta"] * (event.version > 0), *["anchor"] * (event.version % ANCHOR_EVERY == 0)]
 
 
-def test_a_version_that_changes_more_than_an_eighth_has_an_anchor_beside_its_delta() -> None:
-    store, weights = MemoryStore(), first_weights()
-    put(store, 0, weights)
-    step = weights
-    for seed in range(30):
-        step = small_step(step, seed, NAMES)
-    event = put(store, 1, step, weights)
-    manifest, _ = read_manifest(store, event.manifest)
-    assert event.stats["changed_share"] > 1 / 8
-    assert [source.kind for source in manifest.sources] == ["delta", "anchor"]
-
-
 def test_weights_that_change_everywhere_are_anchors_without_a_delta() -> None:
     store, generator = MemoryStore(), np.random.default_rng(0)
     before = {"w": from_numpy(generator.normal(size=9_000).astype(np.float32))}
@@ -138,14 +126,6 @@ def test_weights_that_change_everywhere_are_anchors_without_a_delta() -> None:
         pytest.approx(1, abs=0.01),
     )
     assert not list(store.keys("policies/main/17/deltas/"))
-
-
-def test_a_new_lease_starts_with_an_anchor_in_its_own_folder() -> None:
-    store, weights = MemoryStore(), first_weights()
-    put(store, 0, weights, token=17)
-    event = put(store, 1, small_step(weights, 1), weights, token=40)
-    assert event.stats["anchor"]
-    assert event.manifest.startswith("policies/main/40/")
 
 
 def test_publishing_again_gives_the_same_event_and_changes_no_object() -> None:

@@ -51,18 +51,6 @@ def rewards(inbox: FakePartition, given: Rules) -> dict[tuple[str, int], float |
     return {key: members[0][1] for key, members in buffered(folded(inbox, given)).items()}
 
 
-def test_a_live_answer_waits_for_its_feedback() -> None:
-    inbox = FakePartition().extend([live()])
-    assert not decisions(folded(inbox, rules("drop")))
-    inbox.append(said(REF, 0.8))
-    assert rewards(inbox, rules("drop")) == {("a1b2.0", 0): 0.8}
-
-
-def test_feedback_before_its_answer_waits_for_it() -> None:
-    inbox = FakePartition().extend([said(REF, 0.8), live()])
-    assert rewards(inbox, rules("drop")) == {("a1b2.0", 0): 0.8}
-
-
 def test_feedback_whose_own_time_closes_the_window_is_late_feedback() -> None:
     inbox = FakePartition().extend([live()])
     inbox.append(said(REF, 0.8), after_ms=WINDOW_MS)
@@ -95,7 +83,7 @@ def test_silence_differs_from_zero() -> None:
 def test_silence_takes_the_default_when_the_window_closes() -> None:
     inbox = FakePartition().extend([live()])
     inbox.append(tick(), after_ms=WINDOW_MS - 1)
-    assert not rewards(inbox, rules("drop", default=0.25))
+    assert not decisions(folded(inbox, rules("drop", default=0.25)))
     inbox.append(tick(), after_ms=1)
     assert rewards(inbox, rules("drop", default=0.25)) == {("a1b2.0", 0): 0.25}
 
@@ -103,7 +91,7 @@ def test_silence_takes_the_default_when_the_window_closes() -> None:
 def test_an_answer_waits_for_every_source() -> None:
     given = rules("drop", sources=("csat", "thumbs"))
     inbox = FakePartition().extend([live(), said(REF, 0.8)])
-    assert not rewards(inbox, given)
+    assert not decisions(folded(inbox, given))
     inbox.append(said(REF, 0.2, source="thumbs"))
     assert rewards(inbox, given) == {("a1b2.0", 0): 0.8}
 
@@ -182,11 +170,6 @@ def closures(inbox: FakePartition, given: Rules = RULES) -> list[Closure]:
 
 def newest(inbox: FakePartition, given: Rules = RULES) -> dict[str, Closure]:
     return {closure.group: closure for closure in closures(inbox, given)}
-
-
-def values(closure: Closure) -> list[tuple[str, float]]:
-    assert closure.ratings is not None
-    return [(rating.rater, rating.value) for rating in closure.ratings]
 
 
 def test_four_sessions_of_ten_turns_praised_once_each_are_four_ratings_and_none_is_bad() -> None:

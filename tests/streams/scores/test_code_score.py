@@ -148,7 +148,9 @@ def test_the_last_fenced_block_is_the_code() -> None:
         (10**30, 10**30 + 1, False), ([1, 2], [1, 2, 3], False), ([1, [2]], [1, [2]], True),
         ({"a": 1}, {"a": 1, "b": 2}, False),
         ({"a": [1]}, {"a": [1.0]}, True), (None, None, True), (None, False, False), ("1", 1, False), (0, 0.0, True),
-        (1.5, 10**400, False), (float("nan"), float("nan"), False),
+        (1.5, 10**400, False), (float("nan"), float("nan"), False), (1_000_000_007, 1_000_000_007.4, False),
+        (1_000_000_007, 1_000_000_007.0, True), (3, 3.0000000000000004, True), (0, 1e-13, True), (10**30, 1e30, True),
+        (10**400, 1e300, False), (1_000_000_007.4, 1_000_000_007, True),
     ],
 )  # fmt: skip
 def test_plain_values_are_compared_by_type_and_value(expected: object, got: object, equal: bool) -> None:
