@@ -330,7 +330,7 @@ async def test_an_episode_takes_neither_all_connections_nor_all_processors_from_
         done, _ = await asyncio.wait(greedy, return_when=asyncio.FIRST_COMPLETED)
         assert {first.result() for first in done} == {b"429"} and len(counting) <= 2
         other = asyncio.create_task(status(site, "hr-other", path, asked))
-        await asyncio.sleep(0.1)
+        await until(lambda: len(counting) == 2)
         for _ in range(4):
             go.release()
         assert await other == b"200", "its turn comes before those of the first episode that wait"
