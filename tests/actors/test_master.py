@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from actors.engines.scripted import TENSOR, ScriptedEngine
+from actors.engines.scripted import ScriptedEngine
 from actors.master.plan import Plan
 from actors.master.snapshot import (
     STATE,
@@ -30,8 +29,6 @@ from actors.rollout.scheduler import require_issued
 from infra.log.bus import Partition, Reader
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from infra.policies.publish import NewVersion, publish
-from infra.policies.tensors import from_numpy
 from infra.store.memory import MemoryStore
 from infra.store.snapshots import FOLDER, SnapshotManifest, save
 from infra.store.store import Store
@@ -52,11 +49,8 @@ from tests.actors.rig import (
     streams,
     until,
 )
+from tests.actors.test_explorer import announce, listening
 from tests.simulator.virtual_loop import run_virtual
-
-
-def listening(*heard: TopicArrivals) -> list[asyncio.Task[None]]:
-    return [asyncio.create_task(record.listen()) for record in heard]
 
 
 def issues_heard(heard: TopicArrivals) -> list[Issued]:
@@ -88,16 +82,7 @@ async def train(log: Log, store: Store, *, steps: int) -> dict[int, int]:
             }
             oldest[step] = max(step - min(found) for found in versions.values())
             await log.publish(PROGRESS, Drawn(token=0, step=step, version=step, groups=tuple(due)))
-            table = np.random.default_rng(step).normal(size=(128, 128)).astype(np.float32)
-            event = await asyncio.to_thread(
-                publish,
-                store,
-                NewVersion(policy="main", token=0, version=step + 1, parent=step, step=step),
-                {TENSOR: from_numpy(table)},
-                previous=None,
-                probe=None,
-            )
-            await log.publish(POLICIES, event)
+            await announce(log, store, step + 1)
     return oldest
 
 
