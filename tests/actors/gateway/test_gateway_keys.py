@@ -16,8 +16,8 @@ from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
 from infra.store.store import API_KEYS
 from tests.actors.gateway.gateway_rig import serving
-from tests.actors.gateway.test_gateway_users import StoreAway
 from tests.actors.rig import until
+from tests.infra.test_seal import AwayStore
 from tests.names import session_name
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
@@ -89,7 +89,7 @@ async def test_while_the_store_is_away_known_keys_hold_and_it_is_logged_once(
     def logged(words: str) -> int:
         return sum(words in record.message for record in caplog.records)
 
-    store = StoreAway()
+    store = AwayStore()
     async with serving(tmp_path, store=store) as served:
         key = await served.new_key()
         for times in (1, 2):

@@ -9,10 +9,10 @@ from actors.gateway.config import Webhook
 from infra.store.memory import MemoryStore
 from infra.store.seal import FOLDER, SECRET
 from schemas import Received
-from schemas.errors import StoreError
 from schemas.ids import keyed_session, keyed_subject
 from tests.actors.gateway.gateway_rig import RunningGateway, serving
 from tests.actors.gateway.test_gateway_privacy import stored
+from tests.infra.test_seal import AwayStore
 
 HOOK = Webhook("/zendesk", b"s3cret", "x-signature")
 BOUND = Webhook("/bound", b"s3cret", "x-signature", tenant="acme")
@@ -112,16 +112,9 @@ async def test_a_webhooks_body_that_is_sent_again_is_one_record(tmp_path: Path) 
 
 
 async def test_a_webhook_waits_for_the_store_where_the_apps_secret_was_never_read(tmp_path: Path) -> None:
-    class AwayStore(MemoryStore):
-        away = True
-
-        def get(self, key: str) -> bytes:
-            if self.away:
-                raise StoreError("the store is away")
-            return super().get(key)
-
     store = AwayStore()
     store.put(SECRET, b"s" * 32)
+    store.away = True
     async with serving(tmp_path, store=store, webhooks=(HOOK,)) as served:
         answer = f"hr-{keyed_session(b's' * 32, 'acme', 's', 'yes')}.7-3.0-0-0"
         assert await hooked(served, {"about": answer}) == 503

@@ -1,7 +1,6 @@
 """Owners of turns, and named users' answers while the object store is away."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,32 +17,10 @@ from schemas.ids import keyed_subject
 from schemas.topics import EXPERIENCES
 from tests.actors.gateway.gateway_rig import RunningGateway, engine, says, serving
 from tests.actors.rig import until
-from tests.infra.test_seal import SAID, answer
+from tests.infra.test_seal import SAID, AwayStore, answer
 
 ANN = "ann@example.org"
 SUBJECT = keyed_subject(b"secret", "acme", ANN)
-
-
-class StoreAway(MemoryStore):
-    """A store that takes nothing and gives nothing while it is away."""
-
-    away = False
-
-    def put(self, key: str, data: bytes) -> None:
-        self._check()
-        super().put(key, data)
-
-    def get(self, key: str) -> bytes:
-        self._check()
-        return super().get(key)
-
-    def keys(self, prefix: str) -> Any:
-        self._check()
-        return super().keys(prefix)
-
-    def _check(self) -> None:
-        if self.away:
-            raise StoreError("the store is away")
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -96,7 +73,7 @@ async def test_a_turn_that_names_nobody_is_forgotten_with_the_user_of_its_sessio
 async def test_while_the_store_is_away_answers_of_named_users_wait_sealed_and_are_readable_when_it_is_back(
     tmp_path: Path,
 ) -> None:
-    store = StoreAway()
+    store = AwayStore()
     async with serving(tmp_path, engine(says("SALTED")), store=store) as served:
         key = await served.new_key()
         store.away = True
@@ -119,7 +96,7 @@ async def test_while_the_store_is_away_answers_of_named_users_wait_sealed_and_ar
 
 
 def test_who_was_forgotten_meanwhile_stays_so(tmp_path: Path) -> None:
-    store = StoreAway()
+    store = AwayStore()
     earlier = encode(sealed(Block((answer(),)), Keys(store), SUBJECT))
     keys = HeldKeys(store, tmp_path / "keys")
     store.away = True
@@ -136,7 +113,7 @@ def test_who_was_forgotten_meanwhile_stays_so(tmp_path: Path) -> None:
 
 
 def test_keys_that_wait_are_bounded_and_one_that_was_cut_short_is_not_used(tmp_path: Path) -> None:
-    store = StoreAway()
+    store = AwayStore()
     store.away = True
     keys = HeldKeys(store, tmp_path)
     keys._held = {f"{number}": keys.of(SUBJECT) for number in range(MAX_HELD)}

@@ -28,9 +28,9 @@ from infra.policies.fold import (
 )
 from infra.store.memory import MemoryStore
 from schemas import Directive, PolicyEvent
-from schemas.errors import StoreError
 from schemas.fields import Channel, DirectiveKind, PolicyEventKind
 from schemas.topics import POLICIES
+from tests.infra.test_seal import AwayStore
 from tests.starts import CountingBus, summarize
 from trainer.loop.publication import SUMMARIZE_EVERY
 
@@ -250,14 +250,7 @@ async def test_a_damaged_summary_is_said_and_the_one_before_it_taken(caplog: pyt
     assert "policies_summary_not_used" in caplog.text and "damaged" in caplog.text
 
 
-class ClosedStore(MemoryStore):
-    """A store that does not answer."""
-
-    def keys(self, prefix: str) -> list[str]:
-        raise StoreError("no answer")
-
-
-@pytest.mark.parametrize("store", [None, MemoryStore(), ClosedStore()])
+@pytest.mark.parametrize("store", [None, MemoryStore(), AwayStore(away=True)])
 async def test_where_the_store_has_no_summary_all_is_read(
     store: MemoryStore | None, caplog: pytest.LogCaptureFixture
 ) -> None:

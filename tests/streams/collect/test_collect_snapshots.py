@@ -27,10 +27,11 @@ from streams.collect.feedback import FeedbackRules
 from streams.collect.pending import PendingFile
 from streams.collect.rules import Rules
 from streams.collect.snapshots import series_name
+from tests.infra.test_seal import AwayStore
 from tests.names import session_name
 from tests.starts import newest
 from tests.streams.collect.collecting import answer, block, said, stub, tick
-from tests.streams.deliveries import values
+from tests.streams.deliveries import Clock, values
 
 DAY_MS = 86_400_000
 SOURCE = FeedbackRules(window_ms=400, late="amend", discount=0.5)
@@ -55,16 +56,9 @@ def record_of(kind: str, item: int, other: int) -> Block | Control:
     return stub(f"t{item}.0", other % 2) if kind == "stub" else tick()
 
 
-class Clock:
-    def __init__(self, now_ms: int) -> None:
-        self.now_ms = now_ms
-
-    def __call__(self) -> int:
-        return self.now_ms
-
-
 async def filled(steps: Sequence[tuple[str, int, int]], store: MemoryStore | None, from_ms: int = 1_000_000) -> Log:
-    clock = Clock(from_ms)
+    clock = Clock()
+    clock.now_ms = from_ms
     log = Log(MemoryBus(clock), "app", store=store)
     await log.create_topics(partitions=1, keep_ms=-1)
     for step in steps:
@@ -291,14 +285,7 @@ async def test_a_snapshot_older_than_the_log_or_waiting_for_a_trimmed_block_is_n
 
 
 async def test_a_store_that_is_away_costs_a_snapshot_and_no_record(tmp_path: Path) -> None:
-    class StoreThatIsAway(MemoryStore):
-        def keys(self, prefix: str):  # type: ignore[no-untyped-def]
-            raise StoreError("the store is away")
-
-        def put(self, key: str, data: bytes) -> None:
-            raise StoreError("the store is away")
-
-    log = await filled(some(8), StoreThatIsAway())
+    log = await filled(some(8), AwayStore(away=True))
     metrics = Metrics("process")
     collector = collector_of(log, tmp_path, metrics)
     collector._snapshots.store_away_s = 0.0
