@@ -21,17 +21,14 @@ from infra.cli.demo.char_model import Size
 from infra.cli.repeat.export import fill
 from infra.cli.repeat.source import ReplaySource, unpacked
 from infra.ledger.archive import writing
-from infra.observe.metrics import Metrics
 from tests.own_sources import ROOT
 from tests.test_settings_to_steps import WEBHOOK, rated, settings, taught
+from tests.trainer.memory_run import replaying
 from tests.whole_run import BASE, trained, written
 from trainer.batch.batch import PackedBatch
 from trainer.config import LOSSES
-from trainer.journal.checkpoint import Position
 from trainer.journal.origin import differences
 from trainer.learners.learner import Learner, StepStats, open_learner
-from trainer.loop.report import TrainerReport
-from trainer.loop.state import Learning
 from trainer.replay.replay import find_start, replay
 
 ARCHIVES = ROOT / "tests" / "archives"
@@ -81,10 +78,7 @@ async def replayed(loss: str, folder: Path) -> Replayed:
     source = unpacked(ARCHIVES / f"{loss}.headrace", folder)
     start = await find_start(source.log, source.store, source.run, from_step=-1, to_step=None)
     learner = HashingLearner(open_learner(source.settings.trainer, source.model))
-    run = Learning(
-        floor=source.settings, config=source.settings.trainer, learner=learner, report=TrainerReport(Metrics("replay")),
-        position=Position(),
-    )  # fmt: skip
+    run = replaying(learner, source.settings.trainer, source.settings)
     found = [checkpoint async for checkpoint in replay(run, source.run, source.log, source.store, start)]
     run.executor.shutdown()
     differ = differences(start.manifest.made_with, learner.numerics())

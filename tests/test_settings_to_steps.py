@@ -30,12 +30,10 @@ from schemas.wire.teacher import teacher_logprobs
 from streams.sources.source import build_sources, run_sources
 from tests.actors.gateway.gateway_rig import secret_store, serving
 from tests.own_sources import ROOT
+from tests.trainer.memory_run import replaying
 from tests.whole_run import BASE, run_to_end, trained, written
 from trainer.config import LOSSES
-from trainer.journal.checkpoint import Position
 from trainer.learners.learner import Learner, open_learner
-from trainer.loop.report import TrainerReport
-from trainer.loop.state import Learning
 from trainer.replay.replay import find_start, replay
 from trainer.state import whole_hash
 
@@ -162,9 +160,7 @@ async def test_a_distilled_run_replays_to_the_bit_without_its_teacher(tmp_path: 
     assert {teacher_of(experience) for experience in buffered} == {"1+Qwen/Qwen3-8B"}
     start = await find_start(log, store, found.app, from_step=-1, to_step=None)
     again = open_learner(found.trainer, found.model_path)
-    run = Learning(
-        floor=found, config=found.trainer, learner=again, report=TrainerReport(Metrics("replay")), position=Position()
-    )
+    run = replaying(again, found.trainer, found)
     compared = [checkpoint async for checkpoint in replay(run, found.app, log, store, start)]
     assert compared and all(checkpoint.equal for checkpoint in compared)
     assert whole_hash(again.save()) == whole_hash(learner.save())

@@ -6,13 +6,18 @@ from contextlib import contextmanager
 from infra.chain.chain import Step
 from infra.log.log import Log
 from infra.log.memory import MemoryBus, wall_ms
+from infra.observe.metrics import Metrics
 from infra.settings.config import Floor, Pacing
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
 from schemas import Block, Message, PolicyEvent, Span, make_experience, topics
 from tests.role import role_of
+from trainer.batch.image_inputs import ImageInputs
 from trainer.config import LaneConfig, TrainerConfig, WarmupConfig
+from trainer.journal.checkpoint import Position
 from trainer.learners.learner import Learner
+from trainer.loop.report import TrainerReport
+from trainer.loop.state import Learning
 from trainer.train import run_trainer
 
 STEPS = 12
@@ -63,6 +68,16 @@ async def train(
 ) -> None:
     role = role_of("train", floor, log, store)
     await run_trainer(role, config, learner, seed=3, chain=chain, max_tokens=max_tokens)
+
+
+def replaying(
+    learner: Learner, config: TrainerConfig = CONFIG, floor: Floor = FLOOR, image_inputs: ImageInputs | None = None
+) -> Learning:
+    """A learner at the start of a replay."""
+    return Learning(
+        floor=floor, config=config, learner=learner, report=TrainerReport(Metrics("replay")), position=Position(),
+        image_inputs=image_inputs,
+    )  # fmt: skip
 
 
 async def journal(log: Log) -> list[object]:

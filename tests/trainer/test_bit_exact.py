@@ -11,8 +11,6 @@ import torch
 
 from infra.log.log import Log
 from infra.model.model import no_progress_bars
-from infra.observe.metrics import Metrics
-from infra.settings.config import Floor, Pacing
 from schemas import Saved, topics
 from tests.trainer.memory_run import (
     CONFIG,
@@ -24,16 +22,12 @@ from tests.trainer.memory_run import (
     journal,
     train_through_kills,
 )
+from tests.trainer.test_replay import replayed
 from trainer.config import TrainerConfig
-from trainer.journal.checkpoint import Position
 from trainer.learners.learner import Learner
 from trainer.learners.torch import TorchLearner
-from trainer.loop.report import TrainerReport
-from trainer.loop.state import Learning
-from trainer.replay.replay import Compared, find_start, replay
 from trainer.state import whole_hash
 
-FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, steps_per_version=2, straggler_s=0.01))
 ASYNC_STEPS = 500
 NUM_CRASHES = 20
 
@@ -61,14 +55,6 @@ def opened(model: Path, config: TrainerConfig) -> Callable[[], Learner]:
 
 def settings(**changes: object) -> TrainerConfig:
     return msgspec.structs.replace(CONFIG, learning_rate=1e-3, **changes)
-
-
-async def replayed(log: Log, store: KillingStore, learner: Learner, config: TrainerConfig) -> list[Compared]:
-    start = await find_start(log, store, "t", to_step=None)
-    run = Learning(
-        floor=FLOOR, config=config, learner=learner, report=TrainerReport(Metrics("replay")), position=Position()
-    )
-    return [compared async for compared in replay(run, "t", log, store, start)]
 
 
 @pytest.mark.slow
@@ -118,7 +104,7 @@ async def test_an_asynchronous_run_with_twenty_crashes_replays_three_times_to_eq
         learner, died = await train_through_kills(bus, store, opened(model, config), kills, log, config)
     assert died == NUM_CRASHES
     steps = {entry.step for entry in await journal(log) if isinstance(entry, Saved)}
-    runs = [await replayed(log, store, opened(model, config)(), config) for _ in range(3)]
+    runs = [(await replayed(log, store, opened(model, config)(), config))[0] for _ in range(3)]
     assert {each.step for each in runs[0]} == steps and len(steps) > ASYNC_STEPS / 8
     assert all(each.equal and not each.fault for found in runs for each in found)
     assert runs[0] == runs[1] == runs[2]

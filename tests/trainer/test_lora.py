@@ -7,7 +7,6 @@ import msgspec
 import pytest
 import torch
 
-from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.tensors import to_numpy
 from infra.settings.config import decode
@@ -24,15 +23,13 @@ from tests.trainer.memory_run import (
     filled_log,
     journal,
     published,
+    replaying,
     train_through_kills,
 )
 from tests.trainer.memory_run import train as run_loop
 from trainer.batch.batch import pack
 from trainer.config import LaneConfig, LoraConfig, TrainerConfig
-from trainer.journal.checkpoint import Position
 from trainer.learners.torch import TorchLearner
-from trainer.loop.report import TrainerReport
-from trainer.loop.state import Learning
 from trainer.replay.replay import find_start, replay
 from trainer.state import state_adapter
 
@@ -160,13 +157,7 @@ async def test_a_run_through_its_warm_up_is_replayed_and_resumed_to_the_same_bit
     await run_loop(log, store, learner, config)
     assert sum(entry.phase == "warmup" for entry in await journal(log) if isinstance(entry, Saved)) > 0
     start = await find_start(log, store, "t", to_step=None)
-    again = Learning(
-        floor=FLOOR,
-        config=config,
-        learner=TorchLearner(model, config, device="cpu"),
-        report=TrainerReport(Metrics("replay")),
-        position=Position(),
-    )
+    again = replaying(TorchLearner(model, config, device="cpu"), config)
     found = [compared async for compared in replay(again, "t", log, store, start)]
     assert len(found) > 3 and all(each.equal and not each.fault for each in found)
     assert again.learner.save() == learner.save() and found[0].made_with["peft"]

@@ -11,7 +11,6 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.model.model import load_tokenizer
 from infra.model.vision import FAMILIES
-from infra.observe.metrics import Metrics
 from infra.policies.tensors import to_numpy
 from infra.settings.config import Floor, Pacing
 from infra.store.images import deposit_image
@@ -20,17 +19,15 @@ from schemas import Batch, Block, Drawn, Message, Span, make_experience, topics
 from schemas.errors import BadFrame
 from tests.role import role_of
 from tests.tiny_models import NUM_PLACES, build_eye_model, drawings
+from tests.trainer.memory_run import replaying
 from tests.trainer.trainer_samples import make_item
 from trainer.batch.batch import Microbatch, TrainItem, pack
 from trainer.batch.image_inputs import BAD_IMAGE, ImageInputs, open_sight
 from trainer.batch.split import for_ranks, split
 from trainer.config import LaneConfig, TrainerConfig
-from trainer.journal.checkpoint import Position
 from trainer.learners.forward import PackedModel
 from trainer.learners.orders import decode_arrays, encode_arrays
 from trainer.learners.torch import TorchLearner
-from trainer.loop.report import TrainerReport
-from trainer.loop.state import Learning
 from trainer.replay.replay import find_start, replay
 from trainer.state import whole_hash
 from trainer.train import run_trainer
@@ -200,28 +197,18 @@ async def test_a_run_on_pictures_drops_what_cannot_be_shown_and_is_replayed_to_t
     assert dropped == {f"count-{GONE}.0": BAD_IMAGE}
 
     again = TorchLearner(str(tiny_model_folder), CONFIG, device="cpu")
-    compared = [
-        compared
-        async for compared in replay(
-            learning(again, tiny_model_folder, store), "t", log, store, await start(log, store)
-        )
-    ]
+    run = replaying(again, CONFIG, FLOOR, open_sight(str(tiny_model_folder), store))
+    compared = [compared async for compared in replay(run, "t", log, store, await start(log, store))]
     assert len(compared) >= 2 and all(each.equal and not each.fault for each in compared)
     assert whole_hash(again.save()) == whole_hash(learner.save())
 
     name = next(iter(store.keys("blobs/")))
     store.delete(name)
     with pytest.raises(BadFrame, match=f"missing: {name}"):
-        third = learning(TorchLearner(str(tiny_model_folder), CONFIG, device="cpu"), tiny_model_folder, store)
+        other = TorchLearner(str(tiny_model_folder), CONFIG, device="cpu")
+        third = replaying(other, CONFIG, FLOOR, open_sight(str(tiny_model_folder), store))
         [compared async for compared in replay(third, "t", log, store, await start(log, store))]
 
 
 async def start(log: Log, store: MemoryStore):
     return await find_start(log, store, "t", from_step=-1, to_step=None)
-
-
-def learning(learner: TorchLearner, tiny_model_folder: Path, store: MemoryStore) -> Learning:
-    return Learning(
-        floor=FLOOR, config=CONFIG, learner=learner, report=TrainerReport(Metrics("replay")), position=Position(),
-        image_inputs=open_sight(str(tiny_model_folder), store),
-    )  # fmt: skip

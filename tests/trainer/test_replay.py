@@ -14,7 +14,6 @@ from infra.chain.processor import Drop, processor
 from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from infra.observe.metrics import Metrics
 from infra.settings.config import Keep
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
@@ -30,32 +29,31 @@ from tests.trainer.memory_run import (
     block,
     filled_log,
     journal,
+    replaying,
     train,
     train_through_kills,
 )
 from trainer.batch.assemble import build_batch, step_seed
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal import checkpoint
-from trainer.journal.checkpoint import Position
 from trainer.journal.origin import code_hash, modules
 from trainer.learners.learner import Learner
 from trainer.learners.scripted import ScriptedLearner
-from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
 from trainer.replay.replay import Compared, ReplayStart, find_start, replay
 
 
 async def replayed(
-    log: Log, store: Store, learner: Learner | None = None, *, from_step: int | None = None, to_step: int | None = None
+    log: Log,
+    store: Store,
+    learner: Learner | None = None,
+    config: TrainerConfig = CONFIG,
+    *,
+    from_step: int | None = None,
+    to_step: int | None = None,
 ) -> tuple[list[Compared], Learning, ReplayStart]:
     start = await find_start(log, store, "t", from_step=from_step, to_step=to_step)
-    run = Learning(
-        floor=FLOOR,
-        config=CONFIG,
-        learner=learner or ScriptedLearner(),
-        report=TrainerReport(Metrics("replay")),
-        position=Position(),
-    )
+    run = replaying(learner or ScriptedLearner(), config)
     return [compared async for compared in replay(run, "t", log, store, start)], run, start
 
 

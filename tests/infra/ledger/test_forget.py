@@ -12,7 +12,6 @@ from infra.ledger.index import LogIndex
 from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from infra.observe.metrics import Metrics
 from infra.policies.manifest import decode_manifest
 from infra.store.memory import MemoryStore
 from infra.store.seal import Keys, open_text, seal_text
@@ -20,11 +19,8 @@ from schemas import Batch, Block, Directive, Drawn, Feedback, PolicyEvent, Saved
 from schemas.errors import Sealed
 from tests.infra.ledger.ledger_records import ANN, TENANT, USER, batch, log_with_ann, of_ann
 from tests.names import secret_store, session_name
-from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, block, journal, published, train
-from trainer.journal.checkpoint import Position
+from tests.trainer.memory_run import CONFIG, STEPS, block, journal, published, replaying, train
 from trainer.learners.scripted import ScriptedLearner
-from trainer.loop.report import TrainerReport
-from trainer.loop.state import Learning
 from trainer.replay.replay import Compared, find_start, lost_steps, replay
 
 
@@ -42,10 +38,7 @@ async def reported(log: Log, folder: Path) -> ForgetReport:
 
 async def replayed(log: Log, store: MemoryStore, from_step: int | None = None) -> tuple[list[Compared], str, list[int]]:
     start = await find_start(log, store, "t", from_step=from_step, to_step=None)
-    run = Learning(
-        floor=FLOOR, config=CONFIG, learner=ScriptedLearner(), report=TrainerReport(Metrics("replay")),
-        position=Position(),
-    )  # fmt: skip
+    run = replaying(ScriptedLearner())
     found: list[Compared] = []
     try:
         async for one in replay(run, "t", log, store, start):
