@@ -102,14 +102,12 @@ def behind_answer(prompt: Prompt, turn: SampledTurn, known: int, tokenizer: Toke
     """
     if turn.tools != prompt.tools_digest:
         return None
-    short: tuple[Mapping[str, Any], ...] = (
-        {"role": "user", "content": "?"},
-        {**prompt.chat[known - 1], "content": MARK},
-    )
+    new = prompt.chat[known - len(prompt.plain) :]  # from the end: a system message for the tools is not in `plain`
+    answer: Mapping[str, Any] = {**prompt.chat[-len(new) - 1], "content": MARK}
     return following_tokens(
         lambda conversation: tokenizer.encode_request(conversation, prompt.tools),
-        short,
-        prompt.chat[known:],
+        ({"role": "user", "content": "?"}, answer),
+        new,
         turn,
         stops=tokenizer.eos_ids,
         decode=tokenizer.decode,

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from actors.gateway.answering.conversation import Prompt
-from actors.gateway.answering.sessions import BRANCHED, HeldSession, Sessions, held
+from actors.gateway.answering.sessions import BRANCHED, HeldSession, Sessions, behind_answer, held
 from actors.gateway.config import GatewayLimits
 from actors.rollout.continuation import SampledTurn
 from actors.rollout.parts import TEMPLATE_DIFFERS
@@ -60,6 +60,14 @@ def test_a_session_is_packed_and_goes_on_with_its_very_tokens_where_its_history_
         (plain, (rendered, 0, "goes on from an earlier turn")),
     ):
         assert sessions.prompt("s", Prompt(plain=said, chat=()), rendered, ByteTokenizer()) == expected
+
+
+def test_a_system_message_for_the_tools_shifts_no_turn() -> None:
+    roles: tuple[Any, ...] = ("user", "assistant", "user")
+    plain = tuple(Message(role=role, content=role) for role in roles)
+    prompt = Prompt(plain=plain, chat=tuple({"role": role, "content": role} for role in ("system", *roles)))
+    turn = SampledTurn([1], [*b"y", 256], "y", True, prompt.tools_digest)
+    assert behind_answer(prompt, turn, 2, ByteTokenizer()) == [*b"<user>user", 256, *b"<assistant>"]
 
 
 def chat(**more: Any) -> dict[str, Any]:
@@ -194,14 +202,9 @@ async def test_the_model_reads_the_tools_of_a_turn_s_own_request(tmp_path: Path)
     async with serving(tmp_path, engine(answers)) as served:
         client = (await served.opened()).with_options(default_headers=SESSION)
         said: list[Any] = [user("q")]
-        for more in (
-            {"tools": tools},
-            {"tools": tools},
-            {"tools": others},
-            {},
-            {"tools": others, "tool_choice": "none"},
-        ):
-            made = await client.chat.completions.create(model="m", messages=said, **more)  # type: ignore[arg-type]
+        asks: list[Any] = [{"tools": tools}] * 2 + [{"tools": others}, {}, {"tools": others, "tool_choice": "none"}]
+        for more in asks:
+            made = await client.chat.completions.create(model="m", messages=said, **more)
             said += [{"role": "assistant", "content": made.choices[0].message.content}, user("and?")]
         turns = await served.recorded(5)
         prompts = [ByteTokenizer().decode(turn.tokens.tolist()) for turn in turns]

@@ -272,9 +272,7 @@ class Unforced(ByteTokenizer):
     """A model whose format of calls has no known beginning, and is read without vLLM."""
 
     class Own(Writing, frozen=True):
-        @property
-        def is_own(self) -> bool:
-            return True
+        is_own = True
 
     writing = Own("mistral")
 
