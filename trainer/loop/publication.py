@@ -1,7 +1,9 @@
 """Publishing policies: weights to the store, then the event; a version number never has two contents.
 
 Order: shards, manifest, event. After a restart the executed steps are compared with the published versions: equal content is
-not published again, different content gets the next free number and the old version is marked orphaned.
+not published again, different content gets the next free number and the old version is marked orphaned. Limit: if bits differ
+(a GPU, several ranks), each version since the checkpoint gets a new number after a restart, the first of them alone is marked
+orphaned, and the staleness bound then drops the rollouts that wait.
 
 Guarantee: after SUMMARIZE_EVERY records of `policies` the next version is followed by a summary in the store, so that a start
 reads at most the records behind the newest summary (see `infra.policies.beginning`).
