@@ -222,7 +222,7 @@ class Frames:
         self.absent.difference_update(found)  # in place, as there may be a million
 
     async def look_up_keys(self, places: Iterable[BlockPlace]) -> None:
-        """Let go of decoded blocks whose keys were destroyed, so that `get` decodes them without the keys."""
+        """Drop decoded blocks whose keys were destroyed, so that `get` decodes them without the keys."""
         for offset in {place.offset for place in places}:
             known = self._decoded.get(offset)
             if known and self._find_seal and (first := known[0].experiences[0]).is_sealed:
