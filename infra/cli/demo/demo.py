@@ -174,7 +174,7 @@ async def prepare(settings: Settings, broker: Supervisor, task: DemoTask) -> Non
         _, words = await process.communicate()
     except asyncio.CancelledError:
         with contextlib.suppress(ProcessLookupError, TimeoutError):
-            process.send_signal(signal.SIGINT)  # it removes the model that it has half written
+            process.terminate()  # it removes the model that it has half written
             await asyncio.wait_for(process.wait(), STOP_S)
         if process.returncode is None:
             process.kill()
@@ -236,6 +236,7 @@ def users_child(settings: Settings, options: DemoOptions) -> Child:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # which cleans up, unlike the default
     try:
         build(Path(sys.argv[1]), int(sys.argv[2]), task_of(sys.argv[3]), Path(sys.argv[4]))
     except ConfigError as error:
