@@ -26,7 +26,7 @@ class Decoder(Protocol):
 class SampledTurn(msgspec.Struct, frozen=True):
     """One sampled turn. rendered: the template's tokens for its prompt. sampled: its tokens. content: their text.
 
-    stopped: the last sampled token is a stop token. tools: digest of the tools in its prompt.
+    stopped: the last sampled token is a stop token. tools: digest of the tools in its request.
     """
 
     rendered: Sequence[int]

@@ -30,7 +30,7 @@ class GrowingPart(msgspec.Struct):
     tokens: prompt and answers so far. rendered: the template's own tokens for the last turn's prompt. turn: tokens of the last
     answer. said: its text. conversation: of the last turn, its answer included. stopped: whether a stop token ended the last
     turn. reason: why it does not go on in a part before. sampling: a turn of it is being sampled. cut: its text is shorter
-    than its tokens. tools: digest of the tools in the last turn's prompt.
+    than its tokens. tools: digest of the tools in the last turn's request.
     """
 
     tokens: list[int] = []

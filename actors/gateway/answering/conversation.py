@@ -140,17 +140,15 @@ class ConversationCache(Newest[str, Conversation]):
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt. chat: messages for the template. plain: the same as text, to compare and to record. pictures: bytes of all
-    images, in their order. tools: functions, for the template.
+    images, in their order. tools: functions, for the template; none where the answer may call none. tools_digest: of the
+    functions in the request.
     """
 
     plain: tuple[Message, ...]
     chat: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     pictures: tuple[bytes, ...] = ()
-
-    @property
-    def tools_digest(self) -> bytes:
-        return hashlib.blake2b(msgspec.json.encode(self.tools), digest_size=16).digest()
+    tools_digest: bytes = b""
 
 
 def chat_prompt(
@@ -173,7 +171,8 @@ def chat_prompt(
         chat.append(shown)
         plain.append(Message(role=message.role, content=_plain(shown), images=images))
         files += [data for _, data in pictures]
-    prompt = Prompt(plain=tuple(plain), chat=tuple(chat), tools=given, pictures=tuple(files))
+    digest = hashlib.blake2b(msgspec.json.encode(tools), digest_size=16).digest()
+    prompt = Prompt(plain=tuple(plain), chat=tuple(chat), tools=given, pictures=tuple(files), tools_digest=digest)
     return prompt, forced
 
 

@@ -96,7 +96,7 @@ class Sessions:
 
 def behind_answer(prompt: Prompt, turn: SampledTurn, known: int, tokenizer: Tokenizer) -> list[int] | None:
     """Tokens that a template writes behind the last answer, if it spells the answer otherwise than it was sampled; None where
-    the earlier prompt shows the model other tools.
+    the request of the earlier turn had other tools.
 
     known: number of messages before, the answer `turn` last.
     """

@@ -202,16 +202,17 @@ async def test_the_model_reads_the_tools_of_a_turn_s_own_request(tmp_path: Path)
     async with serving(tmp_path, engine(answers)) as served:
         client = (await served.opened()).with_options(default_headers=SESSION)
         said: list[Any] = [user("q")]
-        asks: list[Any] = [{"tools": tools}] * 2 + [{"tools": others}, {}, {"tools": others, "tool_choice": "none"}]
+        asks: list[Any] = [{"tools": tools}] * 2 + [{"tools": tools, "tool_choice": "none"}]
+        asks += [{"tools": others}, {}, {"tools": others, "tool_choice": "none"}]
         for more in asks:
             made = await client.chat.completions.create(model="m", messages=said, **more)
             said += [{"role": "assistant", "content": made.choices[0].message.content}, user("and?")]
-        turns = await served.recorded(5)
+        turns = await served.recorded(6)
         prompts = [ByteTokenizer().decode(turn.tokens.tolist()) for turn in turns]
         assert [("weather" in text, "clock" in text) for text in prompts] == [
-            (True, False), (True, False), (False, True), (False, False), (False, False)
+            (True, False), (True, False), (True, False), (False, True), (False, False), (False, False)
         ]  # fmt: skip
-        assert found(turns) == [(0, ""), (1, ""), (0, TEMPLATE_DIFFERS), (0, TEMPLATE_DIFFERS), (1, "")]
+        assert found(turns) == [(0, ""), (1, ""), (2, ""), (0, TEMPLATE_DIFFERS), (0, TEMPLATE_DIFFERS), (1, "")]
 
 
 async def test_a_client_ends_its_session_by_a_header_that_any_client_can_send(tmp_path: Path) -> None:
