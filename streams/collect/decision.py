@@ -103,8 +103,9 @@ async def judged(
         outcome = await chain(given, context)
     kept: Sequence[Experience] = outcome.kept
     if group.retrained:  # after the chain, which compares an answer with others of the lane that served it
-        lanes = {attempt.lane: "human"}
-        kept = [msgspec.structs.replace(member, lane=lanes.get(member.lane, member.lane)) for member in kept]
+        kept = [
+            msgspec.structs.replace(member, lane="human") if member.lane == attempt.lane else member for member in kept
+        ]
     blocks, larger = _in_blocks(kept)
     dropped = (*outcome.dropped, *larger)
     drops.update(gone.reason for gone in dropped)

@@ -12,6 +12,7 @@ attempt that completes wins. Feedback is credited to the answer that it names, o
 """
 
 import functools
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
@@ -125,7 +126,8 @@ class _Fold:
     async def marker(self, marker: DropMarker) -> None:
         group = self._group(marker.group)
         if self._arrive(group, marker, marker.reason):
-            self.folded.drop("" if marker.stage == VERIFY else marker.reason)  # verify counted its own
+            if marker.stage != VERIFY:  # verify counted its own
+                self.folded.drop(marker.reason)
             await self._settle_first(group, (marker.attempt,))
 
     async def feedback(self, feedback: Feedback) -> None:
@@ -407,9 +409,9 @@ class _Fold:
         decision = await judged(group, attempt, members, given, reason, chain=self.chain, context=context)
         if sends:
             group.lane = decision.closure.lane if decision.closure.outcome == "buffered" else None
-            markers = attempt.drops()
-            for label, count in decision.closure.drops.items():
-                self.folded.drop(label, 0 if group.revision else count - markers[label])
+            if not group.revision:  # a later closure repeats the drops; markers were counted when they arrived
+                for label, count in (Counter(decision.closure.drops) - attempt.drops()).items():
+                    self.folded.drop(label, count)
         else:
             decision = Decision(msgspec.structs.replace(decision.closure, reason="rated again", experiences=0))
         if group.join and group.revision:
