@@ -56,7 +56,7 @@ def test_a_missing_group_about_to_pass_the_bound_is_waited_for() -> None:
     arrived = [group(0, 5), group(2, 5), group(3, 5)]
     absent = missing([0, 2, 3], closed=(), floor=0)
     assert absent == [1]
-    hold = worth_waiting_for(absent, arrived, version=7, max_staleness=2, given_up={})
+    (hold,) = worth_waiting_for(absent, arrived, version=7, max_staleness=2)
     assert hold == 1
     assert draw_in_order(arrived, num_groups=2, version=7, max_staleness=2, hold_for=hold).wait
     assert draw_in_order(arrived[:1], num_groups=1, version=7, max_staleness=2, hold_for=hold).taken == (arrived[0],)

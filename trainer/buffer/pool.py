@@ -118,26 +118,20 @@ def missing(sequences: Sequence[int], closed: Iterable[int], floor: int) -> list
 
 
 def worth_waiting_for(
-    absent: Sequence[int],
-    candidates: Sequence[Candidate],
-    *,
-    version: int,
-    max_staleness: int,
-    given_up: Mapping[int, float],
-) -> int | None:
-    """Return the oldest missing group whose first tokens would exceed the bound if this draw did not wait for it, or None.
+    absent: Sequence[int], candidates: Sequence[Candidate], *, version: int, max_staleness: int
+) -> list[int]:
+    """Return the missing groups whose first tokens would exceed the bound if this draw did not wait for them, oldest first.
 
-    Its versions are estimated by its successors in issue order, which started no earlier. Groups whose first tokens exceeded
-    the bound already are not waited for. given_up: groups for which the trainer waited long enough.
+    Their versions are estimated by their successors in issue order, which started no earlier. Groups whose first tokens
+    exceeded the bound already are not waited for.
     """
     ordered = sorted(candidates, key=lambda candidate: candidate.sequence)
+    found = []
     for number in absent:
-        if number in given_up:
-            continue
         successor = next((candidate for candidate in ordered if candidate.sequence > number), None)
         if successor is not None and version - successor.min_version == max_staleness:
-            return number
-    return None
+            found.append(number)
+    return found
 
 
 Party = tuple[str, ...]  # (tenant,) or (tenant, subject)

@@ -26,8 +26,8 @@ class Supply:
     """The groups that wait to be trained, and the lanes' settings for drawing them.
 
     config: the trainer's. pacing: how far training may lag behind. intake: records read from the log. seed: of the draws.
-    objectives: of the lanes, opened at the start. given_up: issue number to when it was first waited for, by the clock of the
-    intake. published_s: when this process took the weights that it published last, by the same clock.
+    objectives: of the lanes, opened at the start. waited_since: issue number to the start of the wait for it, by the clock of
+    the intake. published_s: when this process took the weights that it published last, by the same clock.
     """
 
     config: TrainerConfig
@@ -35,7 +35,7 @@ class Supply:
     intake: Intake
     seed: int
     objectives: dict[Lane, Objective] = field(init=False)
-    given_up: dict[int, float] = field(default_factory=dict)
+    waited_since: dict[int, float] = field(default_factory=dict)
     published_s: float = -math.inf
 
     def __post_init__(self) -> None:
@@ -151,23 +151,20 @@ def paced(supply: Supply, position: Position, now_s: float) -> Draw:
     version = position.version
     fit, unusable = split_fit(supply, PACED, supply.intake.buffer.pool(PACED))
     usable = list(fit)
-    for passed in [number for number in supply.given_up if number < supply.intake.floor]:
-        del supply.given_up[passed]
-    given_up = {number: since for number, since in supply.given_up.items() if now_s - since > pacing.straggler_s}
-    supply.intake.closed.update(given_up)  # so that the floor passes them
-    absent, hold_for = supply.intake.absent(), None
-    while (number := worth_waiting_for(
-        absent, usable, version=version, max_staleness=pacing.max_staleness, given_up=given_up
-    )) is not None:  # fmt: skip
-        hold_for = number if hold_for is None else hold_for
-        given_up[number] = supply.given_up.setdefault(number, now_s)  # all that are missing now wait at the same time
+    for passed in [number for number in supply.waited_since if number < supply.intake.floor]:
+        del supply.waited_since[passed]
+    waited = supply.waited_since  # beyond straggler_s the floor passes a missing group
+    supply.intake.closed.update(number for number, since_s in waited.items() if now_s - since_s > pacing.straggler_s)
+    awaited = worth_waiting_for(supply.intake.absent(), usable, version=version, max_staleness=pacing.max_staleness)
+    for number in awaited:  # all that are missing now wait at the same time
+        waited.setdefault(number, now_s)
     rest = len(usable) if is_rest(supply.intake, len(usable), now_s) else math.inf
     draw = draw_in_order(
         usable,
         num_groups=int(min(pacing.groups_per_step, rest)),
         version=version,
         max_staleness=pacing.max_staleness,
-        hold_for=hold_for,
+        hold_for=awaited[0] if awaited else None,
     )
     return Draw(taken=draw.taken, dropped=(*unusable, *draw.dropped), wait=draw.wait)
 
