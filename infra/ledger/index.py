@@ -203,10 +203,10 @@ class LogIndex:
             self._clear()
         rows = self.database.execute("SELECT topic, part, pruned FROM reads").fetchall()
         pruned = {(topic, part): at for topic, part, at in rows}
-        for topic, (begins, _) in bounds.items():
-            for part, begin in begins.items():
-                if begin - pruned.get((topic.name, part), 0) >= self._prune_at:
-                    self._prune(topic, part, begin)
+        starts = [(topic, part, begin) for topic, (begins, _) in bounds.items() for part, begin in begins.items()]
+        due = [at for at in starts if at[2] - pruned.get((at[0].name, at[1]), 0) >= self._prune_at]
+        if due:
+            self._prune(due)
 
     async def _read(
         self, log: Log, topic: Topic, begins: Mapping[int, int], ends: Mapping[int, int], on_read: OnRead
@@ -248,21 +248,22 @@ class LogIndex:
             raise
         self._is_trimmed = False
 
-    def _prune(self, topic: Topic, part: int, begin: int) -> None:
-        at = (topic.name, part, begin)
+    def _prune(self, due: Sequence[tuple[Topic, int, int]]) -> None:
         with self.database as database:
-            if topic in KEYED:
-                database.execute("DELETE FROM places WHERE topic = ? AND part = ? AND offset < ?", at)
-            elif topic is topics.BATCHES:
-                database.execute("DELETE FROM steps WHERE offset < ?", (begin,))
-                database.execute("DELETE FROM trained WHERE step NOT IN (SELECT step FROM steps)")
-                database.execute("DELETE FROM undone WHERE last < (SELECT min(step) FROM steps)")
+            for topic, part, begin in due:
+                at = (topic.name, part, begin)
+                if topic in KEYED:
+                    database.execute("DELETE FROM places WHERE topic = ? AND part = ? AND offset < ?", at)
+                elif topic is topics.BATCHES:
+                    database.execute("DELETE FROM steps WHERE offset < ?", (begin,))
+                    database.execute("DELETE FROM trained WHERE step NOT IN (SELECT step FROM steps)")
+                    database.execute("DELETE FROM undone WHERE last < (SELECT min(step) FROM steps)")
+                upsert = "INSERT INTO reads VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET pruned = excluded.pruned"
+                database.execute(upsert, (*at, begin))
             database.execute(  # a place may name the session alone, as that of feedback does
                 "DELETE FROM sealed WHERE grp NOT IN (SELECT grp FROM trained) AND grp NOT IN (SELECT grp FROM places)"
                 " AND number(session) NOT IN (SELECT grp FROM places)"
             )
-            upsert = "INSERT INTO reads VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET pruned = excluded.pruned"
-            database.execute(upsert, (*at, begin))
 
     def _finish(self) -> None:
         """After a read: create the indexes of ORDER once, and remove rows beyond their bounds."""
