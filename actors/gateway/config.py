@@ -69,7 +69,7 @@ class RedactRules(Section, frozen=True):
     "drop" does not record the answer."""
     images: Literal["drop", "keep"] = "drop"
     """Action on answers to requests with images, which the gateway cannot search. "drop" does not record them. "keep"
-    records them, except those of named users: images are not encrypted, so `headrace forget` could not delete them."""
+    records them, except for named users: images are not encrypted, so `headrace forget` could not delete them."""
 
 
 class CanaryShare(Section, frozen=True):
@@ -109,8 +109,8 @@ class GatewayConfig(Section, frozen=True):
     listen: str = "127.0.0.1:8000"
     """Address of the gateway, host:port."""
     train_on: TrainOn = "nothing"
-    """Answers that the gateway records for training. "nothing": none. "consented": those of keys made with `--train yes`.
-    "all": all except those of keys made with `--train no`."""
+    """Answers that the gateway records for training. "nothing": none. "consented": answers to keys with `--train yes`.
+    "all": all except answers to keys with `--train no`."""
     channel: Channel = "stable"
     """Version that the gateway serves. "stable": the version that the gate promoted; until the first promotion, the newest.
     "canary": the version on trial; without a trial, the stable version. "candidate": the newest version."""

@@ -149,7 +149,7 @@ class _Loops(msgspec.Struct, frozen=True):
                 _reload_keys(self.book, self.role.store, config, self.role.metrics),
                 self._report(connected, ended),
             )
-        finally:  # of requests that ended after `write`: those of a stop, or of a loop that failed
+        finally:  # records of requests that ended after `write`: at a stop, or after a loop failed
             await outbox.flush()
 
     async def _report(self, connected: asyncio.Event, ended: asyncio.Event) -> None:

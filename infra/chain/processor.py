@@ -128,7 +128,7 @@ class Memory:
 
 
 def entries_in(data: bytes) -> list[tuple[str, Value]]:
-    """The entries of which `to_bytes` made this, oldest first. Raises msgspec.DecodeError."""
+    """The entries from which `to_bytes` made this, oldest first. Raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(data, type=list[tuple[str, Value]])
 
 

@@ -1,8 +1,8 @@
 """Draws for lanes without an issue order: least used first, or by priority, under shares of tenants and users. Pure functions.
 
-Joins: turns of a session that closed together are drawn together, so that a row holds their common prefix. A join has the
-highest priority of its turns, the sum of their experiences, and one weight. At most MAX_AWAITED joins wait for more turns;
-above it the oldest are drawn incomplete.
+Joins: the draw takes the turns of a session that closed together as a whole, so that a row holds their common prefix. A join
+has the highest priority of its turns, the sum of their experiences, and one weight. At most MAX_AWAITED joins wait for more
+turns; above it the draw takes the oldest incomplete.
 
 Shares: while others have groups to draw, no tenant or user gets more of a batch than its share, rounded up to a whole group. If
 the shares leave a batch below `least` experiences, the draw fills it up regardless of them, so that a deployment with one large
@@ -19,8 +19,8 @@ A weight is 1 / probability times the probability of an even draw within the gro
 is, in expectation, the mean of the pool (`importance_exponent` 1). The journal records the weights.
 
 If every group leaves after its only use, the pool holds the groups that earlier draws passed over, and these weights would
-reverse the priorities. Then each group is trained once anyway, and weights of 1 (`importance_exponent` 0) give the mean of all
-groups, as long as every group is drawn eventually.
+reverse the priorities. Then the trainer uses each group once anyway, and weights of 1 (`importance_exponent` 0) give the mean
+of all groups, as long as the draw takes every group eventually.
 
 Variance: a part FAIR of every probability comes from an even draw (defensive mixing: Hesterberg, Technometrics 37(2), 1995), so
 a weight hardly exceeds 1 / FAIR. A further cap would bias the mean.
@@ -39,7 +39,7 @@ MAX_AWAITED = 1024
 
 
 class Awaited:
-    """Names of the joins of which more is on its way. A turn that comes again, after the last of its join, awaits nothing."""
+    """Names of incomplete joins. A repeated turn of a complete join does not make the join incomplete again."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
