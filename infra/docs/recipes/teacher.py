@@ -14,11 +14,10 @@ class TeacherServer(HTTPServer):
     request_queue_size = 256
 
     def __init__(self, port: int, folder: str) -> None:
-        import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         super().__init__(("127.0.0.1", port), Answer)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")  # the folder's
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def logprobs(self, tokens: list[int]) -> list[float]:
