@@ -281,7 +281,7 @@ class _Fold:
 
     async def _close_unless_waiting(self, group: Group) -> None:
         attempt = group.attempts[group.winner]
-        if attempt.lane in self.rules.waiting and self.rules.sources and attempt.has_answers:
+        if attempt.lane in self.rules.waiting and self.rules.sources and attempt.places():
             until_ms = due_ms(group, self.rules)
             members = await self._brought(attempt)
             unlabelled = not all(is_labelled(group.feedback.get(member.id), self.rules.sources) for member in members)
@@ -332,7 +332,6 @@ class _Fold:
 
     async def _close(self, group: Group) -> None:
         attempt = group.attempts[group.winner]
-        await self.state.frames.look_up_keys(attempt.places(done_only=True))
         members = await self._brought(attempt)
         known = {member.id for member in members}
         strays = sum(len(on_answer.counted) for answer, on_answer in group.feedback.items() if answer not in known)

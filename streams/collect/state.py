@@ -22,6 +22,7 @@ from infra.newest import Newest
 from schemas import Block, DropMarker, Experience, Feedback, FeedbackWait, Lane, decode, encode
 from schemas.bulk import FindSeal
 from schemas.ids import session_of
+from schemas.wire.frame import is_sealed
 from streams.stages.stage import confirmed
 
 Numbered = TypeVar("Numbered")
@@ -90,12 +91,6 @@ class Attempt(msgspec.Struct, array_like=True, gc=False):
             for arrived in _in_order(episode.parts)
             if isinstance(arrived, BlockPlace)
         ]
-
-    @property
-    def has_answers(self) -> bool:
-        return any(
-            isinstance(part, BlockPlace) for episode in self.episodes.values() for part in episode.parts.values()
-        )
 
     def drops(self) -> Counter[str]:
         arrived = (part for episode in self.episodes.values() for part in episode.parts.values())
@@ -209,26 +204,25 @@ class Frames:
         self.fetch: Fetch | None = None
 
     async def bring(self, places: Iterable[BlockPlace]) -> None:
-        """Fetch the blocks at these places that only the log has, with some absent blocks that follow them."""
-        lacking = {place.offset for place in places} & self.absent
-        if not lacking:
-            return
-        assert self.fetch is not None, "blocks are absent, and the state has no fetch"
-        ahead = {
-            at for offset in lacking for at in range(offset + 1, offset + READ_AHEAD) if at in self.absent
-        } - lacking
-        found = await self.fetch(sorted(lacking), sorted(ahead))
-        self.unsaved |= found
-        self.absent.difference_update(found)  # in place, as there may be a million
-
-    async def look_up_keys(self, places: Iterable[BlockPlace]) -> None:
-        """Drop decoded blocks whose keys were destroyed, so that `get` decodes them without the keys."""
-        for offset in {place.offset for place in places}:
+        """Fetch the blocks at these places that only the log has, with some absent blocks that follow them. Decode all sealed
+        blocks in a thread: that asks the store for their keys, which may be destroyed since.
+        """
+        offsets = {place.offset for place in places}
+        if lacking := offsets & self.absent:
+            assert self.fetch is not None, "blocks are absent, and the state has no fetch"
+            ahead = {
+                at for offset in lacking for at in range(offset + 1, offset + READ_AHEAD) if at in self.absent
+            } - lacking
+            found = await self.fetch(sorted(lacking), sorted(ahead))
+            self.unsaved |= found
+            self.absent.difference_update(found)  # in place, as there may be a million
+        for offset in offsets:
             known = self._decoded.get(offset)
-            if known and self._find_seal and (first := known[0].experiences[0]).is_sealed:
-                find = partial(asyncio.to_thread, self._find_seal, first.key_id)
-                if (await confirmed(find, "key of a waiting answer")).fault:
-                    self._decoded.pop(offset)
+            if known is not None and not known[0].experiences[0].is_sealed:
+                continue
+            if is_sealed(frame := self._frame(offset)):
+                work = partial(asyncio.to_thread, self._decode, frame)
+                self._remember(offset, await confirmed(work, "key of a waiting answer"), len(frame))
 
     def put(self, offset: int, block: Block, frame: bytes) -> None:
         self.unsaved[offset] = frame or encode(block)
@@ -237,13 +231,8 @@ class Frames:
     def get(self, offset: int) -> Block:
         if known := self._decoded.get(offset):
             return known[0]
-        frame = self.unsaved.get(offset)
-        if frame is None:
-            if self._load is None or offset in self.removed:
-                raise KeyError(offset)
-            frame = self._load(offset)
-        block = decode(frame, self._find_seal)
-        assert isinstance(block, Block), f"frame {offset} is no block"
+        frame = self._frame(offset)
+        block = self._decode(frame)
         self._remember(offset, block, len(frame))
         return block
 
@@ -256,6 +245,18 @@ class Frames:
     def mark_saved(self) -> None:
         self.unsaved.clear()
         self.removed.clear()
+
+    def _frame(self, offset: int) -> bytes:
+        if (frame := self.unsaved.get(offset)) is not None:
+            return frame
+        if self._load is None or offset in self.removed:
+            raise KeyError(offset)
+        return self._load(offset)
+
+    def _decode(self, frame: bytes) -> Block:
+        block = decode(frame, self._find_seal)
+        assert isinstance(block, Block), "a frame is no block"
+        return block
 
     def _remember(self, offset: int, block: Block, frame_bytes: int) -> None:
         self._decoded.put(offset, (block, frame_bytes + MEMBER_BYTES * len(block.experiences)))
