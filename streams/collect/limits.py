@@ -11,6 +11,7 @@ so a rebuild decides alike. Counters are bounded: beyond the number of entries t
 """
 
 from infra.chain.processor import Memory
+from schemas.ids import is_person
 from streams.config import LimitsConfig
 
 DAY_MS = 86_400_000
@@ -18,7 +19,6 @@ MOVED_BY_RATERS, MOVED_BY_TENANTS = "moved by raters", "moved by tenants"
 SIZES = {MOVED_BY_RATERS: 4096, MOVED_BY_TENANTS: 1024}  # entries of each memory
 RATER_LIMIT = "over a rater's daily limit"
 TENANT_LIMIT = "over a tenant's daily limit"
-OF_KEY = "key "  # prefix of the gateway's name for feedback whose key names no rater
 _ALL = ""
 
 
@@ -30,7 +30,7 @@ def beyond(memories: dict[str, Memory], limits: LimitsConfig, tenant: str, rater
     """Return why one more feedback does not count, "" if it does. tenant: "" for answers that no gateway gave."""
     day, tenants = time_ms // DAY_MS, _memory(memories, MOVED_BY_TENANTS)
     total, total_before = _counted(tenants, _ALL, day)
-    if is_named(rater):
+    if is_person(rater):
         own, _ = _counted(_memory(memories, MOVED_BY_RATERS), f"{tenant}\x00{rater}", day)
         if own >= max(limits.rater_answers, limits.rater_share * (total + 1)):
             return RATER_LIMIT
@@ -43,14 +43,10 @@ def beyond(memories: dict[str, Memory], limits: LimitsConfig, tenant: str, rater
 
 def charge(memories: dict[str, Memory], tenant: str, rater: str, time_ms: int, moved: int) -> None:
     day, tenants = time_ms // DAY_MS, _memory(memories, MOVED_BY_TENANTS)
-    if is_named(rater):
+    if is_person(rater):
         _add(_memory(memories, MOVED_BY_RATERS), f"{tenant}\x00{rater}", day, moved)
     _add(tenants, f"t{tenant}", day, moved)
     _add(tenants, _ALL, day, moved)
-
-
-def is_named(rater: str) -> bool:
-    return bool(rater) and not rater.startswith(OF_KEY)
 
 
 def _memory(memories: dict[str, Memory], name: str) -> Memory:
