@@ -148,10 +148,10 @@ class _Fold:
         if feedback.type == "correction" and not self.rules.corrects:
             self.folded.drop("correction without [collect.correct]")
         group = self._group(group_id)
-        is_taken = await self._take_feedback(group, logged)
-        num_credited = await self._credit_earlier(group, is_back=is_back)
-        if is_taken and not is_back:
-            charge(memories, tenant, feedback.rater, self.state.now_ms, 1 + num_credited)
+        moved: int = await self._take_feedback(group, logged)
+        moved += await self._credit_earlier(group, is_back=is_back)
+        if moved and not is_back:
+            charge(memories, tenant, feedback.rater, self.state.now_ms, moved)
 
     async def fire(self, group: Group) -> None:
         """Time has come for an open group: its deadline, its feedback window, or that of feedback without an answer."""
@@ -190,20 +190,21 @@ class _Fold:
         if answer not in group.feedback and len(group.feedback) >= MAX_ANSWERS:
             self.folded.drop("feedback about too many answers of a group")
             return False
-        self._add(group.feedback.setdefault(answer, AnswerFeedback()), logged)
+        is_moved = self._add(group.feedback.setdefault(answer, AnswerFeedback()), logged)
         if group.winner >= 0:
             await self._close_unless_waiting(group)
         elif not group.due_ms:
             rules = self.rules
             self.state.schedule(group, self.arrival.timestamp_ms + max(rules.window_ms, rules.deadline_ms))
-        return True
+        return is_moved
 
-    def _add(self, on_answer: AnswerFeedback, logged: LoggedFeedback) -> None:
-        before = mean_values(on_answer)
+    def _add(self, on_answer: AnswerFeedback, logged: LoggedFeedback) -> bool:
+        before, counted = mean_values(on_answer), on_answer.counted
         self.folded.drop(take_feedback(on_answer, logged, self.rules.open_text))
         if crediting(self.rules.sources):
             tenant = tenant_in(group_of(logged.feedback.ref))
             learn_usual(self.state.memories, tenant, before, mean_values(on_answer))
+        return on_answer.counted is not counted
 
     async def _credit_earlier(self, group: Group, *, came: bool = False, is_back: bool = False) -> int:
         names, credited = crediting(self.rules.sources), set()
@@ -359,7 +360,7 @@ class _Fold:
         self._add(on_answer, logged)
         after = counted_feedback(group, answer, open_text)
         if after == before and rated == ratings((on_answer,)):
-            return True
+            return False
         if source.late == "retrain" and after[0] != before[0]:
             if group.retrained < self.rules.retrainings:
                 group.retrained += 1

@@ -1,9 +1,9 @@
 """Limits against raters and tenants: the answers that each moves by feedback in a UTC day of log time.
 
-A rater belongs to a tenant; feedback without a rater is its tenant's. Moved are the answer that feedback names, and each
-credited turn before it. A rater moves at most max(rater_answers, rater_share of all that is moved), and at most `MAX_TURNS`
-more; a tenant likewise, except a tenant whose users are alone that day and the day before. Each partition counts for
-itself: P partitions allow P · rater_answers + rater_share of all.
+A rater belongs to a tenant; feedback without a rater is its tenant's. Moved are the answer that feedback names, if what counts
+on it changes, and each credited turn before it. A rater moves at most max(rater_answers, rater_share of all that is moved),
+and at most `MAX_TURNS` more; a tenant likewise, except a tenant whose users are alone that day and the day before. Each
+partition counts for itself: P partitions allow P · rater_answers + rater_share of all.
 
 Guarantees: feedback beyond a limit counts neither for learning nor as a rating, and has a reason; a retraction is never
 held back; a decision follows from the records before it on its partition and their times, and the counters are in the state,

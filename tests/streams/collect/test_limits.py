@@ -128,6 +128,14 @@ def test_what_turns_hear_of_a_word_is_moved_by_it_too() -> None:
     )
 
 
+def test_what_changes_nothing_uses_up_nobodys_limit() -> None:
+    lanes = ("live", "usual", "live")
+    blocks = [block(answer(group(number), 0, size=1, lane=lane)) for number, lane in enumerate(lanes)]
+    words = [said(f"{group(at)}.0-0-0", 1.0, id=str(number), rater="ann") for at in (0, 1) for number in range(3)]
+    limited = rules(sources=("csat", "user"), limits=LimitsConfig(rater_answers=3, rater_share=0.0))
+    assert not drops(folded(FakePartition().extend([*blocks, *words, praise(2, "ann")]), limited))
+
+
 def test_what_is_taken_back_is_taken_back_beyond_any_limit() -> None:
     inbox = FakePartition().extend([block(answer(group(0), 0, size=1, lane="live")), praise(0, "ann")])
     inbox.append(said(f"{group(0)}.0-0-0", 0.0, id="back", rater="ann", type="retraction"))
