@@ -26,9 +26,10 @@ import msgspec
 
 from actors.gateway.recording.held import HeldKeys
 from actors.gateway.recording.spool import Spool, SpoolFull
-from infra.log.log import Log
+from infra.log.bus import check_size
+from infra.log.log import Log, record_key
 from infra.observe.metrics import Metrics
-from schemas import Block, Control, decode, encode
+from schemas import Block, Control, decode, encode, kafka_headers
 from schemas.errors import BadFrame, BrokerUnavailable, RecordTooLarge, StoreError
 from schemas.topics import EXPERIENCES, Topic, by_name
 
@@ -160,12 +161,13 @@ class Outbox:
         return record
 
     async def _send(self, outgoing: Outgoing, record: Control | Block) -> bool:
-        if sent := await self._publish(outgoing.topic, record):
-            _tell(outgoing, True)
-        return sent
+        sent = await self._publish(outgoing.topic, record)
+        if sent is not False:
+            _tell(outgoing, sent is True)
+        return sent is not False
 
-    async def _publish(self, topic: Topic, record: Control | Block) -> bool:
-        """Publish a record; True if it is stored, or no log will ever take it."""
+    async def _publish(self, topic: Topic, record: Control | Block) -> bool | None:
+        """Publish a record; False if it has to be sent again, None if no log will ever take it."""
         try:
             async with asyncio.timeout(self._send_s):
                 await self._log.publish(topic, record)
@@ -175,7 +177,7 @@ class Outbox:
         except (RecordTooLarge, ValueError) as error:
             self._metrics.counter("shed", reason="refused by the log").inc()
             _log.warning("outgoing_refused topic=%s error=%s", topic.name, error)
-            return True
+            return None
         self._metrics.counter("written", topic=topic.name).inc()
         return True
 
@@ -272,7 +274,7 @@ class Outbox:
 
     async def _send_entry(self, payload: bytes, place: int) -> None:
         found = self._unpacked(payload)
-        if found is None or await self._publish(*found):
+        if found is None or await self._publish(*found) is not False:
             self._confirmed.add(place)
 
     def _unpacked(self, payload: bytes) -> tuple[Topic, Control | Block] | None:
@@ -297,8 +299,11 @@ class Outbox:
 def _entry(topic: Topic, record: Control | Block) -> bytes:
     """The record as the spool keeps it; b"" for one that no log takes."""
     try:
-        return msgspec.msgpack.encode((topic.name, encode(record)))
-    except ValueError as error:
+        frame = encode(record)
+        if not isinstance(record, Block):  # a large block goes to the store
+            check_size(topic.name, record_key(topic, record), frame, kafka_headers(record))
+        return msgspec.msgpack.encode((topic.name, frame))
+    except (RecordTooLarge, ValueError) as error:
         _log.warning("outgoing_refused topic=%s error=%s", topic.name, error)
         return b""
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
 from schemas import Control, Received
 from schemas.errors import BrokerUnavailable
-from schemas.topics import FEEDBACK
+from schemas.topics import FEEDBACK, MAX_RECORD_BYTES
 from tests.actors.gateway.gateway_rig import EOS, AwayBus, RunningGateway, engine, says, serving
 from tests.actors.rig import until
 
@@ -171,31 +170,34 @@ def opened(folder: Path, log: Log, metrics: Metrics | None = None) -> Outbox:
     )
 
 
-async def test_while_the_broker_is_away_too_a_record_that_cannot_be_written_is_shed_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("away", [True, False])
+@pytest.mark.parametrize(("path", "body"), [("\ud83d", b"{}"), ("/x", b"x" * MAX_RECORD_BYTES)], ids=["half", "large"])
+async def test_a_record_that_no_log_takes_is_shed_alone_and_its_sender_is_told(
+    tmp_path: Path, away: bool, path: str, body: bytes
+) -> None:
     async def prepare() -> Control:
-        return Received(path="\ud83d", body=b"{}", id="")
+        return Received(path=path, body=body, id="a")
 
-    metrics = Metrics("t")
-    outbox = opened(tmp_path, Log(AwayBus(), "test"), metrics)
-    for offered in (outgoing(0), Outgoing(FEEDBACK, prepare, 10), outgoing(1)):
+    metrics, log = Metrics("t"), Log(AwayBus(), "test")
+    await log.create_topics(partitions=1, keep_ms=1000)
+    outbox = opened(tmp_path, log, metrics)
+    outbox.direct = not away
+    kept = asyncio.get_running_loop().create_future()
+    for offered in (outgoing(0), Outgoing(FEEDBACK, prepare, 10, kept), outgoing(1)):
         outbox.offer(offered)
     await outbox.flush()
-    assert outbox.num_waiting == 2
+    assert not await kept and outbox.num_waiting == (2 if away else 0)
     assert metrics.counters()["shed{reason=refused by the log}"] == 1
 
 
 class RefusingBus(AwayBus):
-    """Refuses so many records more, and does something whenever it does."""
+    """Refuses so many records more."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_refused = 0
-        self.on_refused: Callable[[], None] = lambda: None
+    num_refused = 0
 
     def _check(self) -> None:
         if self.num_refused > 0:
             self.num_refused -= 1
-            self.on_refused()
             raise BrokerUnavailable("the broker comes back just now")
         super()._check()
 
