@@ -296,10 +296,10 @@ class Site:
         key, body = await self._admitted(request)
         feedback = read_feedback(body)
         answer, choice = nth_answer(feedback.answer_id, feedback.choice)
+        train = self._authenticator.check_answer(key, answer)
         choices = self._gateway.served.get(group_of(answer)) or self._limits.choices
         if not 0 <= choice < choices:  # a choice that the request cannot have had
             raise bad(f"choice: got {choice} of a response with at most {choices} choices", "choice")
-        train = self._authenticator.check_answer(key, answer)
         identity, reason = feedback.id or "", ""
         if not (self._gateway.may_record(key.train) and self._gateway.may_record(train)):
             reason = "no consent"

@@ -147,6 +147,8 @@ async def test_a_webhook_that_names_no_answer_is_counted_and_one_that_names_too_
         (ANSWER.replace("0-0-0", "0-0"), 400),
         ("latest", 400),
         ("hr-", 400),
+        ("0-0-0", 400),
+        ("hr-.0-0-0", 400),
         ("hr-add-3745.2.0-7-0", 403),
         (f"hr-{session_name('globex', 's')}.7-3.0-0-0", 403),
         (f"hr-{'é' * 64}.7-3.0-0-0", 403),
@@ -185,8 +187,7 @@ async def test_a_webhook_that_spells_an_id_otherwise_is_sealed_or_refused_as_its
     tmp_path: Path, spelled: Callable[[str], str]
 ) -> None:
     async with serving(tmp_path, engine(says("a", "b")), webhooks=(HOOK,)) as served:
-        keys = [served.key(train="yes"), served.key(train="no", tenant="other")]
-        await served.keys_read()
+        keys = [await served.new_key(train="yes"), await served.new_key("other", train="no")]
         async with served.http() as http:
             for key in keys:
                 done = await served.client(key).chat.completions.create(model="m", messages=ASK)
