@@ -114,7 +114,8 @@ class InFlight(msgspec.Struct, kw_only=True):
 
     @property
     def num_sampled(self) -> int:
-        return sum(len(answer.completion.tokens) for answer in self.answers)
+        answers = self.answers or [growing.answer(ended=False) for growing in self.growing]
+        return sum(len(answer.completion.tokens) for answer in answers)
 
     def parsed(self, index: int) -> Parsed:
         """Thought, words and calls of a choice that has ended."""

@@ -16,10 +16,8 @@ from actors.rollout.continuation import SampledTurn
 from actors.rollout.parts import TEMPLATE_DIFFERS
 from schemas import Experience, Message
 from schemas.fields import HISTORY_REWRITTEN
-from tests.actors.gateway.gateway_rig import TOOL, ByteTokenizer, RunningGateway, engine, says, serving
+from tests.actors.gateway.gateway_rig import ASK, TOOL, ByteTokenizer, RunningGateway, engine, says, serving
 from tests.actors.rig import until
-
-MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
 def session(num_tokens: int, content: str = "Hi") -> HeldSession:
@@ -71,7 +69,7 @@ def test_a_system_message_for_the_tools_shifts_no_turn() -> None:
 
 
 def chat(**more: Any) -> dict[str, Any]:
-    return {"model": "m", "messages": MESSAGES, **more}
+    return {"model": "m", "messages": ASK, **more}
 
 
 async def error_of(
@@ -107,17 +105,18 @@ async def test_http_mistakes_have_error_objects_too_and_disturb_nothing(tmp_path
         assert served.count("refused") == 4
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_goes_away_frees_the_engine_and_what_it_got_is_recorded(
-    tmp_path: Path, stream: bool
+@pytest.mark.parametrize(("stream", "more"), [(True, {}), (True, {"stop": ["zzz"]}), (True, {"n": 2}), (False, {})])
+async def test_a_client_that_goes_away_frees_the_engine_and_what_it_got_is_recorded_and_charged(
+    tmp_path: Path, stream: bool, more: dict[str, Any]
 ) -> None:
     sampler = engine(says("x" * 4000), token_s=0.01)
     async with serving(tmp_path, sampler, limits=GatewayLimits(max_tokens=3000)) as served:
-        client = await served.opened()
+        client = await served.opened(tpm=50)
         if stream:
-            pieces: Any = await client.chat.completions.create(**chat(stream=True))
+            pieces: Any = await client.chat.completions.create(**chat(stream=True, **more))
+            told = ""
             async for piece in pieces:
-                if piece.choices[0].delta.content:
+                if len(told := told + (piece.choices[0].delta.content or "")) > 100:
                     break
             await pieces.close()
         else:
@@ -127,9 +126,11 @@ async def test_a_client_that_goes_away_frees_the_engine_and_what_it_got_is_recor
             await asyncio.gather(call, return_exceptions=True)
         await until(lambda: sampler.num_running == 0)
         if stream:
-            (experience,) = await served.recorded(1)
+            experience, *_ = await served.recorded(1)
             assert experience.end == "truncated" and 0 < experience.num_sampled < 3000
-        assert served.metrics.counters()["answers{end=broken off}"] == 1
+            with pytest.raises(openai.RateLimitError):
+                await client.chat.completions.create(**chat())
+        assert served.metrics.counters()["answers{end=broken off}"] == more.get("n", 1)
 
 
 async def test_an_answer_gets_the_room_that_is_left_and_a_context_that_leaves_none_is_refused(tmp_path: Path) -> None:
