@@ -92,7 +92,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Body of /v1/responses.
 
     instructions: not kept for the next request. store: false keeps and records nothing. parallel_tool_calls, metadata,
-    reasoning: are repeated in the response, and change nothing. include: only logprobs count.
+    reasoning: are repeated in the response, and change nothing.
     """
 
     model: Short
@@ -109,7 +109,6 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: dict[str, Any] | None = None
-    include: list[Text] | None = None
     user: Short | None = None
     safety_identifier: Short | None = None
     metadata: Annotated[dict[Text, Short], Meta(max_length=16)] | None = None
@@ -353,7 +352,6 @@ def _chat_request(request: ResponsesRequest, earlier: Sequence[ChatMessage], ign
         top_p=request.top_p,
         stream=request.stream,
         store=request.store,
-        logprobs="message.output_text.logprobs" in (request.include or ()),
         tools=tools or None,
         tool_choice=choice,
         response_format=None if wanted is None else ResponseFormat(wanted.type, schema),

@@ -19,10 +19,9 @@ from actors.gateway.apis.responses import read_responses
 from actors.gateway.config import GatewayLimits
 from actors.gateway.errors import ApiError
 from infra.model.writing import Writing
-from tests.actors.gateway.gateway_rig import ByteTokenizer, engine, says, serving
+from tests.actors.gateway.gateway_rig import ASK, CALL, ByteTokenizer, engine, says, serving
 
 Read = Callable[[bytes, GatewayLimits], ParsedRequest]
-SAID: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
 IMAGE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 SCHEMA = "response_format.json_schema"
@@ -33,8 +32,8 @@ def responses(body: bytes, limits: GatewayLimits) -> ParsedRequest:
 
 
 BASE: dict[Any, dict[str, Any]] = {
-    read_chat: {"model": "m", "messages": SAID},
-    read_messages: {"model": "m", "messages": SAID, "max_tokens": 9}, responses: {"model": "m", "input": "Hi"},
+    read_chat: {"model": "m", "messages": ASK},
+    read_messages: {"model": "m", "messages": ASK, "max_tokens": 9}, responses: {"model": "m", "input": "Hi"},
 }  # fmt: skip
 
 
@@ -69,7 +68,7 @@ def said(**message: Any) -> dict[str, Any]:
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (read_chat, {"model": None}, "model"),
     (read_chat, {"messages": []}, "messages"),
-    (read_chat, {"messages": SAID * 2000}, "messages"),
+    (read_chat, {"messages": ASK * 2000}, "messages"),
     (read_chat, said(content=None), "messages[0].content"),
     (read_chat, said(role="robot"), "messages[0].role"),
     (read_chat, said(content=[IMAGE]), "messages[0].content[0].image_url.url"),
@@ -150,7 +149,8 @@ IGNORED: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
     (read_chat, {"response_format": held(UNKEPT)}, (f"{ROOT}.multipleOf", f"{ROOT}.uniqueItems")),
     (read_chat, {"echo": True, "best_of": 2, "suffix": None}, ("echo", "best_of")),
     (read_messages, {"mcp_servers": [], "tools": [SEARCH, {"name": "f"}]}, ("mcp_servers", f"tools.{SEARCH['type']}")),
-    (read_messages, {"messages": [*SAID, {"role": "assistant", "content": "{"}]}, ("messages.prefill",)),
+    (read_messages, {"messages": [*ASK, {"role": "assistant", "content": "{"}]}, ("messages.prefill",)),
+    (responses, {"include": ["message.output_text.logprobs"]}, ("include",)),
     (responses, {"tools": [{"type": "web_search"}], "background": True}, ("background", "tools.web_search")),
 ]
 
@@ -230,11 +230,9 @@ def test_thoughts_and_words_joined_are_the_answer(pieces: list[str], step: int) 
         assert THINK + thought + (THOUGHT + words if THOUGHT in text else "") == text
 
 
-ASK = [{"role": "user", "content": "Hi"}]
 INERT = {"service_tier": "auto", "reasoning_effort": "low", "colour": 1}
 CHAT = {"messages": ASK, "modalities": ["text"], "store": True, "user": "ann", "metadata": {"a": "b"}}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
 HEADER = "service_tier, reasoning_effort, colour"
 BODIES: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", CHAT | INERT, f"metadata, {HEADER}"),
