@@ -178,8 +178,10 @@ def chat_prompt(
 
 def with_tool_prompt(prompt: Prompt) -> Prompt:
     """The prompt for a chat template that knows no tools: a system message says them, and calls and results are text."""
-    tools = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in prompt.tools)
     chat = [_without_calls(message) for message in prompt.chat]
+    if not prompt.tools:
+        return msgspec.structs.replace(prompt, chat=tuple(chat))
+    tools = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in prompt.tools)
     said = TOOL_PROMPT.format(tools=tools)
     if chat and chat[0]["role"] in ("system", "developer"):
         chat[0] = {**chat[0], "content": f"{chat[0]['content']}\n\n{said}"}

@@ -243,15 +243,15 @@ AnswerParser = OwnParser | ForeignParser
 def ready(request: ParsedRequest, parser: AnswerParser, *, takes_tools: bool) -> ParsedRequest:
     """The request as this model can be asked: with the text its answer must begin with, where it must call a tool.
 
-    takes_tools: the chat template does; for another, tools are put into a system message. Raises ApiError where calls of this
-    model cannot be read.
+    takes_tools: the chat template does; for another, tools are put into a system message, and earlier calls are text. Raises
+    ApiError where calls of this model cannot be read.
     """
     writing = parser.writing.tools
     if request.prompt.tools and (parser.refusal or writing == NONE):
         raise bad(f"tools: {parser.refusal or 'the policy is served with tool_parser = none'}", "tools")
-    if request.prompt.tools and not takes_tools:
-        if writing != HERMES:
-            raise bad("tools: this model's chat template does not support tools", "tools")
+    if request.prompt.tools and not takes_tools and writing != HERMES:
+        raise bad("tools: this model's chat template does not support tools", "tools")
+    if not takes_tools:
         request = msgspec.structs.replace(request, prompt=with_tool_prompt(request.prompt))
     if request.must_call is None:
         return request

@@ -354,6 +354,9 @@ async def test_tools_of_a_model_whose_template_knows_none_are_put_into_a_system_
             ask["messages"] += [message, result]
             answer = (await http.post("/v1/chat/completions", json=ask)).json()
             assert answer["choices"][0]["message"]["content"] == "Rain."
-        _, second = await served.recorded(2)
-        prompt = ByteTokenizer().decode(second.tokens.tolist())
+            ask["tool_choice"] = "none"
+            assert (await http.post("/v1/chat/completions", json=ask)).status_code == 200
+        _, second, third = await served.recorded(3)
+        prompt, last = (ByteTokenizer().decode(turn.tokens.tolist()) for turn in (second, third))
         assert "Be brief." in prompt and '"name": "weather"' in prompt and "<tool_response>\n12 mm" in prompt
+        assert "<tool_response>\n12 mm" in last and "<tools>" not in last
