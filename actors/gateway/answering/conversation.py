@@ -274,6 +274,7 @@ def _called(text: str) -> Called | None:
         if is_deep(arguments):
             return None
         call = Called(value["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))
+        msgspec.json.encode(_called_as(call))  # half a character raises: no response can hold it
         return msgspec.convert(msgspec.to_builtins(call), Called)
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError, msgspec.ValidationError):
         return None

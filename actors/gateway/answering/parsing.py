@@ -266,6 +266,7 @@ def checked_call(name: str, arguments: str) -> Called | None:
     try:
         call = msgspec.convert({"name": name, "arguments": arguments}, Called)
         value = json.loads(call.arguments)
+        msgspec.json.encode(value)  # half a character raises: no response can hold it
     except (ValueError, RecursionError, msgspec.ValidationError):
         return None
     return call if isinstance(value, dict) and not is_deep(value) else None

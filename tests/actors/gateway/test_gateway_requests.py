@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from actors.engines.engine import Sampling, Shaping, shaped_logits
 from actors.gateway.answering.conversation import MAX_DEPTH, read_calls
+from actors.gateway.answering.parsing import checked_call
 from actors.gateway.answering.requests import ParsedRequest, read_chat
 from actors.gateway.answering.text import THINK, THOUGHT, Detokenizer, StopStrings, ThoughtSplitter
 from actors.gateway.apis.messages import read_messages
@@ -189,11 +190,12 @@ def test_half_a_character_is_a_400() -> None:
         assert refused.value.status == 400
 
 
-def test_json_as_deep_as_allowed_is_taken_and_an_answers_deeper_call_is_text() -> None:
+def test_json_as_deep_as_allowed_is_taken_and_an_answers_call_that_no_client_can_send_back_is_text() -> None:
     assert parsed(read_chat, tools=[tool(deep(60))]).prompt.tools
     parsed(read_chat, messages=calling(json.dumps(deep(900))))
-    text = f'<tool_call>{{"name": "f", "arguments": {json.dumps(deep(900))}}}</tool_call>'
-    assert read_calls(text) == (text, [])
+    for arguments in (json.dumps(deep(900)), '{"a": "\\ud800"}'):
+        text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+        assert read_calls(text) == (text, []) and checked_call("f", arguments) is None
 
 
 @settings(max_examples=200, deadline=None)
