@@ -276,9 +276,7 @@ async def test_through_the_gateway_too_the_turns_of_a_session_go_on_from_what_wa
 ) -> None:
     texts = [thought(number) for number in range(4)]
     async with serving(tmp_path, engine(says(*texts)), tokenizer=ForgetfulBytes()) as served:
-        key = served.key()
-        await served.keys_read()
-        client = served.client(key).with_options(default_headers={"x-session-id": "s"})
+        client = (await served.opened()).with_options(default_headers={"x-session-id": "s"})
         conversation: list[Any] = [{"role": "user", "content": "begin"}]
         for text in texts:
             answer = await client.chat.completions.create(model="m", messages=conversation)

@@ -31,7 +31,7 @@ from streams.collect.rules import Rules
 from streams.processors.correct import Correct
 from streams.reprocess.letters import redeliver
 from streams.reprocess.ranges import Range
-from streams.sources import received, topic
+from streams.sources import topic
 from streams.sources.event import EventSource
 from streams.sources.file import FilePosition
 from streams.sources.file import take_once as take_from_file
@@ -95,12 +95,8 @@ def correction(keys: Keys) -> Received:
 
 
 async def heard(log: Log, function: Any = rating) -> Metrics:
-    metrics = Metrics("process")
-    reader = await log.subscribed(FEEDBACK, group=GROUP)
-    source = EventSource(name="user", function=function, webhook="/v1/feedback")
-    while await take_once({"/v1/feedback": source}, reader, log, metrics, poll_s=0.01):
-        pass
-    await reader.close()
+    metrics, path = Metrics("process"), "/v1/feedback"
+    await heard_events(EventSource(name="user", function=function, webhook=path), log, metrics, path=path)
     return metrics
 
 
@@ -221,9 +217,11 @@ async def said(way: Way, served: RunningGateway, answer: str, log: Log) -> Metri
     return metrics
 
 
-async def heard_events(source: EventSource, log: Log, metrics: Metrics, group: str = received.GROUP) -> None:
+async def heard_events(
+    source: EventSource, log: Log, metrics: Metrics, group: str = GROUP, path: str = "/zendesk"
+) -> None:
     reader = await log.subscribed(FEEDBACK, group=group)
-    while await received.take_once({"/zendesk": source}, reader, log, metrics, poll_s=0.01):
+    while await take_once({path: source}, reader, log, metrics, poll_s=0.01):
         pass
     await reader.close()
 
@@ -232,9 +230,7 @@ async def heard_events(source: EventSource, log: Log, metrics: Metrics, group: s
 async def answered(folder: Path) -> AsyncIterator[tuple[RunningGateway, str]]:
     """A gateway with a webhook, and the id of an answer it gave to a named user."""
     async with serving(folder, engine(says("Hello.")), webhooks=(HOOK,), store=MemoryStore()) as served:
-        key = served.key(tenant=TENANT)
-        await served.keys_read()
-        client = served.client(key)
+        client = await served.opened(TENANT)
         done = await client.chat.completions.create(
             model="m", messages=ASK, user=USER, extra_headers={"x-session-id": "s"}
         )

@@ -25,8 +25,7 @@ KEY = ApiKey(id="a" * 16, tenant="acme", scopes=("serve", "feedback"), sha256="9
 class Clock:
     """Seconds of the epoch, as somebody sets them."""
 
-    def __init__(self) -> None:
-        self.now_s = 1e6
+    now_s = 1e6
 
     def __call__(self) -> float:
         return self.now_s
@@ -68,16 +67,14 @@ def test_a_spool_on_a_full_disk_keeps_what_it_had_and_goes_on_when_there_is_room
 async def test_answers_on_a_full_disk_without_a_broker_are_given_shed_and_counted(tmp_path: Path) -> None:
     bus = AwayBus()
     async with serving(tmp_path, engine(says("Hello.")), bus=bus) as served:
-        client: AsyncOpenAI = served.client(served.key())
-        await served.keys_read()
+        client: AsyncOpenAI = await served.opened()
         bus.away = True
         with full_disk():
             for _ in range(3):
                 done = await client.chat.completions.create(model="main", messages=ASK)
                 assert done.choices[0].message.content == "Hello."
             await until(lambda: served.count("shed") == 3, seconds=60)
-            async with served.http(served.key()) as http:
-                await served.keys_read()
+            async with served.http(await served.new_key()) as http:
                 said = await http.post("/v1/feedback", json={"answer_id": done.id, "value": 1})
                 assert said.status_code == 503, "feedback that cannot be kept is told so"
         assert (await client.chat.completions.create(model="main", messages=ASK)).choices[0].message.content == "Hello."
@@ -109,8 +106,7 @@ async def test_a_gateway_whose_spool_is_lost_serves_on_records_anew_and_sends_wh
 
     bus = AwayBus()
     async with serving(tmp_path, engine(says("Hello.")), bus=bus) as served:
-        client: AsyncOpenAI = served.client(served.key())
-        await served.keys_read()
+        client: AsyncOpenAI = await served.opened()
 
         async def ask(count: int) -> None:
             for _ in range(count):
