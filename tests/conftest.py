@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from infra.local.broker import EmbeddedKafka
 from tests import minio
 from tests.minio import MinioServer
+from tests.simulator.virtual_loop import run_virtual
 
 # Of torch, read when it is imported: the models are tiny, and processes that share the cores wait for each other's threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -45,11 +46,15 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine function in a loop of its own."""
+    """Run a test that is a coroutine function in a loop of its own, with the mark `virtual` in virtual time."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    coroutine = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+    if pyfuncitem.get_closest_marker("virtual"):
+        run_virtual(coroutine)
+    else:
+        asyncio.run(coroutine)
     return True
 
 

@@ -32,7 +32,7 @@ from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
 from infra.store.snapshots import FOLDER, SnapshotManifest, save
 from infra.store.store import Store
-from schemas import Closure, Directive, Drawn, Experience, Issued, Progress, Task
+from schemas import Closure, Directive, Drawn, Issued, Progress, Task
 from schemas.errors import StoreError
 from schemas.topics import EXPERIENCES, POLICIES, PROGRESS, REPORTS, TASKS
 from tests.actors.master_life import CONFIG, METRICS, TOKEN, MasterLife, issued_in, new_plan
@@ -86,44 +86,40 @@ async def train(log: Log, store: Store, *, steps: int) -> dict[int, int]:
     return oldest
 
 
-def test_master_explorers_and_a_trainer_turn_within_the_staleness_bound(tmp_path: Path) -> None:
-    async def run() -> tuple[dict[int, int], list[Issued], list[Experience]]:
-        store = folder_store(tmp_path)
-        log = await memory_log()
-        await load(log)
-        tasks, heard = TopicArrivals(log, TASKS), TopicArrivals(log, EXPERIENCES)
-        first, second = explorer(log, store, ScriptedEngine()), explorer(log, store, ScriptedEngine())
-        roles = (master(log), first, second, asyncio.create_task(streams(log)))
-        async with running(*roles, *listening(tasks, heard)):
-            oldest = await train(log, store, steps=12)
-        places = Counter([message.partition async for message in log.scan(TASKS)])
-        assert len(places) == 2 and max(places.values()) - min(places.values()) <= 1, "explorers get as many groups"
-        return oldest, issues_heard(tasks), heard.experiences
-
-    oldest, issued, experiences = run_virtual(run())
+@pytest.mark.virtual
+async def test_master_explorers_and_a_trainer_turn_within_the_staleness_bound(tmp_path: Path) -> None:
+    store = folder_store(tmp_path)
+    log = await memory_log()
+    await load(log)
+    tasks, heard = TopicArrivals(log, TASKS), TopicArrivals(log, EXPERIENCES)
+    first, second = explorer(log, store, ScriptedEngine()), explorer(log, store, ScriptedEngine())
+    roles = (master(log), first, second, asyncio.create_task(streams(log)))
+    async with running(*roles, *listening(tasks, heard)):
+        oldest = await train(log, store, steps=12)
+    places = Counter([message.partition async for message in log.scan(TASKS)])
+    assert len(places) == 2 and max(places.values()) - min(places.values()) <= 1, "explorers get as many groups"
+    issued, experiences = issues_heard(tasks), heard.experiences
     assert max(oldest.values()) <= PACING.max_staleness
     assert len({issue.group for issue in issued}) == len(issued)
     assert [issue.sequence for issue in issued] == list(range(len(issued)))
     assert len({experience.id for experience in experiences}) == len(experiences)
 
 
-def test_what_a_killed_explorer_held_is_issued_again_with_other_ids(tmp_path: Path) -> None:
-    async def run() -> tuple[list[Issued], list[Experience]]:
-        store = folder_store(tmp_path)
-        log = await memory_log()
-        await load(log)
-        tasks, heard = TopicArrivals(log, TASKS), TopicArrivals(log, EXPERIENCES)
-        stuck = ScriptedEngine(token_s=30.0)
-        async with running(master(log), asyncio.create_task(streams(log)), *listening(tasks, heard)):
-            async with running(explorer(log, store, stuck)):
-                await until(lambda: stuck.num_running == 4 * MASTER.num_episodes)
-            async with running(explorer(log, store, ScriptedEngine())):
-                await until(lambda: len({experience.group for experience in heard.experiences}) == 4)
-                await until(lambda: len(heard.experiences) == 4 * MASTER.num_episodes)
-        return issues_heard(tasks), heard.experiences
-
-    issued, experiences = run_virtual(run())
-    assert {experience.attempt for experience in experiences} == {1}
+@pytest.mark.virtual
+async def test_what_a_killed_explorer_held_is_issued_again_with_other_ids(tmp_path: Path) -> None:
+    store = folder_store(tmp_path)
+    log = await memory_log()
+    await load(log)
+    tasks, heard = TopicArrivals(log, TASKS), TopicArrivals(log, EXPERIENCES)
+    stuck = ScriptedEngine(token_s=30.0)
+    async with running(master(log), asyncio.create_task(streams(log)), *listening(tasks, heard)):
+        async with running(explorer(log, store, stuck)):
+            await until(lambda: stuck.num_running == 4 * MASTER.num_episodes)
+        async with running(explorer(log, store, ScriptedEngine())):
+            await until(lambda: len({experience.group for experience in heard.experiences}) == 4)
+            await until(lambda: len(heard.experiences) == 4 * MASTER.num_episodes)
+    issued = issues_heard(tasks)
+    assert {experience.attempt for experience in heard.experiences} == {1}
     for sequence in range(4):
         attempts = [issue for issue in issued if issue.sequence == sequence]
         assert [attempt.attempt for attempt in attempts] == [0, 1]
@@ -255,30 +251,28 @@ def snapshots_in(store: Store) -> list[str]:
 OFTEN = replace(MASTER, snapshot_s=0.2)
 
 
-def test_a_master_on_another_machine_reads_on_from_the_snapshot_and_issues_what_comes_next() -> None:
-    async def run() -> tuple[list[Issued], dict[str, int], list[str]]:
-        store, log = MemoryStore(), await memory_log()
-        await load(log)
-        tasks, progress, reports = TopicArrivals(log, TASKS), TopicArrivals(log, PROGRESS), TopicArrivals(log, REPORTS)
-        listening = [asyncio.create_task(item.listen()) for item in (tasks, progress, reports)]
-        roles = (explorer(log, store, ScriptedEngine()), asyncio.create_task(streams(log)))
-        async with running(*roles, *listening):
-            async with running(master(log, OFTEN, store=store)):
-                await until(lambda: len(progress.of(Closure)) == 4)
-                await until(lambda: bool(snapshots_in(store)))
-                first, number = snapshots_in(store)[-1], len(reports.records)
-                await until(lambda: len(reports.records) > number + 10 and snapshots_in(store)[-1] > first)
-            names = [item.group for item in sorted(progress.of(Closure), key=lambda closure: closure.sequence)]
-            await log.publish(PROGRESS, Drawn(token=0, step=0, version=0, groups=tuple(names[:2])))
-            bus = TellingBus(log)
-            async with running(master(Log(bus, log.app), OFTEN, store=store)):
-                await until(lambda: len(tasks.of(Task)) == 6)
-        return [require_issued(task) for task in tasks.of(Task)], bus.begun, snapshots_in(store)
-
-    issued, begun, kept = run_virtual(run())
+@pytest.mark.virtual
+async def test_a_master_on_another_machine_reads_on_from_the_snapshot_and_issues_what_comes_next() -> None:
+    store, log = MemoryStore(), await memory_log()
+    await load(log)
+    tasks, progress, reports = TopicArrivals(log, TASKS), TopicArrivals(log, PROGRESS), TopicArrivals(log, REPORTS)
+    listening = [asyncio.create_task(item.listen()) for item in (tasks, progress, reports)]
+    roles = (explorer(log, store, ScriptedEngine()), asyncio.create_task(streams(log)))
+    async with running(*roles, *listening):
+        async with running(master(log, OFTEN, store=store)):
+            await until(lambda: len(progress.of(Closure)) == 4)
+            await until(lambda: bool(snapshots_in(store)))
+            first, number = snapshots_in(store)[-1], len(reports.records)
+            await until(lambda: len(reports.records) > number + 10 and snapshots_in(store)[-1] > first)
+        names = [item.group for item in sorted(progress.of(Closure), key=lambda closure: closure.sequence)]
+        await log.publish(PROGRESS, Drawn(token=0, step=0, version=0, groups=tuple(names[:2])))
+        bus = TellingBus(log)
+        async with running(master(Log(bus, log.app), OFTEN, store=store)):
+            await until(lambda: len(tasks.of(Task)) == 6)
+    issued, begun = [require_issued(task) for task in tasks.of(Task)], bus.begun
     assert sorted(issue.sequence for issue in issued) == list(range(6))
     assert begun["progress"] >= 4 and begun["tasks"] > 0 and begun["taskset"] == 0
-    assert len(kept) <= 3, "old ones are removed: two stay, and a third while it is written"
+    assert len(snapshots_in(store)) <= 3, "old ones are removed: two stay, and a third while it is written"
 
 
 def test_a_master_whose_snapshots_are_damaged_or_cannot_be_read_counts_the_whole_log() -> None:

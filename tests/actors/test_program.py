@@ -171,19 +171,16 @@ def test_an_episode_that_fills_its_context_is_truncated() -> None:
     assert experience.num_sampled == 4 * 7
 
 
-def test_a_key_opens_nothing_once_its_episode_is_over() -> None:
-    async def run() -> int:
-        program = function("keeps_its_key")
-        engine = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=4096, script=says("Hello."))
-        await engine.start()
-        await program(TASK, Session(engine, ChatBytes(), Sampling(max_tokens=64, stop=(EOS,))))
-        url, key = agents_of_tests.LEFT.pop()
-        async with httpx.AsyncClient(trust_env=False) as client:
-            headers = {"authorization": f"Bearer {key}"}
-            body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
-            return (await client.post(f"{url}/chat/completions", json=body, headers=headers)).status_code
-
-    assert asyncio.run(run()) == 401
+async def test_a_key_opens_nothing_once_its_episode_is_over() -> None:
+    program = function("keeps_its_key")
+    engine = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=4096, script=says("Hello."))
+    await engine.start()
+    await program(TASK, Session(engine, ChatBytes(), Sampling(max_tokens=64, stop=(EOS,))))
+    url, key = agents_of_tests.LEFT.pop()
+    async with httpx.AsyncClient(trust_env=False) as client:
+        headers = {"authorization": f"Bearer {key}"}
+        body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+        assert (await client.post(f"{url}/chat/completions", json=body, headers=headers)).status_code == 401
 
 
 def test_what_a_client_did_not_get_is_not_recorded() -> None:

@@ -1,6 +1,5 @@
 """The draw by priority: exact chances, weights of mean 1, at any size of a step and under any share, and in the journal."""
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -145,16 +144,12 @@ def test_the_paced_lane_is_drawn_in_issue_order_whatever_the_settings_say() -> N
         decode({"lanes": {"usual": {"draw": "priority"}}}, TrainerConfig, "bot.toml")
 
 
-def test_the_journal_holds_the_weights_of_the_draw() -> None:
+async def test_the_journal_holds_the_weights_of_the_draw() -> None:
     lanes = {**CONFIG.lanes, "expert": LaneConfig(loss="sft", weight=0.5, max_uses=100, draw="priority", optional=True)}
     config = msgspec.structs.replace(CONFIG, lanes=lanes)
-
-    async def run() -> list[object]:
-        store = MemoryStore()
-        log = await filled_log(store)
-        await train(log, store, ScriptedLearner(), config)
-        return await journal(log)
-
-    batches = [each for each in asyncio.run(run()) if isinstance(each, Batch) and each.phase == "train"]
+    store = MemoryStore()
+    log = await filled_log(store)
+    await train(log, store, ScriptedLearner(), config)
+    batches = [each for each in await journal(log) if isinstance(each, Batch) and each.phase == "train"]
     weights = {item.weight for batch in batches for item in batch.items if item.lane == "expert"}
     assert weights and {item.weight for batch in batches for item in batch.items if item.lane == "usual"} == {1.0}

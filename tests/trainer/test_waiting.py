@@ -18,7 +18,6 @@ from infra.store.memory import MemoryStore
 from schemas import Batch, Block, Directive, Drawn, MasterState, Progress, topics
 from schemas.fields import MasterPhase
 from tests.actors.rig import until
-from tests.simulator.virtual_loop import run_virtual
 from tests.trainer.memory_run import STEPS, filled_log, journal, train
 from tests.trainer.trainer_samples import block, message
 from trainer.buffer.buffer import Buffer
@@ -337,68 +336,60 @@ def test_the_paced_lane_is_held_by_its_versions_and_never_asked() -> None:
     assert len(drawn(run).taken) == 2
 
 
-def test_a_pause_holds_the_next_step_until_somebody_resumes() -> None:
-    async def main() -> None:
-        run = run_of(usual(0), usual(1), *(expert(number) for number in range(8)))
-        run.supply.intake.take_directive(Directive(order="pause", owner="ann"))
-        waiting = asyncio.create_task(next_draw(run, asyncio.Event()))
-        await until(lambda: run.report.state == "paused")
-        run.supply.intake.take_directive(Directive(order="lease", owner="a master that began"))
-        await asyncio.sleep(0)
-        assert not waiting.done() and run.supply.intake.paused
-        run.supply.intake.take_directive(Directive(order="continue", owner="ann"))
-        async with asyncio.timeout(10):
-            draw = await waiting
-        assert draw is not None and draw.taken and run.report.state != "paused"
-
-    run_virtual(main())
+@pytest.mark.virtual
+async def test_a_pause_holds_the_next_step_until_somebody_resumes() -> None:
+    run = run_of(usual(0), usual(1), *(expert(number) for number in range(8)))
+    run.supply.intake.take_directive(Directive(order="pause", owner="ann"))
+    waiting = asyncio.create_task(next_draw(run, asyncio.Event()))
+    await until(lambda: run.report.state == "paused")
+    run.supply.intake.take_directive(Directive(order="lease", owner="a master that began"))
+    await asyncio.sleep(0)
+    assert not waiting.done() and run.supply.intake.paused
+    run.supply.intake.take_directive(Directive(order="continue", owner="ann"))
+    async with asyncio.timeout(10):
+        draw = await waiting
+    assert draw is not None and draw.taken and run.report.state != "paused"
 
 
-def test_a_trainer_reports_that_it_trains_until_its_version_is_published() -> None:
-    async def main() -> None:
-        run, out = run_of(), asyncio.Event()
-        run.saving.running = asyncio.create_task(out.wait())  # type: ignore[arg-type]
-        waiting = asyncio.create_task(next_draw(run, asyncio.Event()))
-        await until(lambda: run.report.trains)
-        out.set()
-        await until(lambda: not run.report.trains)
-        arrive(run, usual(0), usual(1))
-        assert await waiting is not None and run.report.trains
-
-    run_virtual(main())
+@pytest.mark.virtual
+async def test_a_trainer_reports_that_it_trains_until_its_version_is_published() -> None:
+    run, out = run_of(), asyncio.Event()
+    run.saving.running = asyncio.create_task(out.wait())  # type: ignore[arg-type]
+    waiting = asyncio.create_task(next_draw(run, asyncio.Event()))
+    await until(lambda: run.report.trains)
+    out.set()
+    await until(lambda: not run.report.trains)
+    arrive(run, usual(0), usual(1))
+    assert await waiting is not None and run.report.trains
 
 
 @pytest.mark.parametrize("is_paused", [True, False])
-def test_a_stop_ends_the_wait_for_a_step_without_another_step(is_paused: bool) -> None:
-    async def main() -> None:
-        run, stop = run_of(*(usual(0), usual(1)) if is_paused else ()), asyncio.Event()
-        if is_paused:
-            run.supply.intake.take_directive(Directive(order="pause", owner="ann"))
-        waiting = asyncio.create_task(next_draw(run, stop))
-        await until(lambda: run.report.state == "paused" or not is_paused)
-        stop.set()
-        async with asyncio.timeout(10):
-            assert await waiting is None
-
-    run_virtual(main())
+@pytest.mark.virtual
+async def test_a_stop_ends_the_wait_for_a_step_without_another_step(is_paused: bool) -> None:
+    run, stop = run_of(*(usual(0), usual(1)) if is_paused else ()), asyncio.Event()
+    if is_paused:
+        run.supply.intake.take_directive(Directive(order="pause", owner="ann"))
+    waiting = asyncio.create_task(next_draw(run, stop))
+    await until(lambda: run.report.state == "paused" or not is_paused)
+    stop.set()
+    async with asyncio.timeout(10):
+        assert await waiting is None
 
 
-def test_a_trainer_that_starts_into_a_pause_begins_no_step_tells_what_waits_and_resumes_with_it() -> None:
-    async def main() -> None:
-        store = MemoryStore()
-        log = await filled_log(store)
-        await log.publish(topics.POLICIES, Directive(order="pause", owner="ann"))
-        training = asyncio.create_task(train(log, store, ScriptedLearner()))
-        await said_paused(log, groups=4 + 2 * STEPS)
-        assert await batches(log) == [], "neither the warm-up nor a step began"
-        await log.publish(topics.POLICIES, Directive(order="continue", owner="ann"))
-        async with asyncio.timeout(60):
-            await training
-        assert len([batch for batch in await batches(log) if batch.phase == "train"]) == STEPS
-        reports = [each.value async for each in log.scan(topics.REPORTS) if isinstance(each.value, Progress)]
-        assert reports[-1].gauges["groups_waiting"] == 4, "demonstrations, which may be trained again"
-
-    run_virtual(main())
+@pytest.mark.virtual
+async def test_a_trainer_that_starts_into_a_pause_begins_no_step_tells_what_waits_and_resumes_with_it() -> None:
+    store = MemoryStore()
+    log = await filled_log(store)
+    await log.publish(topics.POLICIES, Directive(order="pause", owner="ann"))
+    training = asyncio.create_task(train(log, store, ScriptedLearner()))
+    await said_paused(log, groups=4 + 2 * STEPS)
+    assert await batches(log) == [], "neither the warm-up nor a step began"
+    await log.publish(topics.POLICIES, Directive(order="continue", owner="ann"))
+    async with asyncio.timeout(60):
+        await training
+    assert len([batch for batch in await batches(log) if batch.phase == "train"]) == STEPS
+    reports = [each.value async for each in log.scan(topics.REPORTS) if isinstance(each.value, Progress)]
+    assert reports[-1].gauges["groups_waiting"] == 4, "demonstrations, which may be trained again"
 
 
 async def said_paused(log: Log, groups: int | None = None) -> None:

@@ -51,7 +51,6 @@ from schemas import (
     topics,
 )
 from tests.schemas.record_samples import group_block
-from tests.simulator.virtual_loop import run_virtual
 from tests.tiny_models import build_tiny_model
 from trainer.learners.forward import PackedModel
 
@@ -74,19 +73,16 @@ def evaluated(version: int, correct: int, suite: str = "held-out") -> EvalResult
     return EvalResult(policy="main", version=version, suite=suite, num_tasks=10, num_correct=correct)
 
 
-def test_a_line_of_progress_comes_with_news_and_else_twice_a_minute() -> None:
+@pytest.mark.virtual
+async def test_a_line_of_progress_comes_with_news_and_else_twice_a_minute() -> None:
     run, printed = run_of(), io.StringIO()
-
-    async def watched() -> None:
-        log = Log(MemoryBus(), "t")
-        await log.create_topics(partitions=1, keep_ms=-1)
-        waiting = asyncio.create_task(until_done(log, run, Settings(app="t"), [], Console(file=printed, width=200)))
-        await asyncio.sleep(42)
-        await log.publish(topics.REPORTS, progress("train", steps=3))
-        await asyncio.sleep(4)
-        waiting.cancel()
-
-    run_virtual(watched())
+    log = Log(MemoryBus(), "t")
+    await log.create_topics(partitions=1, keep_ms=-1)
+    waiting = asyncio.create_task(until_done(log, run, Settings(app="t"), [], Console(file=printed, width=200)))
+    await asyncio.sleep(42)
+    await log.publish(topics.REPORTS, progress("train", steps=3))
+    await asyncio.sleep(4)
+    waiting.cancel()
     lines = [line.partition(" s  ")[2].partition(",")[0] for line in printed.getvalue().splitlines()]
     assert lines == ["starting: 0 steps", "starting: 0 steps", "starting: 3 steps"]
 
