@@ -25,7 +25,7 @@ from trainer.journal.origin import differences, made_with
 from trainer.learners.learner import foreign_names, open_learner
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
-from trainer.replay.replay import Compared, ReplayStart, find_start, lost_steps
+from trainer.replay.replay import Compared, find_start, lost_steps
 from trainer.replay.replay import replay as replay_steps
 
 SHOWN_HASH = 16
@@ -135,7 +135,11 @@ async def done_again(
         here = await run.in_thread(made_with, run.config, run.floor, run.learner)
     differs = differences(start.manifest.made_with, here)
     begin, survey = start.manifest.place.step, start.survey
-    _announce(console, start, differs)
+    for fault in start.passed_over:
+        console.print(f"passed over: {fault}", style="red", markup=False)
+    for name, (there, now) in differs.items():
+        console.print(f"{name}: {there} in the run, {now} here", style="yellow", markup=False)
+    console.print(f"{survey.num_steps:,} steps to do after the checkpoint of step {begin}; a line for each checkpoint")
     compared: list[Compared] = []
     done: list[int] = []
     lost: dict[int, str] = {}
@@ -169,15 +173,6 @@ async def done_again(
         forgotten=tuple(step for step, why in lost.items() if why == FORGOTTEN),
         without_key=tuple(step for step, why in lost.items() if why != FORGOTTEN),
     )
-
-
-def _announce(console: Console, start: ReplayStart, differs: dict[str, tuple[str, str]]) -> None:
-    for fault in start.passed_over:
-        console.print(f"passed over: {fault}", style="red", markup=False)
-    for name, (there, now) in differs.items():
-        console.print(f"{name}: {there} in the run, {now} here", style="yellow", markup=False)
-    begin = f"after the checkpoint of step {start.manifest.place.step}"
-    console.print(f"{start.survey.num_steps:,} steps to do {begin}; a line for each checkpoint")
 
 
 def line(compared: Compared, *, verify: bool) -> str:
