@@ -164,6 +164,14 @@ def test_a_pin_decides_about_no_candidate() -> None:
     assert judged(gate, 5, 0.9) == [True], "neither version 50 nor 60 was weighed"
 
 
+def test_no_candidate_is_tried_on_while_a_version_is_pinned_and_the_newest_is_after_it() -> None:
+    gate = people_gate()
+    gate.event(event("pinned", STABLE))
+    assert evaluated(gate, TRIAL) == [] and gate.stable.served("canary") == STABLE
+    gate.event(event("pinned", -1))
+    assert [(found.version, found.channel) for found in evaluated(gate, 7)] == [(7, "canary")]
+
+
 def test_a_master_that_begins_leaves_out_what_an_overtaken_one_decided_and_decides_anew() -> None:
     gate = Gate(CONFIG, policy="main", token=9)
     for offset in (4, 9):

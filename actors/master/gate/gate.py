@@ -130,6 +130,8 @@ class Gate:
         if config is not None and config.watch and self.stable.before >= 0:
             why = f"keeps a share for {config.watch}, to compare version {self.stable.version} with it"
             return [self._event("promoted", self.stable.before, why, "watch", channel="canary")]
+        if config is not None and self.stable.pinned:
+            return []  # a trial would take its share of the sessions from the pinned version
         ready = [
             version
             for version, found in self._results.items()
