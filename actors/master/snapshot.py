@@ -33,7 +33,7 @@ from infra.store.store import Store
 from schemas.errors import BrokerUnavailable, StoreError
 from schemas.topics import EVALS, POLICIES, PROGRESS, TASKS
 
-LAYOUT = 6  # of the state
+LAYOUT = 7  # of the state
 NUMBERS = 1_000_000  # snapshots of one lease, at most
 STATE = "plan"  # name of the only part
 READ = (TASKS, POLICIES, EVALS, PROGRESS)  # topics that must still hold everything from the place on

@@ -119,6 +119,8 @@ def test_the_run_is_compared_with_the_versions_that_passed_and_with_no_other() -
     for _ in ("made", "read"):
         back.event(event("rolled_back", 3, owner="watch"))
     assert judged(back, 7, 0.885) == [False], "version 3 passed"
+    back.event(event("promoted", 5)), back.event(event("promoted", 2))
+    assert judged(back, 9, 0.885) == [True], "ann went back to version 2, so version 5 does not count"
 
 
 def test_a_restart_decides_nothing_twice_in_whatever_order_the_topics_are_read() -> None:

@@ -29,7 +29,7 @@ class Gate:
 
     KEPT: ClassVar[dict[str, Any]] = {
         "_results": dict[int, dict[str, EvalResult]], "_passed": set[int], "_revoked": set[int], "_decided": int,
-        "_since": int, "_refused": str, "_began_ms": int, "stable": Stable,
+        "_refused": str, "_began_ms": int, "stable": Stable,
     }  # fmt: skip
     PARTS: ClassVar[tuple[str, ...]] = ("counts",)
 
@@ -38,10 +38,9 @@ class Gate:
         self.policy = policy
         self._token = token
         self._results: dict[int, dict[str, EvalResult]] = {}
-        self._passed: set[int] = set()
+        self._passed: set[int] = set()  # since a person last promoted a version
         self._revoked: set[int] = set()
         self._decided = -1
-        self._since = -1  # the run is compared with itself from this version on
         self.counts = Counts(config.people)
         self._refused = ""  # why the version on trial cannot be served
         self._began_ms = 0  # when canaries began to serve their present version
@@ -73,7 +72,7 @@ class Gate:
         if event.policy != self.policy:
             return
         if event.channel == "stable" and event.event == "promoted" and event.owner not in MASTERS:
-            self._since = max(self._since, event.version)
+            self._passed.clear()
         if event.channel != "candidate" and event.event == "promoted":
             self._passed.add(event.version)
         elif event.channel == "stable" and event.event == "held":
@@ -202,6 +201,7 @@ class Gate:
         before: Mapping[str, EvalResult] = self._results.get(self.stable.version, {})
         numbers = {suite: result.accuracy for suite, result in found.items()}
         numbers |= {f"stable/{suite}": result.accuracy for suite, result in before.items()}
+        passed = [self._results[known] for known in sorted(self._passed & self._results.keys())]
         faults = []
         num_tests = 2 * len(self._config.suites)
         for suite, bar in self._config.suites.items():
@@ -211,7 +211,7 @@ class Gate:
             elif suite in before and drop(bar, found[suite], before[suite], num_tests):
                 stable = f"{before[suite].accuracy:.3f}"
                 faults.append(f"{suite}: {share:.3f}, the stable version {self.stable.version} has {stable}")
-            elif less := total_drop(bar, self._compared(suite, version), found[suite], num_tests):
+            elif less := total_drop(bar, [known[suite] for known in passed if suite in known], found[suite], num_tests):
                 faults.append(f"{suite}: the last {bar.window} versions are {less:.3f} below the best {bar.window}")
         reason = "; ".join(faults) or ", ".join(f"{suite} {found[suite].accuracy:.3f}" for suite in self._config.suites)
         if faults:
@@ -236,14 +236,6 @@ class Gate:
             f"at {per_hour:.3g} people an hour and {base:.1%} complaints a trial of {config.max_duration} with a share of "
             f"{USUAL_SHARE:g} passes {passes:.0%} of equal versions and finds {finds:.0%} of those with twice the odds"
         )
-
-    def _compared(self, suite: str, version: int) -> list[EvalResult]:
-        """Results of versions that passed, below a version, since an operator last promoted one by hand."""
-        return [
-            results[suite]
-            for known, results in sorted(self._results.items())
-            if suite in results and self._since <= known < version and known in self._passed
-        ]
 
     def _forget(self) -> None:
         kept = {self.stable.version, self.stable.before, self.stable.trial}
