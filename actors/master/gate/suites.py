@@ -53,17 +53,24 @@ def total_drop(suite: GateSuite, passed: Sequence[EvalResult], new: EvalResult, 
     versions that passed, by version: one that was held says nothing of the next. A candidate that is itself within
     `total_drop` of the best is never held, so the run can always come back. Results on other tasks than the newest one's do
     not count; the best is chosen among many, which Bonferroni's bound allows for.
+
+    The variance of the difference is the larger of two: if versions answer independently of each other, and of the tasks' own
+    differences, since versions that answer most tasks alike differ less from the one before than from one long ago.
     """
-    found = [result for result in passed if is_paired(result, new)] or list(passed)
-    shares = [result.accuracy for result in (*found, new)]
-    size = suite.window
-    means = [sum(shares[end - size : end]) / size for end in range(size, len(shares) + 1)]
+    paired = [result for result in passed if is_paired(result, new)]
+    found, size = [*(paired or passed), new], suite.window
+    windows = [found[end - size : end] for end in range(size, len(found) + 1)]
+    means = [sum(result.accuracy for result in window) / size for window in windows]
     if len(means) < 2:
         return 0.0
     less = max(means) - means[-1]
     if min(less, max(means) - new.accuracy) <= suite.total_drop + 1e-9:
         return 0.0
-    noise = [difference(now, before)[1] / 2.0 for before, now in pairwise((*found, new))]
+    noise = [difference(now, before)[1] / 2.0 for before, now in pairwise(found)]
     spread = 2.0 * math.fsum(noise) / len(noise) / size
+    if paired:
+        by_task = zip(*(result.right for result in (*windows[means.index(max(means))], *windows[-1])), strict=True)
+        gaps = [sum(right[:size]) - sum(right[size:]) for right in by_task]
+        spread = max(spread, sum(gap * gap for gap in gaps) / (size * new.num_tasks * new.num_samples) ** 2)
     alpha = suite.alpha / num_tests / len(means)
     return less if less > NormalDist().inv_cdf(1.0 - alpha) * math.sqrt(spread) else 0.0
