@@ -139,7 +139,7 @@ class Plan:
 
     def issued(self, issued: Issued) -> None:
         """Take a record of `tasks`, ours or of an earlier master."""
-        if parse_eval_group(issued.group) is not None:
+        if issued.suite:
             self.evals.issued(issued, self.active_s)
             return
         self.admission.issued(issued, self.active_s)
@@ -158,14 +158,14 @@ class Plan:
                 self.admission.number(issued)
 
     def _is_new(self, issued: Issued) -> bool:
-        if parse_eval_group(issued.group) is not None or issued.group in self.admission.outstanding:
+        if issued.suite or issued.group in self.admission.outstanding:
             return True
         return group_round(issued.group) >= self.book.next_round(task_of(issued.group))
 
     def closure(self, closure: Closure, timestamp_ms: int | None = None) -> bool:
         """Take a closure; True if it ended an outstanding group."""
         self._moved_ms = self.clock_ms
-        if parse_eval_group(closure.group) is not None:
+        if closure.sequence < 0 and parse_eval_group(closure.group) is not None:
             self.evals.closed(closure)
             return False
         self._begun_any = self._begun_any or closure.lane == "live"
@@ -189,10 +189,10 @@ class Plan:
             self.active_s += max(0, min(timestamp_ms - self._explorer_ms, _MAX_GAP_MS)) / 1000
         self._explorer_ms = max(timestamp_ms, self._explorer_ms or 0)
         for group, attempt in (progress.holds or {}).items():
-            if parse_eval_group(group) is not None:
-                self.evals.held(group, self.active_s)
-            else:
+            if group in self.admission.outstanding:
                 self.admission.held(group, attempt, self.active_s)
+            else:
+                self.evals.held(group, self.active_s)
 
     def policy(self, event: PolicyEvent, offset: int, timestamp_ms: int | None = None) -> None:
         self.gate.event(event, timestamp_ms)

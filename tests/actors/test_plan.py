@@ -131,6 +131,21 @@ def test_evals_are_issued_whole_and_once() -> None:
     assert eval_tasks(made) == []
 
 
+def test_a_task_with_a_name_like_that_of_an_eval_is_issued_held_and_ended_like_any_other() -> None:
+    made, again = plan(dev_config(), train=0), plan(dev_config(), train=0)
+    for each in (made, again):
+        each.task(task("eval-dev-17"))
+    first, *rest = [require_issued(rollout) for rollout in rollouts(made)]
+    assert first.group == "eval-dev-17.0" and len(rest) == 3 and rollouts(made) == []
+    again.issued_since([first, *rest])
+    again.closure(Closure(group=first.group, outcome="dropped", sequence=0))
+    explorer_reports(again, 1_000_000, 9)
+    again.progress(Progress(role="explore", instance="e", life="working", holds={rest[0].group: 0}), 1_009_000)
+    explorer_reports(again, 1_009_000, 1)
+    assert [require_issued(item).group for item in reissues(again)] == [item.group for item in rest[1:]]
+    assert [require_issued(rollout).sequence for rollout in rollouts(again)] == [4]
+
+
 def test_a_request_cut_short_by_a_restart_is_completed() -> None:
     made = plan(dev_config())
     first, *rest = eval_tasks(made)
