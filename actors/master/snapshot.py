@@ -149,7 +149,8 @@ def series(app: str) -> str:
 
 def shaping(config: MasterConfig, policy: str) -> str:
     """A digest of the settings that the state rests on: with others the same log is counted otherwise."""
-    found = msgspec.json.encode([LAYOUT, policy, config.first_version, config.evals, config.gate, config.stop])
+    reached = config.stop.suite, config.stop.at
+    found = msgspec.json.encode([LAYOUT, policy, config.first_version, config.evals, config.gate, reached])
     return hashlib.blake2b(found, digest_size=16).hexdigest()
 
 
@@ -163,7 +164,9 @@ def restore(store: Store, snapshot: SnapshotManifest, plan: Plan, policy: str, l
         if facts.log != log:
             raise Unfit(f"of the log {facts.log[:8]}, this is {log[:8]}")
         if facts.shaping != shaping(plan.config, policy):
-            raise Unfit("the release, or master.evals, gate, stop, first_version or policy.name, have changed since")
+            raise Unfit(
+                "the release, policy.name, or master.evals, gate, first_version, stop.suite or stop.at have changed since"
+            )
         put_back(plan, read(store, snapshot.parts[STATE]))
     except (ValueError, KeyError, SnapshotDamaged) as error:
         raise Unfit(f"not read: {error}") from error

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from actors.config import StopRule
 from actors.engines.scripted import ScriptedEngine
 from actors.master.plan import Plan
 from actors.master.snapshot import (
@@ -213,6 +214,12 @@ def test_a_snapshot_that_is_not_whole_or_of_others_is_refused_in_a_line_that_say
     store.put(snapshot.parts[STATE].key, b"other")
     with pytest.raises(Unfit, match="not read"):
         restore(store, snapshot, new_plan(), "main", "9f")
+
+
+def test_a_snapshot_fits_another_length_of_the_run_and_no_other_result_that_ends_it() -> None:
+    longer, sooner = StopRule(after="9h", groups=900, versions=90), StopRule(suite="dev", at=0.5)
+    assert shaping(replace(CONFIG, stop=longer), "main") == shaping(CONFIG, "main")
+    assert shaping(replace(CONFIG, stop=sooner), "main") != shaping(CONFIG, "main")
 
 
 @pytest.mark.parametrize(
