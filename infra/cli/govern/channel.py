@@ -1,21 +1,24 @@
 """`headrace promote | pin | unpin | rollback | channel`: move the version that customers get; list moves, authors and times."""
 
-from collections.abc import Collection, Sequence
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated
 
 import msgspec
 import typer
 from rich.table import Table
 
-from infra.cli.connect import connected, reading
-from infra.cli.govern.words import RECENT, ChannelDecision, recent_words, words_about
+from infra.cli.connect import app_store, connected, reading
+from infra.cli.govern.words import RECENT, recent_words, words_about
 from infra.cli.look.audit import operator
 from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.terminal import Screen, clock, print_json
 from infra.log.log import Log
+from infra.policies.chain import read_manifest, walk
 from infra.policies.fold import Stable, moved
+from infra.store.store import Store
 from schemas import Directive, PolicyEvent, topics
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, NotInStore
 from schemas.fields import Channel, DirectiveKind, PolicyEventKind
 
 Version = Annotated[int, typer.Argument(min=0, help="Published policy version.")]
@@ -99,6 +102,8 @@ async def _move(
     async with connected(settings) as log:
         versions, before = await versions_and_stable(log, settings.policy.name, version)
         check_move(versions, before, kind, version)
+        if version >= 0:
+            await asyncio.to_thread(check_stored, app_store(settings), versions[version])
         event = PolicyEvent(
             event=kind, policy=settings.policy.name, version=version, channel=channel, reason=reason, owner=operator()
         )
@@ -130,30 +135,40 @@ async def channel(
     console = Screen()
     console.print(f"stable: {stable_text(stable)}", style="bold")
     if made:
-        console.print(decisions_table(made))
+        rows = Table("when", "what", "version", "by", "why")
+        for decision in made:
+            style = {"held": "yellow", "pause": "yellow", "rolled_back": "red"}.get(decision.event)
+            of = "" if decision.version < 0 else str(decision.version)
+            rows.add_row(clock(decision.time_ms), decision.word, of, decision.by, decision.reason, style=style)
+        console.print(rows)
     if not words.is_whole:
         console.print("decisions of before: headrace channel --all", style="dim")
     return 0
 
 
-def decisions_table(made: Sequence[ChannelDecision]) -> Table:
-    rows = Table("when", "what", "version", "by", "why")
-    for decision in made:
-        style = {"held": "yellow", "pause": "yellow", "rolled_back": "red"}.get(decision.event)
-        version = "" if decision.version < 0 else str(decision.version)
-        rows.add_row(clock(decision.time_ms), decision.word, version, decision.by, decision.reason, style=style)
-    return rows
-
-
-async def versions_and_stable(log: Log, policy: str, version: int) -> tuple[Collection[int], Stable]:
+async def versions_and_stable(log: Log, policy: str, version: int) -> tuple[Mapping[int, PolicyEvent], Stable]:
     """Versions of a policy that may be served, from some place before `version` on, and where its channel is."""
     words = await (words_about(log, policy, version) if version >= 0 else recent_words(log, policy))
     return servable(words.events), words.stable
 
 
-def servable(history: Sequence[tuple[int, PolicyEvent]]) -> set[int]:
-    published = {event.version for _, event in history if event.event == "published"}
-    return published - {event.version for _, event in history if event.event == "orphaned"}
+def servable(history: Sequence[tuple[int, PolicyEvent]]) -> dict[int, PolicyEvent]:
+    gone = {event.version for _, event in history if event.event == "orphaned"}
+    return {event.version: event for _, event in history if event.event == "published" and event.version not in gone}
+
+
+def check_stored(store: Store, event: PolicyEvent) -> None:
+    """Raises ConfigError for a version that the trainer removed, or that it needs to be rebuilt, see [keep]. Blocking."""
+    try:
+        chain = walk(store, read_manifest(store, event.manifest, event.manifest_sha256)[0])
+        for source in (*(source for _, source in chain.steps), chain.anchor):
+            for shard in source.shards if source else ():
+                store.size(shard.key)
+    except NotInStore as error:
+        raise ConfigError(
+            f"version: {event.version} of {event.policy} was published, but is not in the store any more (see [keep]); "
+            f"expected a newer version: {error}"
+        ) from error
 
 
 def check_move(versions: Collection[int], stable: Stable, kind: PolicyEventKind, version: int) -> None:
@@ -163,10 +178,8 @@ def check_move(versions: Collection[int], stable: Stable, kind: PolicyEventKind,
     if version < 0:
         return
     if version not in versions:
-        newest = max(versions, default=-1)
-        raise ConfigError(
-            f"version {version}: never published; " + (f"the newest is {newest}" if newest >= 0 else "none is")
-        )
+        there = f"the newest is {max(versions)}" if versions else "none is"
+        raise ConfigError(f"version {version}: never published; {there}")
     if kind == "rolled_back" and version >= stable.version:
         raise ConfigError(
             f"rollback: got version {version}, expected a version below the stable version {stable.version}"

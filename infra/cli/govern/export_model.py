@@ -18,7 +18,7 @@ import msgspec
 import typer
 
 from infra.cli.connect import app_store, reading
-from infra.cli.govern.channel import servable
+from infra.cli.govern.channel import check_stored, servable
 from infra.cli.govern.words import ChannelDecision, words_about
 from infra.cli.options import SettingsFile, command
 from infra.cli.settings import Settings
@@ -34,7 +34,7 @@ from infra.policies.publish import SHARD_BYTES, split_runs
 from infra.policies.tensors import Tensor, pieces_of
 from infra.store.store import Store
 from schemas import PolicyEvent
-from schemas.errors import ConfigError, NotInStore
+from schemas.errors import ConfigError
 
 ABOUT = "headrace.json"
 INDEX = "model.safetensors.index.json"
@@ -96,11 +96,11 @@ async def published(log: Log, policy: str, version: str) -> tuple[PolicyEvent, l
     known = (await folded(log)).of(policy)
     number = int(version) if version.isdigit() else known.newest if version == "newest" else known.stable.version
     words = await words_about(log, policy, number)
-    events = [event for _, event in words.events if event.event == "published" and event.version == number]
-    if not events or number not in servable(words.events):
+    event = servable(words.events).get(number)
+    if event is None:
         there = f"the newest is {known.newest}" if known.events else "none is"
         raise ConfigError(f"version: got {version}, which is not published (or retracted); {there}")
-    return events[-1], [decision for decision in words.decisions if decision.version == number]
+    return event, [decision for decision in words.decisions if decision.version == number]
 
 
 def export(
@@ -113,7 +113,8 @@ def export(
     alone: bool = False,
 ) -> int:
     """Fetch, verify and write; how many bytes of weights. alone: of an adapter nothing else. Blocks."""
-    policy = fetched(store, event)
+    check_stored(store, event)
+    policy = PolicyFetcher(store, event.policy).fetch(event)
     if alone and policy.adapter is None:
         raise ConfigError(
             f"--adapter: version {event.version} is full weights, expected one of a run with [trainer.lora]"
@@ -135,18 +136,6 @@ def export(
         (made / ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
         made.rename(folder)
     return num_bytes
-
-
-def fetched(store: Store, event: PolicyEvent) -> Policy:
-    """A version, verified. Raises ConfigError where the store no longer has it, PolicyRefused where it is damaged."""
-    try:
-        store.get(event.manifest)
-    except NotInStore as error:
-        raise ConfigError(
-            f"version: {event.version} of {event.policy} was published, but is not in the store any more (see [keep]); "
-            f"expected a newer version: {error}"
-        ) from error
-    return PolicyFetcher(store, event.policy).fetch(event)
 
 
 def whole_tensors(policy: Policy, model: str) -> dict[str, Tensor]:

@@ -5,29 +5,30 @@ from pathlib import Path
 
 import pytest
 
-from infra.cli.govern.channel import check_move, versions_and_stable
+from infra.cli.govern.channel import check_move, check_stored, versions_and_stable
 from infra.cli.govern.words import recent_words, words_about
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.policies.beginning import LOOK
 from infra.policies.fold import WINDOW
+from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
 from schemas import PolicyEvent, topics
 from schemas.errors import ConfigError
 from schemas.topics import POLICIES
 from tests.infra.cli.test_commands_on_a_broker import call, config, printed, publish
+from tests.infra.weights.test_publish import put_run
 from tests.starts import CountingBus, store_records, summarize
+from trainer.loop.prune import prune
 
 __all__ = ["config"]  # a fixture
 
 
 @pytest.mark.slow
 def test_the_stable_channel_is_moved_by_hand_and_every_move_is_told(kafka: str, app_name: str, config: Path) -> None:
-    versions = [
-        (topics.POLICIES, PolicyEvent(event="published", policy="main", version=version, manifest="m"))
-        for version in (3, 5)
-    ]
-    publish(kafka, app_name, versions)  # type: ignore[arg-type]
+    store = DirectoryStore(config.parent / "store")
+    events, _ = put_run(store, 6)
+    publish(kafka, app_name, [(topics.POLICIES, events[version]) for version in (3, 5)])
     assert "nothing was promoted yet" in printed(config, "channel")
     result = call(config, "promote", "4")
     assert result.exit_code == 2 and "version 4: never published; the newest is 5" in result.stderr
@@ -50,6 +51,9 @@ def test_the_stable_channel_is_moved_by_hand_and_every_move_is_told(kafka: str, 
     assert [item["event"] for item in told["decisions"]] == [
         "promoted", "pinned", "pinned", "rolled_back", "pause", "continue"
     ]  # fmt: skip
+    store.delete(next(store.keys("policies/main/17/deltas/4-5/")))
+    result = call(config, "promote", "5")
+    assert result.exit_code == 2 and "version: 5 of main was published, but is not in the store" in result.stderr
 
 
 async def test_a_version_that_an_overtaken_trainer_published_cannot_be_promoted() -> None:
@@ -68,6 +72,18 @@ async def test_a_version_that_an_overtaken_trainer_published_cannot_be_promoted(
         check_move(versions, stable, "promoted", 2)
     await log.publish(POLICIES, PolicyEvent(event="published", policy="main", version=2, token=second.offset))
     check_move(*await versions_and_stable(log, "main", 2), "promoted", 2)
+
+
+@pytest.mark.parametrize("tensors_only", [False, True])
+def test_a_version_that_the_trainer_removed_cannot_be_served_and_one_that_it_kept_can(tensors_only: bool) -> None:
+    store = MemoryStore()
+    events, _ = put_run(store, 20)
+    prune(store, "main", oldest=17, tensors_only=tensors_only)
+    for event in events[:16]:
+        with pytest.raises(ConfigError, match=f"version: {event.version} of main was .* not in the store any more"):
+            check_stored(store, event)
+    for event in events[16:]:
+        check_stored(store, event)
 
 
 LONG = 4 * LOOK
