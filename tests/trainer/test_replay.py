@@ -11,15 +11,18 @@ import pytest
 
 from infra.chain.insert import ProcessorConfig
 from infra.chain.processor import Drop, processor
+from infra.ledger.forget import destroy
 from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.settings.config import Keep
 from infra.store.memory import MemoryStore
+from infra.store.seal import Keys
 from infra.store.store import Store
 from schemas import Batch, Block, Experience, Rollback, Saved, encode, topics
 from schemas.errors import ConfigError, HeadraceError
 from schemas.fields import Lane
+from tests.infra.ledger.ledger_records import TENANT, USER, log_with_ann
 from tests.trainer.memory_run import (
     CONFIG,
     FLOOR,
@@ -40,7 +43,7 @@ from trainer.journal.origin import code_hash, modules
 from trainer.learners.learner import Learner
 from trainer.learners.scripted import ScriptedLearner
 from trainer.loop.state import Learning
-from trainer.replay.replay import Compared, ReplayStart, find_start, replay
+from trainer.replay.replay import Compared, ReplayStart, find_start, lost_steps, replay
 
 
 async def replayed(
@@ -146,16 +149,18 @@ def drop_odd(experience: Experience) -> Experience | Drop:
     return Drop("odd") if experience.sequence % 2 else experience
 
 
-async def test_what_the_batch_chain_dropped_is_not_trained_and_is_still_what_was_journaled() -> None:
-    store, learner = MemoryStore(), ScriptedLearner()
-    log = await filled_log(store)
+async def test_what_the_batch_chain_dropped_is_not_trained_is_still_what_was_journaled_and_may_be_forgotten() -> None:
+    (log, store), learner = await log_with_ann(at=(7,)), ScriptedLearner()
     chain = build_batch([ProcessorConfig(use="tests.trainer.test_replay:drop_odd", stage="batch")])
     await train(log, store, learner, chain=chain)
     batches = [entry for entry in await journal(log) if isinstance(entry, Batch) and entry.phase == "train"]
     gone = [{item.offset for item in batch.dropped} - {item.offset for item in batch.items} for batch in batches]
     assert all(gone), "whole groups were dropped"
-    found, again, _ = await replayed(log, store)
-    assert all(each.equal for each in found) and again.learner.tensors() == learner.tensors()
+    for _ in ("there", "forgotten"):
+        found, again, start = await replayed(Log(log.bus, "t", store=store), store)
+        assert all(each.equal for each in found) and again.learner.tensors() == learner.tensors()
+        destroy(Keys(store), TENANT, USER)
+    assert await lost_steps(Log(log.bus, "t", store=store), "t", start) == {}
 
 
 async def test_the_buffer_keeps_what_kept_checkpoints_need_and_loses_what_none_does() -> None:

@@ -173,17 +173,17 @@ def check_steps(todo: Iterable[Pending | Rollback], after_step: int) -> None:
 
 
 async def blocks_named(log: Log, batch: Batch) -> dict[int, Stored]:
-    """A batch's blocks. Raises BadFrame (Sealed for a destroyed key) or OffsetOutOfRange with step and offset."""
+    """A batch's blocks. Raises BadFrame (Sealed for a lost key of a trained item) or OffsetOutOfRange with step and offset."""
     try:
         found = await read_blocks(log, named_offsets(batch))
     except OffsetOutOfRange as error:
         raise OffsetOutOfRange(f"step {batch.step}: {error}") from error
     except BadFrame as error:
         raise BadFrame(f"step {batch.step}: {error}") from error
-    for offset, item in found.items():
-        if lost := item.block.experiences[0].lost:
+    for item in batch.items:
+        if lost := found[item.offset].block.experiences[0].lost:
             key = "destroyed" if lost == FORGOTTEN else "not in this store"
-            raise Sealed(f"step {batch.step}: {lost}: the key of its record at buffer offset {offset} is {key}")
+            raise Sealed(f"step {batch.step}: {lost}: the key of its record at buffer offset {item.offset} is {key}")
     return found
 
 
@@ -243,7 +243,7 @@ async def replay(
 
 
 async def lost_steps(log: Log, name: str, start: ReplayStart) -> dict[int, str]:
-    """Return the steps whose batch names sealed records without a key, ascending, with the reason: "forgotten" if a key was
+    """Return the steps that trained on sealed records without a key, ascending, with the reason: "forgotten" if a key was
     destroyed, else "no key".
     """
     lost: dict[int, str] = {}
@@ -258,7 +258,7 @@ async def lost_steps(log: Log, name: str, start: ReplayStart) -> dict[int, str]:
     async for message in read_records(log, start.manifest.position.journal_next):
         record = message.value
         if isinstance(record, Batch) and record.run == name and (record.token, record.step) in wanted:
-            whys = {lost[offset] for offset in named_offsets(record) if offset in lost}
+            whys = {lost[item.offset] for item in record.items if item.offset in lost}
             if whys:
                 found[record.step] = FORGOTTEN if FORGOTTEN in whys else min(whys)
     return dict(sorted(found.items()))
