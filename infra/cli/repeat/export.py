@@ -41,11 +41,8 @@ async def export(
             bundle = await fill(archive, source, start)
             archive.finish(bundle)
     counts = {name: item.end - item.begin for name, (item,) in bundle.topics.items()}
-    num_bytes, step, steps = (
-        (await asyncio.to_thread(file.stat)).st_size,
-        start.manifest.place.step,
-        start.survey.num_steps,
-    )
+    num_bytes = (await asyncio.to_thread(file.stat)).st_size
+    step, steps = start.manifest.place.step, start.survey.num_steps
     if as_json:
         found = {"file": str(file), "bytes": num_bytes, "from_step": step, "steps": steps, "records": counts}
         print_json(found | {"sealed": archive.sealed})
@@ -65,7 +62,11 @@ async def fill(archive: Archive, source: ReplaySource, start: ReplayStart) -> Bu
     await asyncio.to_thread(archive.add_model, Path(source.model))
     for key in checkpoint.objects(source.store, source.run, start.manifest.place):
         archive.add(key, source.store.get(key))
-    begins = {topics.BATCHES: start.manifest.position.journal_next, topics.BUFFER: min(start.survey.offsets, default=0)}
+    end = (await source.log.bounds(topics.BUFFER))[1][0]
+    begins = {
+        topics.BATCHES: start.manifest.position.journal_next,
+        topics.BUFFER: min(start.survey.offsets, default=end),
+    }
     shows = await asyncio.to_thread(vision_if_any, source.model) is not None
     held: dict[str, tuple[PartitionRange, ...]] = {
         topic.name: (

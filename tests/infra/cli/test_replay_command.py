@@ -107,6 +107,13 @@ def test_an_exported_run_replays_equal_with_no_broker(tmp_path: Path) -> None:
     assert found["steps"] == found["to_step"] + 1 and not found["faults"]
 
 
+def test_an_export_from_the_newest_checkpoint_holds_no_block(tmp_path: Path) -> None:
+    file = exported(tmp_path, from_step=STEPS * 10)
+    found = json.loads(call("export", file, tmp_path / "again.headrace", "--json").stdout)
+    assert found["steps"] == found["records"]["buffer"] == 0
+    assert json.loads(call("replay", file, "--json").stdout)["steps"] == 0
+
+
 def test_without_verify_nothing_is_judged_and_with_it_a_step_without_a_checkpoint_is_no_success(tmp_path: Path) -> None:
     file = exported(tmp_path, damage=other_advantages)
     result = call("replay", file, "--to", "11")
