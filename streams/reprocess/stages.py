@@ -124,23 +124,20 @@ async def verify_steps(run: ReprocessRun) -> AsyncGenerator[RunStep, None]:
         async with aclosing(decided_in(run, part, verify.Verifier(run.steps, recorded))) as all_handled:
             async for _, handled in all_handled:
                 run.on_progress(1)
-                yield _verified(handled, run.diff)
+                yield _verified(handled)
 
 
 def asks_scores(run: ReprocessRun) -> bool:
     return any(step.question for step in run.steps)
 
 
-def _verified(handled: Handled, diff: bool) -> RunStep:
+def _verified(handled: Handled) -> RunStep:
     kept, dropped, outcomes = 0, dict[str, int](), list[tuple[Outcome, Outcome | None]]()
     for output in (*handled.first, *handled.then):
         if output.topic not in (VERIFIED, EVALS):
             continue
         record = output.record
         assert isinstance(record, Block | DropMarker)
-        if isinstance(record, Block) and not diff:
-            kept += len(record.experiences)
-            continue
         for outcome in _outcomes(record):
             outcomes.append((outcome, None))
             kept += not outcome.dropped

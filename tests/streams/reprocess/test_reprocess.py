@@ -31,8 +31,9 @@ async def test_the_same_configuration_and_versions_give_what_is_recorded(tmp_pat
     before = await sizes(log)
     ASKED.clear()
     for stage in ("verify", "collect"):
-        report = await run(log, stage)
+        report, counted = await run(log, stage), await run(log, stage, diff=False)
         assert report.is_same, report.changes
+        assert (counted.kept, counted.dropped) == (report.kept, report.dropped)
         assert report.compared > 15 and report.unrecorded == report.behind == 0, report
         assert report.dropped and report.kept
     assert not ASKED, "a verdict that is on record was asked for again"
