@@ -104,11 +104,12 @@ async def replay(
             verdict = await done_again(console, source, learning, from_step, to_step, verify=verify)
         finally:
             learning.executor.shutdown()
+    code = verdict.exit_code if verify else 0
     if as_json:
-        print_json(msgspec.to_builtins(verdict) | {"verified": verdict.verified, "exit_code": verdict.exit_code})
+        print_json(msgspec.to_builtins(verdict) | {"verified": verdict.verified, "exit_code": code})
     else:
         summarize(console, verdict, verify=verify)
-    return verdict.exit_code if verify else 0
+    return code
 
 
 def check_names(console: Console, source: ReplaySource, *, trusted: bool) -> None:
