@@ -402,7 +402,7 @@ def test_a_bad_agent_fails_with_a_typed_cause_and_costs_no_other_episode_anythin
 async def test_a_bad_agent_s_requests_end_with_its_episode() -> None:
     """One that is cut off while it floods leaves nothing running."""
 
-    engine = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=4096, script=says("a" * 60), token_s=0.05)
+    engine = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=4096, script=says("a" * 60), token_s=60.0)
     await engine.start()
     session = Session(engine, ChatBytes(), Sampling(max_tokens=64, stop=(EOS,)))
     playing = asyncio.create_task(Program(use=f"{AGENTS}:floods")(TASK, session))
