@@ -119,8 +119,9 @@ def missing(wanted: Mapping[str, int], processes: Sequence[Spoken], now_s: float
     began_s = min((process.first_s for process in running), default=0.0)
     found = []
     for role, number in wanted.items():
-        here = [process for process in running if process.last.role == role]
-        gone = [process for process in processes if process.last.role == role and process not in here]
+        own = [process for process in processes if process.last.role == role and not process.last.is_canary]
+        here = [process for process in own if process in running]
+        gone = [process for process in own if process not in here]
         is_loading = now_s - began_s < STARTING_S and all(process.last_s < began_s for process in gone)
         if len(here) < number and not is_loading:
             count = f"no {role} runs" if not here else f"{len(here)} of {number} {role} run"

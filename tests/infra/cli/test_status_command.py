@@ -328,6 +328,9 @@ def test_a_gateway_is_expected_where_the_file_has_one() -> None:
 
     assert said() == ["no serve runs: no report was received; see its log"]
     assert said(KILLED, heard("serve 6/9f00a1b2", began_s=40.0)) == []
+    canary = Progress(role="serve", instance="serve/c/1", state="serving", is_canary=True)
+    asked_of_canary = said(KILLED, Spoken(NOW_S - 7200, [(canary, NOW_S)]))
+    assert asked_of_canary == [f"no serve runs: serve/{VM}/5/0badcafe last reported 60 s ago"], "it serves no customers"
     failed = heard("serve 5", ago_s=3.0, state="failed", reason="the engine is gone")
     assert said(KILLED, failed) == [f"no serve runs: serve/{VM}/5 ended 3 s ago: the engine is gone"]
 
