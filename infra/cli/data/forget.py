@@ -1,13 +1,13 @@
 """`headrace forget`: destroys a user's keys first, then publishes that and prints it."""
 
 import asyncio
-import getpass
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from infra.cli.connect import app_store, reading
+from infra.cli.look.audit import operator
 from infra.cli.look.trace import open_index
 from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.terminal import Screen, print_json
@@ -42,7 +42,7 @@ async def forget(
     index = open_index(settings)
     try:
         async with reading(settings) as log:
-            about = await tell(log, tenant, user, secret=secret, owner=getpass.getuser())
+            about = await tell(log, tenant, user, secret=secret, owner=operator())
             found = await complete(log, index, keys, about, key_ids)
     finally:
         index.close()

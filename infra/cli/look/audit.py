@@ -1,6 +1,7 @@
 """`headrace audit`: the account as a table, and an exit code; with --drain, after everything has been finished."""
 
 import getpass
+import os
 import socket
 from typing import Annotated
 
@@ -67,7 +68,11 @@ async def audit_log(
 
 def operator() -> str:
     """The owner of records that a person publishes: user@host."""
-    return f"{getpass.getuser()}@{socket.gethostname()}"
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container may run under a number without an entry in passwd
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
 
 
 def table(account: Account) -> Table:

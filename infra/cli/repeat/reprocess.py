@@ -1,6 +1,5 @@
 """`headrace reprocess`: the order, a progress bar, and the results as tables."""
 
-import getpass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infra.cli.connect import connected, reading
+from infra.cli.look.audit import operator
 from infra.cli.options import JsonOption, SettingsFile, command
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen, bar, print_json, two_columns
@@ -85,7 +85,7 @@ async def reprocess(
         async with connected(settings) as log:
             ranges = await plan(log, order)
             with bar(console, "delivering again", sum(part_range.size for part_range in ranges)) as moved:
-                letters = await redeliver(log, ranges, moved, by=getpass.getuser())
+                letters = await redeliver(log, ranges, moved, by=operator())
         print_json(letters) if as_json else show_letters(console, letters)
         return 1 if letters.refused else 0
     async with reading(settings) as log:

@@ -4,6 +4,8 @@ import asyncio
 import io
 import json
 import logging
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from actors.tasksets.files import Broken
 from infra.cli.data import forget, load
 from infra.cli.docs import command_tree
 from infra.cli.look import peek, status, trace
+from infra.cli.look.audit import operator
 from infra.cli.look.reader import newest
 from infra.cli.main import app
 from infra.cli.options import exit_with
@@ -151,6 +154,13 @@ def test_a_mistake_on_the_command_line_is_one_line(arguments: list[str], words: 
 def test_a_broker_that_is_not_there_is_one_line_with_its_address(arguments: list[str], config: Path) -> None:
     line = told(call(*arguments, "-c", str(config)), 1)
     assert line.startswith("Kafka at 127.0.0.1:1 is not reachable") and "0.3 s" in line
+
+
+def test_a_person_without_an_entry_among_the_machines_users_is_named_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert operator() == f"{os.getuid()}@{socket.gethostname()}"
 
 
 @pytest.mark.parametrize("role", ["train", "explore"])
