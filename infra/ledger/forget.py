@@ -18,7 +18,10 @@ from infra.ledger.index import LogIndex
 from infra.log.log import Log
 from infra.store.seal import Keys
 from schemas import Directive, topics
+from schemas.errors import StoreError
 from schemas.ids import forgotten_mark, keyed_subject
+
+WAIT_S = 600.0  # for another process that writes the index
 
 
 class ForgetReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,11 +47,16 @@ def destroy(keys: Keys, tenant: str, user: str) -> tuple[str, ...]:
     return keys.destroy(keyed_subject(keys.app_secret(), tenant, user)) if user else ()
 
 
-async def complete(log: Log, index: LogIndex, keys: Keys, about: str, key_ids: tuple[str, ...]) -> ForgetReport:
+async def complete(
+    log: Log, index: LogIndex, keys: Keys, about: str, key_ids: tuple[str, ...], wait_s: float = WAIT_S
+) -> ForgetReport:
     """Bring the index up to date, destroy the keys of the user's sessions, and report. Raises StoreError; then repeat it."""
-    await index.refresh(log)
-    sessions = index.sessions_under(key_ids)  # here: SQLite takes questions in the thread that opened it alone
-    of_sessions = [await asyncio.to_thread(keys.destroy, session) for session in sessions]
+    if not await index.refresh(log, wait_s=wait_s):
+        raise StoreError(
+            f"{index.path} is behind the log, and another process keeps it (`headrace trace --keep-up` or `console`):"
+            " repeat this command once that process has read the log, or end that process and repeat it"
+        )
+    of_sessions = [await asyncio.to_thread(keys.destroy, session) for session in index.sessions_under(key_ids)]
     all_ids = (*key_ids, *(key_id for some in of_sessions for key_id in some))
     steps = tuple(trained.step for trained in index.steps_under(all_ids) if not trained.undone)
     return ForgetReport(

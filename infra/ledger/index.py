@@ -290,9 +290,8 @@ class LogIndex:
 
     def steps_under(self, key_ids: Iterable[str]) -> list[TrainedStep]:
         """Steps whose batch held anything sealed under one of these keys, ascending."""
-        under = "key IN (SELECT value FROM json_each(?))"
-        asked = f"step IN (SELECT step FROM sealed JOIN trained USING (grp) WHERE {under})"
-        return self._steps(asked, json.dumps([*key_ids]))
+        asked = "SELECT step FROM sealed JOIN trained USING (grp) WHERE key IN (SELECT value FROM json_each(?))"
+        return self._steps(f"step IN ({asked})", json.dumps([*key_ids]))
 
     def steps_between(self, first: int, last: int) -> list[TrainedStep]:
         return self._steps("step BETWEEN ? AND ?", first, last)

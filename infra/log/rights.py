@@ -56,7 +56,9 @@ class Rights:
     ) -> Asked:
         """Rights on one topic. partitions, config: with which it would be created."""
         try:
-            error, leaders = await self._described(name)
+            answer = await self._client.send(self._client.get_random_node(), MetadataRequest([name], False))
+            ((code, _, _, known),) = answer.topics
+            error, leaders = for_code(code), [leader for _, _, leader, *_ in sorted(known, key=lambda each: each[1])]
             if error is UnknownTopicOrPartitionError:
                 return Asked(creates=await self._creates(name, partitions, config))
             if error in DENIED:
@@ -84,11 +86,6 @@ class Rights:
                 fault = kind.__name__
             await asyncio.sleep(TIMEOUT_MS / 1000 / TRIES)
         return Asked(fault=fault)
-
-    async def _described(self, name: str) -> tuple[type[Exception], list[int]]:
-        answer = await self._client.send(self._client.get_random_node(), MetadataRequest([name], False))
-        ((code, _, _, partitions),) = answer.topics
-        return for_code(code), [leader for _, _, leader, *_ in sorted(partitions, key=lambda partition: partition[1])]
 
     async def _creates(self, name: str, partitions: int, config: Mapping[str, str]) -> bool:
         new = NewTopic(name, partitions, -1, replica_assignments={}, topic_configs=dict(config))

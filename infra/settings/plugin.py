@@ -123,19 +123,15 @@ def _bound(found: Callable[..., object], options: Mapping[str, Any], where: str)
             raise ConfigError(f"{where}.options.{name}: missing, {found.__qualname__} needs it")
     if not options:
         return found
-    hints = _type_hints(found)
+    try:
+        hints = typing.get_type_hints(found, include_extras=True)
+    except (NameError, TypeError):  # names only a type checker sees: such options go unchecked
+        hints = {}
     values = {
         name: decode(value, hints[name], f"{where}.options.{name}") if name in hints else value
         for name, value in options.items()
     }
     return functools.partial(found, **values)
-
-
-def _type_hints(found: Callable[..., object]) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(found, include_extras=True)
-    except (NameError, TypeError):  # names only a type checker sees: such options go unchecked
-        return {}
 
 
 def check_names(options: Mapping[str, Any], known: Iterable[str], where: str) -> None:

@@ -15,13 +15,26 @@ from infra.log.memory import MemoryBus
 from infra.policies.manifest import decode_manifest
 from infra.store.memory import MemoryStore
 from infra.store.seal import Keys, open_text, seal_text
-from schemas import Batch, Block, Directive, Drawn, Feedback, PolicyEvent, Saved, ids, topics
-from schemas.errors import Sealed
+from schemas import Batch, Block, Directive, Drawn, Experience, Feedback, PolicyEvent, Saved, ids, topics
+from schemas.errors import Sealed, StoreError
 from tests.infra.ledger.ledger_records import ANN, TENANT, USER, batch, log_with_ann, of_ann
 from tests.names import secret_store, session_name
 from tests.trainer.memory_run import CONFIG, STEPS, block, journal, published, replaying, train
 from trainer.learners.scripted import ScriptedLearner
 from trainer.replay.replay import Compared, find_start, lost_steps, replay
+
+
+async def empty_log() -> Log:
+    log = Log(MemoryBus(), "t", store=secret_store())
+    await log.create_topics(partitions=1, keep_ms=-1)
+    return log
+
+
+def turn_of_ann(log: Log, chat: str) -> Experience:
+    """An answer to her in a session."""
+    group = ids.request_group(session_name(TENANT, chat), 7, 3)
+    first = of_ann(log, 1).experiences[0]
+    return msgspec.structs.replace(first, id=ids.experience_id(group, 0, 0), group=group, lane="live", sequence=-1)
 
 
 async def reported(log: Log, folder: Path) -> ForgetReport:
@@ -113,8 +126,7 @@ async def test_a_trainer_that_restarts_on_lost_steps_goes_on_without_them() -> N
 
 
 async def test_the_event_of_forgetting_is_in_the_log_and_names_nobody() -> None:
-    log = Log(MemoryBus(), "t", store=secret_store())
-    await log.create_topics(partitions=1, keep_ms=-1)
+    log = await empty_log()
     about = await tell(log, TENANT, USER, secret=b"s", owner="ops")
     (message,) = [one async for one in log.scan(topics.POLICIES)]
     assert message.value == Directive(order="forget", owner="ops", about=about)
@@ -128,8 +140,7 @@ async def test_the_event_of_forgetting_is_in_the_log_and_names_nobody() -> None:
     ids=["derived", "a turn of a session"],
 )
 async def test_what_is_sealed_is_found_by_its_key_whatever_group_it_lies_in(tmp_path: Path, group: str) -> None:
-    log = Log(MemoryBus(), "t", store=secret_store())
-    await log.create_topics(partitions=1, keep_ms=-1)
+    log = await empty_log()
     first = of_ann(log, 1).experiences[0]
     name = ids.experience_id(group, 0, 0)
     made = msgspec.structs.replace(first, id=name, group=group, lane="expert", sequence=-1)
@@ -145,15 +156,10 @@ async def test_what_is_sealed_is_found_by_its_key_whatever_group_it_lies_in(tmp_
 async def test_what_was_written_about_their_answers_is_forgotten_with_them_and_what_is_anothers_stays(
     tmp_path: Path,
 ) -> None:
-    store = secret_store()
-    log = Log(MemoryBus(), "t", store=store)
-    await log.create_topics(partitions=1, keep_ms=-1)
-    first = of_ann(log, 1).experiences[0]
-    groups = {name: ids.request_group(session_name(TENANT, name), 7, 3) for name in ("hers", "his")}
-    names = {name: ids.experience_id(group, 0, 0) for name, group in groups.items()}
-    hers = msgspec.structs.replace(first, id=names["hers"], group=groups["hers"], lane="live", sequence=-1)
-    await log.publish(topics.EXPERIENCES, Block((hers,)))
-    keys = Keys(store)
+    log = await empty_log()
+    names = {chat: turn_of_ann(log, chat).id for chat in ("hers", "his")}
+    await log.publish(topics.EXPERIENCES, Block((turn_of_ann(log, "hers"),)))
+    keys, store = Keys(log.store), log.store
     written = {name: seal_text("a fine name", keys, answer) for name, answer in names.items()}
     key_ids = destroy(keys, TENANT, USER)
     index = LogIndex(tmp_path / "trace.sqlite", run="t", policy="main")
@@ -166,14 +172,10 @@ async def test_what_was_written_about_their_answers_is_forgotten_with_them_and_w
 
 
 async def test_the_index_names_a_session_of_a_key_as_long_as_the_log_does(tmp_path: Path) -> None:
-    log = Log(MemoryBus(), "t", store=secret_store())
-    await log.create_topics(partitions=1, keep_ms=-1)
-    session, first = session_name(TENANT, "chat"), of_ann(log, 1).experiences[0]
-    group = ids.request_group(session, 7, 3)
-    name = ids.experience_id(group, 0, 0)
-    hers = msgspec.structs.replace(first, id=name, group=group, lane="live", sequence=-1)
+    log = await empty_log()
+    hers = turn_of_ann(log, "chat")
     await log.publish(topics.EXPERIENCES, Block((hers,)))
-    await log.publish(topics.VERIFIED, Feedback(ref=f"hr-{name}", id="t-1", value=0.5, source="csat"))
+    await log.publish(topics.VERIFIED, Feedback(ref=f"hr-{hers.id}", id="t-1", value=0.5, source="csat"))
     index = LogIndex(tmp_path / "trace.sqlite", run="t", policy="main", prune_at=1)
     await index.refresh(log)
     known = []
@@ -182,7 +184,20 @@ async def test_the_index_names_a_session_of_a_key_as_long_as_the_log_does(tmp_pa
         await index.refresh(log)
         known.append(index.sessions_under([hers.key_id]))
     index.close()
-    assert known == [[session], []], "feedback on her answer is sealed under a key of the session"
+    assert known == [[session_name(TENANT, "chat")], []], "feedback on her answer is sealed under a key of the session"
+
+
+async def test_a_writer_of_the_index_that_reads_nothing_is_named_and_not_waited_for_without_end(tmp_path: Path) -> None:
+    log = await empty_log()
+    writer, index = (LogIndex(tmp_path / "trace.sqlite", run="t", policy="main") for _ in range(2))
+    await writer.refresh(log)
+    await tell(log, TENANT, USER, secret=b"s", owner="ops")
+    with pytest.raises(StoreError, match=r"trace\.sqlite is behind the log, .* repeat"):
+        await complete(log, index, Keys(secret_store()), "9f", (), wait_s=0.0)
+    await writer.refresh(log)
+    assert (await complete(log, index, Keys(secret_store()), "9f", ())).groups == 0
+    index.close()
+    writer.close()
 
 
 async def journaled_until(log: Log, enough: Callable[[list[object]], bool]) -> None:
