@@ -46,7 +46,8 @@ class SettingsFile(msgspec.Struct, frozen=True):
     @property
     def arguments(self) -> tuple[str, ...]:
         """Arguments by which another process reads the same settings."""
-        return ("--config", str(self.config), *(argument for each in self.sets for argument in ("--set", each)))
+        sets = (argument for each in self.sets for argument in ("--set", each))
+        return ("--config", str(self.config.resolve()), *sets)
 
 
 def file_umask(environment: Mapping[str, str]) -> int:

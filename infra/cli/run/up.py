@@ -114,9 +114,8 @@ def child_environment(settings: Settings) -> dict[str, str]:
 def metrics_environment(settings: Settings, role: str) -> dict[str, str]:
     """A port of its own for each role, where the settings (or the environment) name a first one."""
     host, first = metrics_address(settings)
-    if not first or role not in METRICS_ORDER:
-        return {LISTEN_VARIABLE: f"{host}:0"}
-    return {LISTEN_VARIABLE: f"{host}:{first + METRICS_ORDER.index(role)}"}
+    port = first + METRICS_ORDER.index(role) if first and role in METRICS_ORDER else 0
+    return {LISTEN_VARIABLE: f"{host}:{port}"}
 
 
 async def wait_for_broker(settings: Settings, supervisor: Supervisor) -> None:
@@ -170,7 +169,6 @@ async def up(chosen: SettingsFile) -> int:
 
 
 async def _run_here(settings: Settings, chosen: SettingsFile) -> int:
-    chosen = SettingsFile(settings.folder / chosen.config.name, chosen.sets)
     children = [role_child(settings, chosen, role) for role in roles_to_start(settings)]
     console = Screen(stderr=True)
     stop = asyncio.Event()

@@ -58,8 +58,9 @@ def test_every_role_is_a_process_with_the_same_settings_and_outlives_no_broker(t
     assert broker is not None and str(tmp_path / "kafka") in broker.argv
     assert (broker.final_codes, broker.mistakes) == ((), (2,)), "no role works without it"
     assert broker_child(load_settings(file, ["kafka.bootstrap_servers=a:1"])) is None
-    for role in ROLES:
-        child = role_child(settings, SettingsFile(file, ["a.b=1", "c=2"]), role)
+    (link := tmp_path / "link.toml").symlink_to(file)
+    for role, named in zip(ROLES, (file, link) * 2, strict=True):
+        child = role_child(settings, SettingsFile(named, ["a.b=1", "c=2"]), role)
         assert child.argv[3:] == (role, "--config", str(file), "--set", "a.b=1", "--set", "c=2")
         assert child.log == tmp_path / "logs" / f"{role}.log" and child.tier > broker.tier
         assert 2 in child.mistakes, "a mistake in the settings is given up at the start, and tried again later"
