@@ -38,6 +38,8 @@ def create(
     if not tenant or len(tenant) > 200:
         raise ConfigError(f"--tenant: got {len(tenant)} characters, expected 1 to 200")
     lives_s = duration_s(expires) if expires else 0.0
+    if expires and not lives_s:
+        raise ConfigError(f"--expires: got {expires!r}, expected longer than 0")
     key, shown = create_key(
         app_store(settings), tenant=tenant, scopes=read_scopes(scope), train=train, rpm=rpm, tpm=tpm, lives_s=lives_s
     )

@@ -97,7 +97,7 @@ class MachineFlags(msgspec.Struct, frozen=True):
     ] = None
     host_gb: Annotated[float | None, typer.Option(help="Memory of a host in GB.", show_default="this machine's")] = None
     shm_gb: Annotated[float | None, typer.Option(help="Free GB in /dev/shm.", show_default="this machine's")] = None
-    step_s: Annotated[float, typer.Option(help="Seconds per optimizer step.")] = 120.0
+    step_s: Annotated[float, typer.Option(min=0.001, help="Seconds per optimizer step.")] = 120.0
 
     def machine(self) -> Machine:
         shared = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None

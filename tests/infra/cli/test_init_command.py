@@ -62,7 +62,7 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
     assert shown.split("-", 2)[2] not in (tmp_path / "store" / "gateway" / "keys" / key_id).read_text()
     assert headrace("keys", "revoke", shown, "-c", str(file)).exit_code == 0
     assert json.loads(headrace("keys", "list", "--json", "-c", str(file)).stdout)[0]["state"] == "revoked"
-    for wrong in (["--scope", "serve,root"], ["--train", "maybe"], ["--expires", "soon"]):
+    for wrong in (["--scope", "serve,root"], ["--train", "maybe"], ["--expires", "soon"], ["--expires", "0s"]):
         refused = headrace("keys", "create", *wrong, "-c", str(file))
         assert refused.exit_code == 2 and wrong[1] in refused.stderr, refused.stderr
 

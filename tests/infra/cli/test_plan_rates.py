@@ -150,6 +150,8 @@ def test_what_will_not_keep_up_is_an_exit_code_and_a_line_and_a_plan_of_nothing_
     assert result.exit_code == 1 and "will not keep up: stream workers: " in result.stdout
     result = planned(config)
     assert result.exit_code == 2 and "--requests-per-s" in result.stderr and len(result.stderr.splitlines()) == 1
+    result = planned(config, "--requests-per-s", "50", "--step-s", "0")
+    assert result.exit_code == 2 and "--step-s" in result.stderr
 
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -240,11 +242,9 @@ def test_what_will_not_fit_names_the_setting_and_with_that_setting_it_fits(tmp_p
     learner, engine = found.problems
     assert "a learner's rank needs" in learner and "trainer.ranks = 16, " in learner and "stage = 3" in learner
     assert "engine.options.tensor_parallel_size = 2" in engine
-    mended = plan_config(
-        tmp_path,
-        "qwen3-32b",
+    mended = (
         "activation_checkpointing = true\nranks = 16\n[trainer.learner]\n"
         'use = "trainer.learners.deepspeed:DeepSpeedLearner"\noptions = { stage = 3 }\n'
-        '[engine]\nuse = "actors.engines.vllm.engine:VllmEngine"\noptions = { tensor_parallel_size = 2 }',
+        '[engine]\nuse = "actors.engines.vllm.engine:VllmEngine"\noptions = { tensor_parallel_size = 2 }'
     )
-    assert plan_model(load_settings(mended), machine).problems == ()
+    assert plan_model(load_settings(plan_config(tmp_path, "qwen3-32b", mended)), machine).problems == ()
