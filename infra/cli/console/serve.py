@@ -23,7 +23,8 @@ from infra.cli.console.reading import NotReadYet, Reading
 from infra.cli.exit_codes import INTERRUPTED
 from infra.cli.look.trace import open_index
 from infra.cli.options import SettingsFile, command
-from infra.cli.run.up import CONSOLE_LINK, CONSOLE_READY, Stopped, shown_host
+from infra.cli.run.roles import shown_host
+from infra.cli.run.up import CONSOLE_LINK, CONSOLE_READY, Stopped
 from infra.cli.settings import Settings
 from infra.files import replace_file
 from infra.ledger.index import EVERY_S, follow

@@ -5,6 +5,7 @@ import inspect
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -199,6 +200,12 @@ def metrics_address(settings: Settings) -> tuple[str, int]:
         raise ConfigError(str(error)) from error
 
 
+def shown_host(host: str) -> str:
+    """The host of an address to open, in brackets where it is IPv6."""
+    host = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    return f"[{host}]" if ":" in host else host
+
+
 async def _master(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
     from actors.master.master import run_master
 
@@ -257,8 +264,7 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
 
     def listening(port: int) -> None:
         forget_loaded()
-        host = split_address(config.listen)[0]
-        print(f"serving http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}/v1", flush=True)
+        print(f"serving http://{shown_host(split_address(config.listen)[0])}:{port}/v1", flush=True)
 
     try:
         role = make_role("serve", settings, log, metrics, stop)

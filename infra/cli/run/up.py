@@ -4,7 +4,6 @@ import asyncio
 import os
 import secrets
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -16,7 +15,7 @@ from rich.console import Console
 from infra.cli.connect import UP_LOCK, app_store, broker_address, connected, create_topics, kafka_folder, quieten_client
 from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT, INTERRUPTED, STOPPED, last_error
 from infra.cli.options import SettingsFile, command
-from infra.cli.run.roles import CODE_VARIABLE, metrics_address
+from infra.cli.run.roles import CODE_VARIABLE, metrics_address, shown_host
 from infra.cli.settings import Settings
 from infra.cli.terminal import Screen, printable
 from infra.files import is_locked, lock_folder, release_folder
@@ -271,12 +270,6 @@ async def say_console(ready: Path, link: str, console: Console) -> None:
     while not await asyncio.to_thread(ready.exists):  # noqa: ASYNC110 (another process makes it)
         await asyncio.sleep(READY_S)
     console.print(f"console {await asyncio.to_thread(ready.read_text)}/enter?link={link}", soft_wrap=True)
-
-
-def shown_host(host: str) -> str:
-    """The host of an address to open, in brackets where it is IPv6."""
-    host = socket.gethostname() if host in ("0.0.0.0", "::") else host
-    return f"[{host}]" if ":" in host else host
 
 
 def say_door(settings: Settings, console: Console) -> None:
