@@ -19,7 +19,7 @@ from infra.cli.run.roles import check_teacher, implied_options, read_webhooks
 from infra.cli.settings import Settings
 from infra.cli.terminal import Screen, two_columns
 from infra.log.access import kafka_access
-from infra.settings.config import Use, duration_s
+from infra.settings.config import Use
 from infra.settings.plugin import add_plugin_folders, check_names, find, option_defaults
 from schemas.errors import ConfigError
 from streams.config import FeedbackConfig
@@ -61,7 +61,6 @@ async def check_settings(settings: Settings, *, create: bool) -> int:
     from trainer.batch.assemble import build_batch
 
     add_plugin_folders(settings.folder, settings.plugins)
-    duration_s(settings.keep.replay)
     streams = settings.streams()
     collect = build_collect(streams, settings.model_path)
     chains = {"tasks": build_tasks(streams), "verify": build_verify(streams, settings.model_path), "collect": collect}
