@@ -1,9 +1,9 @@
 """Loads tasks into `taskset.raw` and demonstrations into `experts`.
 
 Guarantees: a second load of the same rows adds nothing: the loader skips and counts ids that the log has. It loads a repeated
-row once. An unreadable row stops the load with its file and line; earlier rows stay loaded. The loader hands a demonstration or
-pair longer than the model's context to `on_broken`, and continues. It loads a row with images only once the store has each of
-them with the named hash and a readable format.
+row once. An unreadable row stops the load with its file and line; earlier rows stay loaded. The loader hands a task that is too
+large for a record, and a demonstration or pair longer than the model's context, to `on_broken`, and continues. It loads a row
+with images only once the store has each of them with the named hash and a readable format.
 """
 
 import hashlib
@@ -13,23 +13,24 @@ from typing import TypeVar
 
 import msgspec
 
-from actors.tasksets.files import Broken, OnBroken, Row
+from actors.tasksets.files import Broken, OnBroken, Row, raise_broken
 from actors.tasksets.taskset import VALIDATION, Demonstration, Preference
 from infra.log.log import Log
 from infra.model.model import Tokenizer
 from infra.store.images import deposit_image, images_of
 from infra.store.store import BLOBS, Store
-from schemas import Block, Control, Image, Message, Span, Task, make_experience
+from schemas import Block, Control, Image, Message, Span, Task, encode, make_experience
 from schemas.errors import BadImage, NotInStore
 from schemas.experience import CHOSEN, MAX_TOKENS, REJECTED
 from schemas.fields import Kind, Lane
 from schemas.ids import experience_id, group_id
-from schemas.topics import EXPERTS, TASKSET_RAW, Topic
+from schemas.topics import EXPERTS, MAX_RECORD_BYTES, TASKSET_RAW, Topic
 
 Progress = Callable[[int], None]
 Example = TypeVar("Example", Demonstration, Preference)
 
 ORIGIN = "load"
+MAX_TASK_BYTES = MAX_RECORD_BYTES - 65_536  # its issue has an order and headers too
 _BATCH = 512
 
 
@@ -41,10 +42,23 @@ class LoadResult(msgspec.Struct, frozen=True):
     known: int
 
 
-async def load_tasks(log: Log, tasks: Iterable[Task], *, on_progress: Progress = lambda rows: None) -> LoadResult:
+async def load_tasks(
+    log: Log, tasks: Iterable[Task], *, on_broken: OnBroken = raise_broken, on_progress: Progress = lambda rows: None
+) -> LoadResult:
     """Publish the tasks; `on_progress` is called with the rows read so far. Raises ConfigError as the source does."""
+
+    def checked(task: Task) -> Task | None:
+        try:
+            if (size := len(encode(task))) <= MAX_TASK_BYTES:
+                return task
+            why = f"got {size:,} bytes, expected at most {MAX_TASK_BYTES:,}"
+        except ValueError as error:
+            why = str(error)
+        on_broken(Broken(f"task {task.id}", why))
+        return None
+
     known = await _known(log, TASKSET_RAW)
-    return await _load(log, TASKSET_RAW, tasks, lambda task: task.id, lambda task: task, known, on_progress)
+    return await _load(log, TASKSET_RAW, tasks, lambda task: task.id, checked, known, on_progress)
 
 
 async def load_examples(

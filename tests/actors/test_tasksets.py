@@ -28,7 +28,7 @@ from infra.store.store import BLOBS
 from schemas import Experience, Message, Span, Task, make_experience
 from schemas.errors import ConfigError
 from schemas.experience import pair_fault
-from schemas.topics import TASKSET_RAW
+from schemas.topics import MAX_RECORD_BYTES, TASKSET_RAW
 from streams.scores.instructions import follows
 from streams.scores.instructions import instructions as share
 from tests.actors.rig import EOS, CharTokenizer, TopicArrivals, memory_log
@@ -153,6 +153,14 @@ async def test_a_row_that_cannot_be_read_stops_the_load_after_what_came_before()
     heard = TopicArrivals(log, TASKSET_RAW)
     await contents(heard)
     assert len(heard.records) == 512
+
+
+async def test_a_task_that_no_record_takes_is_named_and_the_next_one_loaded() -> None:
+    log, broken = await memory_log(), list[Broken]()
+    long = plain_task("long", messages=(Message(role="user", content="9" * MAX_RECORD_BYTES),))
+    done = await load_tasks(log, [plain_task("a"), long, plain_task("b")], on_broken=broken.append)
+    assert done == LoadResult(loaded=2, repeated=0, known=0)
+    assert [fault.where for fault in broken] == ["task long"] and "expected at most" in broken[0].reason
 
 
 def preference(name: str, chosen: str, rejected: str) -> Preference:

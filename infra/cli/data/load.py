@@ -108,7 +108,7 @@ async def tasks(
         if validate:
             return await validated(settings, read(bar.broken), bar)
         async with connected(settings) as log:
-            done = await load_tasks(log, read(bar.broken), on_progress=bar.moved)
+            done = await load_tasks(log, read(bar.broken), on_broken=bar.broken, on_progress=bar.moved)
     return tell("tasks", done, bar)
 
 
@@ -171,15 +171,11 @@ async def _load_answers(kind: str, chosen: SettingsFile, file: Path, fields: lis
         tokenizer = await asyncio.to_thread(load_tokenizer, model_folder(settings), settings.policy.template)
         max_tokens, store = context_tokens(settings.model_path) or MAX_TOKENS, app_store(settings)
         with progress_bar(f"{kind} from {file}", None) as bar:
-            rows: Iterable[Any]
-            if kind == "experts":
-                shown = read_rows(file, Demonstration, fields=renamed, split=split, on_broken=bar.broken)
-                rows = with_images(shown, file, store, bar.broken)
-            else:
-                pairs = read_rows(file, Preference, fields=renamed, on_broken=bar.broken)
-                rows = with_images(pairs, file, store, bar.broken)
+            example: type[Any] = Demonstration if kind == "experts" else Preference
+            rows = read_rows(file, example, fields=renamed, split=split, on_broken=bar.broken)
+            pictured = with_images(rows, file, store, bar.broken)
             done = await load_examples(
-                log, rows, tokenizer, max_tokens=max_tokens, on_broken=bar.broken, on_progress=bar.moved
+                log, pictured, tokenizer, max_tokens=max_tokens, on_broken=bar.broken, on_progress=bar.moved
             )
     return tell(kind, done, bar)
 
