@@ -103,19 +103,15 @@ def one_line(record: object) -> str:
     """A control record as `kind field=value …`; long fields are cut, absent ones left out."""
     assert isinstance(record, msgspec.Struct)
     if isinstance(record, Batch):
-        return batch_line(record)
+        counts = "".join(f" {lane}={count}" for lane, count in Counter(item.lane for item in record.items).items())
+        drops = "".join(f" dropped[{reason}]={count}" for reason, count in record.drops.items())
+        return f"batch step={record.step} version={record.version} phase={record.phase} token={record.token}{counts}{drops}"
     fields = msgspec.to_builtins(record, builtin_types=(bytes,))
     kind = fields.pop("kind", type(record).__name__)
     texts = {
         name: repr(value) if isinstance(value, str) and " " in value else str(value) for name, value in fields.items()
     }
     return f"{kind} " + " ".join(f"{name}={cut(text)}" for name, text in texts.items())
-
-
-def batch_line(batch: Batch) -> str:
-    counts = "".join(f" {lane}={count}" for lane, count in Counter(item.lane for item in batch.items).items())
-    drops = "".join(f" dropped[{reason}]={count}" for reason, count in batch.drops.items())
-    return f"batch step={batch.step} version={batch.version} phase={batch.phase} token={batch.token}{counts}{drops}"
 
 
 def plain(message: LogMessage) -> Any:

@@ -218,11 +218,8 @@ def test_a_store_or_a_broker_that_is_not_there_is_a_line_and_the_other_is_tried_
     free = f"{HOST}:{choose_address().port}"
     (tmp_path / "headrace.toml").write_text(f'app = "t"\n{more.replace("HOST:PORT", free)}')
     without = {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None, "AWS_EC2_METADATA_DISABLED": "true"}
-    done = CliRunner().invoke(
-        app,
-        ["check", "--connect", "-c", str(tmp_path / "headrace.toml")],
-        env={"COLUMNS": "200", "TERM": "dumb", **without},
-    )
+    command = ["check", "--connect", "-c", str(tmp_path / "headrace.toml")]
+    done = CliRunner().invoke(app, command, env={"COLUMNS": "200", "TERM": "dumb", **without})
     assert done.exit_code == 1 and all(words in done.stdout for words in said), done.stdout
 
 

@@ -89,12 +89,9 @@ def test_forget_forgets_a_user_says_so_as_text_and_as_json_and_may_be_repeated(
     names = {user: experience_id(request_group(session_name("acme", user), 7, 3), 0, 0) for user in ("ann", "bob")}
     answers = []
     for user, name in names.items():
-        changed = structs.replace(group_block(1).experiences[0], id=name, group=group_of(name), subject="")
-        answers.append(
-            sealed(
-                Block((structs.replace(changed, subject=subject_name("acme", user)),)), keys, subject_name("acme", user)
-            )
-        )
+        subject = subject_name("acme", user)
+        changed = structs.replace(group_block(1).experiences[0], id=name, group=group_of(name), subject=subject)
+        answers.append(sealed(Block((changed,)), keys, subject))
     said = {user: seal_text("a fine name", keys, name) for user, name in names.items()}
     publish(kafka, app_name, [(topics.EXPERIENCES, answer) for answer in answers], store)
     told = printed(config, "forget", "--user", "ann", "--tenant", "acme")
@@ -144,15 +141,12 @@ def test_status_tells_what_the_log_says_and_check_gives_the_exit_code(kafka: str
     assert "nothing yet" in printed(config, "status"), "plain status always exits with 0"
     assert printed(config, "status", "--check", code=1).count("no role has reported") == 1
     told = [Progress(role=role, instance=f"{role}/1", state="running", version=4) for role in ALL_ROLES]
-    publish(
-        kafka,
-        app_name,
-        [
-            (topics.POLICIES, PolicyEvent(event="published", policy="main", version=4)),
-            (topics.EVALS, EvalResult(policy="main", version=4, suite="dev", num_tasks=10, num_correct=9)),
-            *((topics.REPORTS, item) for item in told),
-        ],
-    )
+    records = [
+        (topics.POLICIES, PolicyEvent(event="published", policy="main", version=4)),
+        (topics.EVALS, EvalResult(policy="main", version=4, suite="dev", num_tasks=10, num_correct=9)),
+        *((topics.REPORTS, item) for item in told),
+    ]
+    publish(kafka, app_name, records)
     shown = printed(config, "status", "--check")
     assert "train/1" in shown and "dev 90.0% at v4" in shown and "alarm" not in shown
     state = json.loads(printed(config, "status", "--kept", "--json", "--check"))
@@ -169,17 +163,14 @@ def test_audit_accounts_for_what_was_published_and_says_when_a_promise_is_broken
     kafka: str, app_name: str, config: Path
 ) -> None:
     trained = structs.replace(batch(0, "a.0.0-0-0", "a.0.0-1-0"), run=app_name, token=0, version=0)
-    publish(
-        kafka,
-        app_name,
-        [
-            *((topics.EXPERIENCES, block(group)) for group in ("a.0", "b.0", "c.0")),
-            (topics.VERIFIED, DropMarker(id="c.0.0-0-0", group="c.0", episode=0, group_size=4, reason="too short")),
-            (topics.BUFFER, block("a.0")),
-            (topics.PROGRESS, Closure(group="b.0", outcome="dropped", reason="all rewards equal")),
-            (topics.BATCHES, trained),
-        ],
-    )
+    records = [
+        *((topics.EXPERIENCES, block(group)) for group in ("a.0", "b.0", "c.0")),
+        (topics.VERIFIED, DropMarker(id="c.0.0-0-0", group="c.0", episode=0, group_size=4, reason="too short")),
+        (topics.BUFFER, block("a.0")),
+        (topics.PROGRESS, Closure(group="b.0", outcome="dropped", reason="all rewards equal")),
+        (topics.BATCHES, trained),
+    ]
+    publish(kafka, app_name, records)
     found = json.loads(printed(config, "audit", "--json"))
     assert (found["published"], found["trained"], found["pending"], found["clean"]) == (6, 2, 1, True)
     assert found["dropped"] == {"all rewards equal": 2, "too short": 1}

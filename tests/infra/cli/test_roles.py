@@ -37,18 +37,8 @@ def others_may(folder: Path) -> list[str]:
 
 
 def test_what_a_command_makes_is_its_owners_alone(tmp_path: Path) -> None:
-    settings_file(tmp_path)
-    command = [
-        sys.executable,
-        "-m",
-        "infra.cli.main",
-        "keys",
-        "create",
-        "--tenant",
-        "t",
-        "-c",
-        str(tmp_path / "headrace.toml"),
-    ]
+    file = settings_file(tmp_path)
+    command = [sys.executable, "-m", "infra.cli.main", "keys", "create", "--tenant", "t", "-c", str(file)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(command, check=True, env=environment, capture_output=True, timeout=120, umask=0o022)
     assert (tmp_path / "store" / "gateway" / "secret").exists() and not others_may(tmp_path / "store")
