@@ -21,7 +21,7 @@ from infra.cli.look.reader import LastHour, expected_roles
 from infra.cli.look.status import State, read_status
 from infra.cli.look.trace import open_index
 from infra.cli.settings import Settings
-from infra.ledger.index import FILE, bounds_now, read_offsets, read_only, records_left
+from infra.ledger.index import FILE, LogIndex, bounds_now, read_offsets, read_only, records_left
 from infra.ledger.index_fold import MARK, number
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
 from infra.log.log import Log
@@ -78,7 +78,6 @@ class Reading:
         self.index_state = IndexState()
         self._fault = ""  # of this process
         self._path = state / FILE
-        self.index = open_index(settings, state)
         self._hour = LastHour(log)
         self._held: dict[str, tuple[float, Any]] = {}
         self._tracing = asyncio.Lock()
@@ -89,7 +88,6 @@ class Reading:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        self.index.close()
 
     async def rows(self, question: Callable[..., Found], *values: Any) -> Found:
         """Result of a query of the index, in a thread."""
@@ -150,7 +148,8 @@ class Reading:
         if known.is_whole:  # before, to look for a group would be to look at every row
             try:
                 async with self._tracing:
-                    return await trace_answer(self.log, self.index, ref)
+                    with closing(self._opened()) as index:
+                        return await trace_answer(self.log, index, ref)
             except NotInLog:
                 if not known.unread:
                     raise
@@ -166,7 +165,11 @@ class Reading:
     async def learned(self, version: int) -> PolicyTrace:
         """Answers that a version was trained on. Raises NotInLog."""
         async with self._tracing:
-            return await trace_policy(self.log, self.index, version)
+            with closing(self._opened()) as index:
+                return await trace_policy(self.log, index, version)
+
+    def _opened(self) -> LogIndex:
+        return open_index(self.settings, self._path.parent)  # for one trace: the file may be made anew at any time
 
     async def held(
         self, name: str, read: Callable[[], Awaitable[Found]], held_s: float | None = None, wait_s: float | None = None

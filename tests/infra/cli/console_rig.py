@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 
 import httpx
@@ -239,7 +239,13 @@ class Console:
 
 def is_read(reading: Reading) -> bool:
     """True once the index has read the log to its end."""
-    return reading.index.note("whole") == 1
+    return noted(reading, "whole") == 1
+
+
+def noted(reading: Reading, name: str) -> object:
+    """A fact about its index, None for none."""
+    with closing(LogIndex(reading._path, run="t", policy="main")) as index:
+        return index.note(name)
 
 
 def page_text(page: httpx.Response) -> str:

@@ -27,16 +27,19 @@ from tests.actors.rig import until
 from tests.infra.cli.console_rig import (
     ANN,
     BOB,
+    OFTEN_S,
     SESSION,
     TOML,
     browser,
     console,
     fill,
     filled,
+    is_read,
     live,
     look,
     looking,
     looking_at,
+    noted,
     page_text,
     suite_answer,
 )
@@ -92,7 +95,7 @@ async def test_every_page_answers_before_anything_is_read_and_says_how_much_ther
         page = await client.get(FIRST)
         assert page.status_code == 503 and "Not read yet: the index is behind the log by" in page_text(page)
         bus.here.set()
-        await until(lambda: reading.index.note("whole") == 1)
+        await until(lambda: is_read(reading))
         for path in ("/", *OF_THE_INDEX, FIRST):
             page = await client.get(path)
             assert page.status_code == 200 and "is being built" not in page.text, path
@@ -110,7 +113,7 @@ async def test_while_the_broker_is_away_every_page_shows_what_was_known_or_says_
             assert "The log cannot be read now. The pages show the last values." in page_text(page), path
         assert "question 0 about refunds" in page_text(await client.get("/answers?text=refunds"))
         bus.is_away = False
-        await until(lambda: not reading.index.note("fault"))
+        await until(lambda: not noted(reading, "fault"))
         assert "cannot be read" not in page_text(await client.get(FIRST))
 
 
@@ -129,6 +132,17 @@ async def test_a_page_does_not_take_what_is_unread_for_what_is_not_there(tmp_pat
         assert "No matches in the index so far. Not read yet: the index is behind" in found
         with pytest.raises(NotReadYet, match="Look again in a moment"):
             await reading.answer(live(99, "", "").id)
+
+
+async def test_an_answer_is_looked_for_in_the_index_that_was_made_anew_after_it_was_removed(tmp_path: Path) -> None:
+    log, later = await filled(), live(80, "a later wish", "granted")
+    async with looking(tmp_path, log) as (client, _), asyncio.timeout(30):
+        for file in (tmp_path / "state").glob(f"{FILE}*"):
+            file.unlink()
+        await log.publish(topics.EXPERIENCES, Block((later,)))
+        while (page := await client.get(f"/answers/{later.id}")).status_code != 200:  # noqa: ASYNC110 (it is made by a task)
+            await asyncio.sleep(OFTEN_S)
+        assert "a later wish" in page_text(page)
 
 
 async def test_an_index_that_is_not_there_and_a_page_that_broke_say_so_under_the_same_headers(tmp_path: Path) -> None:
