@@ -64,7 +64,7 @@ def timeline(history: PolicyWords) -> Row:
 
     published = [(place(time_ms), event.version) for time_ms, event in history.events if event.event == "published"]
     decided = [(place(each.time_ms), each) for each in history.decisions[-MAX_DRAWN:] if each.version >= 0]
-    moved = [(at, each.version) for at, each in decided if each.channel == "stable" and each.event != "held"]
+    moved = [(place(time_ms), version) for time_ms, version in history.moves[-MAX_DRAWN:]]
     ends = [at for at, _ in moved[1:]] + [1.0]
     return {
         "num_published": len(published), "published": published[:: max(1, len(published) // MAX_DRAWN)], "decided": decided,

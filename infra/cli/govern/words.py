@@ -41,11 +41,13 @@ class ChannelDecision(msgspec.Struct, frozen=True):
 
 class PolicyWords(msgspec.Struct, frozen=True):
     """Records of one policy and of learning. events: with their times, without events of a fenced trainer. orders: of
-    operators about learning. stable: state of the policy's channel after them. is_whole: no older record was left out.
+    operators about learning. moves: of the stable channel, each with its time, to another version. stable: state of the
+    policy's channel after them. is_whole: no older record was left out.
     """
 
     events: list[tuple[int, PolicyEvent]]
     orders: list[tuple[int, Directive]]
+    moves: list[tuple[int, int]]
     stable: Stable
     is_whole: bool
 
@@ -53,13 +55,11 @@ class PolicyWords(msgspec.Struct, frozen=True):
     def decisions(self) -> list[ChannelDecision]:
         """Moves of the channel and orders about learning, in the order of their times."""
         found = [ChannelDecision(time_ms, order.order, -1, order.owner, order.reason) for time_ms, order in self.orders]
-        for time_ms, event in self.events:
-            if event.channel != "candidate" and event.event in MOVES:
-                found.append(
-                    ChannelDecision(
-                        time_ms, event.event, event.version, event.owner, event.reason, event.stats, event.channel
-                    )
-                )
+        found += [
+            ChannelDecision(time_ms, event.event, event.version, event.owner, event.reason, event.stats, event.channel)
+            for time_ms, event in self.events
+            if event.channel != "candidate" and event.event in MOVES
+        ]
         return sorted(found, key=lambda decision: decision.time_ms)
 
 
@@ -70,6 +70,7 @@ async def _words_since(log: Log, policy: str, since: Summary | None) -> PolicyWo
     start = begins[0] if since is None else max(begins[0], since.below)
     events: list[tuple[int, PolicyEvent]] = []
     orders: list[tuple[int, Directive]] = []
+    moves: list[tuple[int, int]] = []
     async with aclosing(log.scan(topics.POLICIES, {0: start}, {0: ends[0]})) as messages:
         async for message in messages:
             record = message.value
@@ -81,8 +82,10 @@ async def _words_since(log: Log, policy: str, since: Summary | None) -> PolicyWo
                 by_trainer = record.event in ("lease", "published", "orphaned")
                 if not by_trainer or fence.admits(record, message.offset):
                     events.append((message.timestamp_ms, record))
-                stable = moved(stable, record, policy)
-    return PolicyWords(events, orders, stable, since is None)
+                before, stable = stable.version, moved(stable, record, policy)
+                if stable.version != before:
+                    moves.append((message.timestamp_ms, stable.version))
+    return PolicyWords(events, orders, moves, stable, since is None)
 
 
 async def recent_words(log: Log, policy: str, *, at_least: int | None = RECENT) -> PolicyWords:

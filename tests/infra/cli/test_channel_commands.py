@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.cli.console.versions import timeline
 from infra.cli.govern.channel import check_move, check_stored, versions_and_stable
 from infra.cli.govern.words import recent_words, words_about
 from infra.log.log import Log
@@ -13,7 +14,7 @@ from infra.policies.beginning import LOOK
 from infra.policies.fold import WINDOW
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
-from schemas import PolicyEvent, topics
+from schemas import Directive, PolicyEvent, topics
 from schemas.errors import ConfigError
 from schemas.topics import POLICIES
 from tests.infra.cli.test_commands_on_a_broker import call, config, printed, publish
@@ -84,6 +85,17 @@ def test_a_version_that_the_trainer_removed_cannot_be_served_and_one_that_it_kep
             check_stored(store, event)
     for event in events[16:]:
         check_stored(store, event)
+
+
+async def test_the_stable_version_is_drawn_from_its_moves_and_not_from_decisions_that_moved_nothing() -> None:
+    log = Log(MemoryBus(), "t")
+    await log.create_topics(partitions=1, keep_ms=-1)
+    orders = (("promoted", 1), ("pinned", 3), ("promoted", 5), ("promoted", 6), ("pinned", -1), ("rolled_back", 2))
+    moves = [PolicyEvent(event=kind, policy="main", version=version, channel="stable") for kind, version in orders]
+    late = PolicyEvent(event="promoted", policy="main", version=9, channel="stable", owner="gate", token=0)
+    for record in (*moves, Directive(order="lease", owner="a later master"), late):
+        await log.publish(POLICIES, record)
+    assert [version for *_, version in timeline(await recent_words(log, "main"))["stable"]] == [1, 3, 6, 2]
 
 
 LONG = 4 * LOOK
