@@ -79,49 +79,35 @@ def test_every_default_can_be_written_down_and_read_again(table: type[Section]) 
             assert msgspec.convert(written, field.type, dec_hook=lambda kind, text: kind(text)) == default, field.name
 
 
+def live(**lane: object) -> dict[str, object]:
+    return {"trainer": {"lanes": {"live": lane}}}
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (
-            {"trainer": {"lanes": {"live": {"los": "dppo"}}}},
-            'bot.toml: trainer.lanes.live.los: unknown key, did you mean "loss"?',
-        ),
-        ({"kafak": {}}, 'bot.toml: kafak: unknown key, did you mean "kafka"?'),
-        ({"gateway": {"listen": "x"}}, "bot.toml: gateway: unknown key"),
-        ({"folder": "x"}, "bot.toml: folder: unknown key"),
-        (
-            {"trainer": {"lanes": {"live": {"weight": "a"}}}},
-            "bot.toml: trainer.lanes.live.weight: got 'a' (string), expected a number",
-        ),
-        (
-            {"trainer": {"lanes": {"live": {"weight": -1}}}},
-            "bot.toml: trainer.lanes.live: weight: got -1.0, expected 0 or more",
-        ),
-        (
-            {"trainer": {"lanes": {"live": {"loss": "ppo"}}}},
-            'bot.toml: trainer.lanes.live.loss: got \'ppo\' (string), expected one of "dppo", "sft"',
-        ),
-        (
-            {"trainer": {"publish_every": {"step": 1}}},
-            'bot.toml: trainer.publish_every.step: unknown key, did you mean "steps"?',
-        ),
-        ({"plugins": ["a", 1]}, "bot.toml: plugins[1]: got 1 (whole number), expected a string"),
-        ({"kafka": 3}, "bot.toml: kafka: got 3 (whole number), expected a table"),
-        (
-            {"kafka": {"partitions": 0}},
-            "bot.toml: kafka.partitions: got 0 (whole number), expected a whole number of 1 or more",
-        ),
-        ({"keep": {"replay": "30 days"}}, "bot.toml: keep.replay: got '30 days' (string), expected a duration such as"),
-        ({"engine": {"options": {}}}, 'bot.toml: engine.use: missing, expected "module:name"'),
-        ({"engine": {"use": "nocolon"}}, "bot.toml: engine.use: got 'nocolon' (string), expected \"module:name\""),
+        (live(los="dppo"), 'trainer.lanes.live.los: unknown key, did you mean "loss"?'),
+        ({"kafak": {}}, 'kafak: unknown key, did you mean "kafka"?'),
+        ({"gateway": {"listen": "x"}}, "gateway: unknown key"),
+        ({"folder": "x"}, "folder: unknown key"),
+        (live(weight="a"), "trainer.lanes.live.weight: got 'a' (string), expected a number"),
+        (live(weight=-1), "trainer.lanes.live: weight: got -1.0, expected 0 or more"),
+        (live(loss="ppo"), 'trainer.lanes.live.loss: got \'ppo\' (string), expected one of "dppo", "sft"'),
+        ({"trainer": {"publish_every": {"step": 1}}}, 'trainer.publish_every.step: unknown key, did you mean "steps"?'),
+        ({"plugins": ["a", 1]}, "plugins[1]: got 1 (whole number), expected a string"),
+        ({"kafka": 3}, "kafka: got 3 (whole number), expected a table"),
+        ({"kafka": {"partitions": 0}}, "kafka.partitions: got 0 (whole number), expected a whole number of 1 or more"),
+        ({"keep": {"replay": "30 days"}}, "keep.replay: got '30 days' (string), expected a duration such as"),
+        ({"engine": {"options": {}}}, 'engine.use: missing, expected "module:name"'),
+        ({"engine": {"use": "nocolon"}}, "engine.use: got 'nocolon' (string), expected \"module:name\""),
         (
             {"policy": {"template": {"tools": []}}},
-            "bot.toml: policy: template.tools: got a value, expected names that headrace does not set by itself",
+            "policy: template.tools: got a value, expected names that headrace does not set by itself",
         ),
     ],
 )
 def test_a_mistake_names_file_path_got_and_expected(table: dict[str, object], message: str) -> None:
-    assert mistake(table).startswith(message)
+    assert mistake(table).startswith(f"bot.toml: {message}")
 
 
 @pytest.mark.parametrize("text", ["", "30", "d", "-1s", "1 s", "1s2m"])
@@ -173,9 +159,8 @@ def test_a_file_that_is_not_toml_names_the_line(tmp_path: Path, text: str) -> No
 
 
 def test_copies_of_topics_need_brokers_that_can_hold_them() -> None:
-    assert "got replication = 3 without bootstrap_servers: the embedded broker is a single node" in mistake(
-        {"kafka": {"replication": 3}}
-    )
+    said = mistake({"kafka": {"replication": 3}})
+    assert "got replication = 3 without bootstrap_servers: the embedded broker is a single node" in said
 
 
 def test_a_file_goes_before_the_variable_and_blanks_around_it_are_left_out(tmp_path: Path) -> None:

@@ -99,10 +99,8 @@ def test_no_container_has_capabilities_or_gains_privileges_and_those_of_roles_ar
             name
         )
         if name in ROLES:
-            assert one["read_only"] and {mount.partition(":")[0] for mount in one["tmpfs"]} == {
-                "/tmp",
-                "/var/lib/headrace",
-            }
+            assert one["read_only"]
+            assert {mount.partition(":")[0] for mount in one["tmpfs"]} == {"/tmp", "/var/lib/headrace"}
             assert [network for network in one["networks"] if not (networks[network] or {}).get("internal")] == (
                 ["front"] if name == "serve" else []
             ), "no network leads outside"

@@ -127,17 +127,9 @@ def test_a_mistake_in_the_file_is_one_line_with_what_got_expected_where(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        *(
-            (["status", "--set", setting], words)
-            for setting, words in (
-                ("trainer.max_steps", ["got no '='", "a.b=value"]),
-                ("trainer.max_step=3", ["trainer.max_step", 'did you mean "max_steps"?']),
-                ("app.x=3", ["app is a value", "expected a table"]),
-                ("trainer.max_steps=many", ["trainer.max_steps", "got 'many'"]),
-                ("score.3.name=x", ["score"]),
-                ("a b=1", ["names joined by dots"]),
-            )
-        ),
+        (["status", "--set", "trainer.max_steps"], ["got no '='", "a.b=value"]),
+        (["status", "--set", "trainer.max_step=3"], ["trainer.max_step", 'did you mean "max_steps"?']),
+        (["status", "--set", "trainer.max_steps=many"], ["trainer.max_steps", "got 'many'"]),
         (["peek", "bot.bufer"], ["'bufer'", "buffer", "dead-letters"]),
         (["peek", ""], ["''", "buffer", "dead-letters"]),
         (["reprocess", "buffer"], ["got 'buffer', expected one of verify, collect, dead-letters"]),

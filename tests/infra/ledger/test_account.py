@@ -40,13 +40,12 @@ from tests.streams.collect.collecting import block as answer_block
 
 
 def test_trained_comes_before_any_reason() -> None:
-    found = account(
-        {
-            "experiences": [block("a.0")],
-            "verified": [stub("a.0", 0, "too short"), stub("a.0", 1, "too short")],
-            "batches": [batch(0, "a.0.0-0-0")],
-        }
-    )
+    records = {
+        "experiences": [block("a.0")],
+        "verified": [stub("a.0", 0, "too short"), stub("a.0", 1, "too short")],
+        "batches": [batch(0, "a.0.0-0-0")],
+    }
+    found = account(records)
     assert (found.trained, found.dropped, found.pending) == (1, {"too short": 1}, 0)
 
 
@@ -63,14 +62,13 @@ def test_a_buffered_group_is_pending_until_it_is_trained_or_dropped_by_the_train
 
 
 def test_members_that_collect_left_out_have_the_reasons_of_the_closure_and_stubs_their_own() -> None:
-    found = account(
-        {
-            "experiences": [block("a.0", range(5))],
-            "verified": [stub("a.0", 0, "too short")],
-            "progress": [closure("a.0", "buffered", too_short=1, odd=1, unlabelled=2)],
-            "buffer": [block("a.0", [4])],
-        }
-    )
+    records = {
+        "experiences": [block("a.0", range(5))],
+        "verified": [stub("a.0", 0, "too short")],
+        "progress": [closure("a.0", "buffered", too_short=1, odd=1, unlabelled=2)],
+        "buffer": [block("a.0", [4])],
+    }
+    found = account(records)
     assert (found.dropped, found.pending) == ({"too short": 1, "unlabelled": 2, "odd": 1}, 1)
 
 
@@ -83,39 +81,34 @@ def test_a_dropped_group_gives_its_reason_to_every_member() -> None:
 
 def test_a_superseded_attempt_is_dropped_whatever_became_of_the_other() -> None:
     for end in ({"batches": [batch(0, "a.0.1-0-0", "a.0.1-1-0")]}, {}):
-        found = account(
-            {
-                "experiences": [block("a.0"), block("a.0", attempt=1)],
-                "progress": [
-                    closure("a.0", "superseded"),
-                    closure("a.0", "buffered", attempt=1),
-                    Drawn(token=1, step=0, version=3, groups=(), dropped={} if end else {"a.0": "stale"}),
-                ],
-                "buffer": [block("a.0", attempt=1)],
-                **end,
-            }
-        )
+        records = {
+            "experiences": [block("a.0"), block("a.0", attempt=1)],
+            "progress": [
+                closure("a.0", "superseded"),
+                closure("a.0", "buffered", attempt=1),
+                Drawn(token=1, step=0, version=3, groups=(), dropped={} if end else {"a.0": "stale"}),
+            ],
+            "buffer": [block("a.0", attempt=1)],
+            **end,
+        }
+        found = account(records)
         assert found.dropped["superseded"] == 2
         assert found.trained == (2 if end else 0) and found.pending == 0
 
 
 def test_what_lies_in_a_dead_letter_is_accounted_for() -> None:
     letter = dead_letter(block("a.0"), "too large")
-    unreadable = dead_letter(block("b.0"), "bad frame")
-    unreadable = type(unreadable)(
-        **{**{n: getattr(unreadable, n) for n in unreadable.__struct_fields__}, "value": b"HR"}
-    )
+    unreadable = msgspec.structs.replace(dead_letter(block("b.0"), "bad frame"), value=b"HR")
     found = account({"experiences": [block("a.0"), block("b.0")], "dead-letters": [letter, unreadable]})
     assert (found.dropped, found.pending) == ({"too large": 2}, 2)
 
 
 def test_validation_demonstrations_are_kept_apart_and_evals_are_not_counted() -> None:
-    found = account(
-        {
-            "experts": [block("demo.0", [0], lane="expert", held_out=True)],
-            "experiences": [block("held.0", suite="held-out")],
-        }
-    )
+    records = {
+        "experts": [block("demo.0", [0], lane="expert", held_out=True)],
+        "experiences": [block("held.0", suite="held-out")],
+    }
+    found = account(records)
     assert (found.published, found.dropped) == (1, {"kept for validation": 1})
 
 
@@ -197,14 +190,13 @@ def test_the_account_adds_up_and_the_order_between_topics_does_not_matter(
 
 
 def test_episodes_that_were_stopped_are_told_apart_and_lend_their_reason_to_nobody() -> None:
-    found = account(
-        {
-            "experiences": [block("a.0", [0, 1])],
-            "verified": [stub("a.0", 2, GROUP_OVER), stub("b.0", 0, GROUP_OVER)],
-            "progress": [Closure(group="a.0", outcome="buffered", drops={GROUP_OVER: 1, "odd": 1}, experiences=1)],
-            "buffer": [block("a.0", [0])],
-        }
-    )
+    records = {
+        "experiences": [block("a.0", [0, 1])],
+        "verified": [stub("a.0", 2, GROUP_OVER), stub("b.0", 0, GROUP_OVER)],
+        "progress": [Closure(group="a.0", outcome="buffered", drops={GROUP_OVER: 1, "odd": 1}, experiences=1)],
+        "buffer": [block("a.0", [0])],
+    }
+    found = account(records)
     assert found.cancelled == {GROUP_OVER: 2}
     assert (found.published, found.dropped, found.pending) == (2, {"odd": 1}, 1)
 
