@@ -156,6 +156,13 @@ def test_warmup_weighs_every_lane_one_and_a_new_phase_forgets_the_optimizer(mode
     assert norms["warmup"] == pytest.approx(10 * norms["train"], rel=1e-4)
 
 
+def test_a_step_at_a_rate_of_zero_is_taken_and_moves_nothing(model):
+    learner = opened(model)
+    before = learner.tensors()
+    assert learner.step(batch(0), learning_rate=0.0, seed=0).finite
+    assert same(learner.tensors(), before)
+
+
 def test_log_distances_are_those_of_the_recorded_logprobs(model):
     learner = opened(model)
     some = items(0)[:6]

@@ -127,8 +127,8 @@ def check_step(objectives: Mapping[Lane, Objective], batch: PackedBatch, learnin
     """ValueError for a batch that no step can be made of; nothing has been computed yet."""
     if not batch.num_tokens:
         raise ValueError("batch: got no sampled tokens, expected at least one")
-    if not (learning_rate > 0 and math.isfinite(learning_rate)):
-        raise ValueError(f"learning_rate: got {learning_rate}, expected a finite number above 0")
+    if not (learning_rate >= 0 and math.isfinite(learning_rate)):
+        raise ValueError(f"learning_rate: got {learning_rate}, expected a finite number of 0 or more")
     for lane in batch.lane_tokens:
         if lane not in objectives:
             raise ValueError(f"batch: got tokens of lane {lane}, expected {', '.join(objectives)}")
