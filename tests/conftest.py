@@ -120,3 +120,14 @@ def docker_answers() -> bool:
     except DockerException:
         return False
     return True
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a tiny model of characters, which no test changes."""
+    import torch
+
+    from infra.cli.demo.char_model import build_char_model
+
+    torch.set_num_threads(1)
+    return str(build_char_model(tmp_path_factory.mktemp("model") / "char", seed=3))

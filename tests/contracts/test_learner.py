@@ -4,7 +4,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from infra.cli.demo.char_model import build_char_model
 from infra.policies.tensors import Tensor
 from schemas import Lane, Span
 from tests.trainer.trainer_samples import make_item
@@ -18,11 +17,6 @@ LANES: dict[Lane, LaneConfig] = {
     "expert": LaneConfig(loss="sft", weight=0.1),
 }
 DECOUPLED: dict[Lane, LaneConfig] = LANES | {"usual": LaneConfig(loss="decoupled", weight=0.9)}
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory) -> str:
-    return str(build_char_model(tmp_path_factory.mktemp("model") / "char", seed=3))
 
 
 def opened(model: str, lanes=LANES, **settings) -> Learner:

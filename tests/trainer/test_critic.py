@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer_samples import make_item, tiny_model
 
-from infra.cli.demo.char_model import build_char_model
 from schemas import Span
 from schemas.errors import ConfigError
 from trainer.batch.batch import TrainItem, pack
@@ -15,12 +14,6 @@ from trainer.config import CriticConfig, LaneConfig, TrainerConfig
 from trainer.learners.critic import advantages, estimate, gae, value_loss
 from trainer.learners.orders import Rows
 from trainer.learners.torch import TorchLearner
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    torch.set_num_threads(1)
-    return str(build_char_model(tmp_path_factory.mktemp("model") / "char", seed=3))
 
 
 def by_definition(reward, value, bootstrap, gamma, gae_lambda):

@@ -29,11 +29,6 @@ from trainer.state import whole_hash
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(build_char_model(tmp_path_factory.mktemp("model") / "char", seed=3))
-
-
 def environment() -> dict[str, str]:
     return os.environ | {
         "DS_ACCELERATOR": "cpu",

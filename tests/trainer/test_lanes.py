@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from infra.cli.demo.char_model import Size, build_char_model
 from infra.log.log import Log
@@ -73,12 +72,6 @@ def pair(number: int, rejected: int = 41) -> Block:
 WARMUP = WarmupConfig(every=1, stop_at=1.0, max_steps=2, min_experiences=2, batch=2, learning_rate=1e-2)
 BEFORE = {"usual": LaneConfig(), "expert": LaneConfig(loss="sft", weight=0.1, share=0.1, max_uses=99, optional=True)}
 HUMAN = LaneConfig(loss="dpo", weight=0.2, share=0.5, max_uses=99, optional=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.set_num_threads(1)
-    return str(build_char_model(tmp_path_factory.mktemp("model") / "char", seed=3))
 
 
 PPO = {

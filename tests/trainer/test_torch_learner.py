@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_samples import make_item, pair, random_items, tiny_model
 
-from infra.cli.demo.char_model import build_char_model
 from infra.model.model import load_model
 from infra.policies.tensors import from_torch, to_numpy, to_torch
 from infra.store.memory import MemoryStore
@@ -25,12 +24,6 @@ from trainer.learners.learner import take_snapshot
 from trainer.learners.torch import TorchLearner
 from trainer.losses.loss import open_objectives
 from trainer.state import index_hash, whole_hash
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    torch.set_num_threads(1)
-    return str(build_char_model(tmp_path_factory.mktemp("model") / "char", seed=3))
 
 
 def opened(
