@@ -57,6 +57,12 @@ async def filled_log(store: Store, bus: MemoryBus | None = None) -> Log:
     return log
 
 
+async def new_run() -> tuple[Log, MemoryStore]:
+    """A filled log, and its store in memory."""
+    store = MemoryStore()
+    return await filled_log(store), store
+
+
 async def train(
     log: Log,
     store: Store,

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.settings.config import decode
-from infra.store.memory import MemoryStore
 from schemas import Batch
 from schemas.errors import ConfigError
-from tests.trainer.memory_run import CONFIG, filled_log, journal, train
+from tests.trainer.memory_run import CONFIG, journal, new_run, train
 from trainer.buffer.draw import FAIR, NO_LIMITS, ShareLimits, blended, chances, draw_by_priority, find_room
 from trainer.buffer.pool import Candidate, make_pool
 from trainer.config import LaneConfig, TrainerConfig
@@ -147,8 +146,7 @@ def test_the_paced_lane_is_drawn_in_issue_order_whatever_the_settings_say() -> N
 async def test_the_journal_holds_the_weights_of_the_draw() -> None:
     lanes = {**CONFIG.lanes, "expert": LaneConfig(loss="sft", weight=0.5, max_uses=100, draw="priority", optional=True)}
     config = msgspec.structs.replace(CONFIG, lanes=lanes)
-    store = MemoryStore()
-    log = await filled_log(store)
+    log, store = await new_run()
     await train(log, store, ScriptedLearner(), config)
     batches = [each for each in await journal(log) if isinstance(each, Batch) and each.phase == "train"]
     weights = {item.weight for batch in batches for item in batch.items if item.lane == "expert"}

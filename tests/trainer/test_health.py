@@ -16,11 +16,10 @@ from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy import Probe
 from infra.policies.tensors import to_numpy
-from infra.store.memory import MemoryStore
 from schemas import Batch, EvalResult, Rollback, Saved, Skip, Span
 from schemas.errors import ConfigError
 from tests.trainer.memory_run import CONFIG as RUN_CONFIG
-from tests.trainer.memory_run import FLOOR, STEPS, filled_log, journal, published, train
+from tests.trainer.memory_run import FLOOR, STEPS, journal, new_run, published, train
 from tests.trainer.trainer_samples import make_item
 from trainer.batch.assemble import step_seed
 from trainer.batch.batch import LANES, PackedBatch
@@ -164,8 +163,7 @@ class Tampered(ScriptedLearner):
 
 
 async def injected(kind: str, at: int) -> None:
-    store = MemoryStore()
-    log = await filled_log(store)
+    log, store = await new_run()
     config = msgspec.structs.replace(RUN_CONFIG, **GUARDED)
     await train(log, store, Tampered(kind, at), config)
     records = await journal(log)
@@ -206,8 +204,7 @@ def test_an_alarm_at_the_first_step_after_the_warm_up_keeps_the_warm_up() -> Non
 
 
 async def test_weights_that_a_warm_up_ruined_are_neither_published_nor_kept() -> None:
-    store = MemoryStore()
-    log = await filled_log(store)
+    log, store = await new_run()
     for _ in range(2):  # the journal decides: a restart comes to the same end
         with pytest.raises(ExceptionGroup) as raised:
             await train(log, store, Tampered("nan weights", WARM_UP - 1))

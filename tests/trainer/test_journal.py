@@ -18,7 +18,7 @@ from infra.store.memory import MemoryStore
 from schemas import Batch, Fence, Rollback, Saved, Skip, topics
 from schemas.errors import BadFrame, FencedOut, OffsetOutOfRange
 from schemas.journal import effective
-from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, block, filled_log, journal, train
+from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, block, filled_log, journal, new_run, train
 from trainer.config import SLOTS, LaneConfig
 from trainer.journal.checkpoint import (
     CheckpointPlace,
@@ -219,8 +219,7 @@ async def test_what_was_trained_before_the_first_checkpoint_and_is_delivered_aft
     expert = LaneConfig(loss="sft", weight=0.5, max_uses=1, optional=True)
     lanes = {"usual": LaneConfig(weight=0.5), "expert": expert}
     config = msgspec.structs.replace(CONFIG, lanes=lanes, warmup=None, checkpoint_every=1)
-    store = MemoryStore()
-    log = await filled_log(store)
+    log, store = await new_run()
     await train(log, store, ScriptedLearner(), msgspec.structs.replace(config, max_steps=6))
     for number in range(4):  # by a worker that died before it could say that it had sent them
         await log.publish(topics.BUFFER, block(number, "expert"))

@@ -10,7 +10,6 @@ import torch
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.tensors import to_numpy
 from infra.settings.config import decode
-from infra.store.memory import MemoryStore
 from schemas import Lane, Saved
 from schemas.errors import ConfigError
 from tests.contracts.test_learner import batch, items
@@ -22,6 +21,7 @@ from tests.trainer.memory_run import (
     KillingStore,
     filled_log,
     journal,
+    new_run,
     published,
     replaying,
     train_through_kills,
@@ -152,8 +152,7 @@ def in_loop(model: str, lora: LoraConfig | None = LORA) -> tuple[TrainerConfig, 
 
 async def test_a_run_through_its_warm_up_is_replayed_and_resumed_to_the_same_bits(model: str) -> None:
     config, learner = in_loop(model)
-    store = MemoryStore()
-    log = await filled_log(store)
+    log, store = await new_run()
     await run_loop(log, store, learner, config)
     assert sum(entry.phase == "warmup" for entry in await journal(log) if isinstance(entry, Saved)) > 0
     start = await find_start(log, store, "t", to_step=None)
@@ -191,8 +190,7 @@ async def test_a_run_through_its_warm_up_is_replayed_and_resumed_to_the_same_bit
 async def test_a_run_keeps_its_adapter_and_a_new_run_begins_anew(
     model: str, before: LoraConfig | None, after: LoraConfig | None, words: str
 ) -> None:
-    store = MemoryStore()
-    log = await filled_log(store)
+    log, store = await new_run()
     config, learner = in_loop(model, before)
     await run_loop(log, store, learner, msgspec.structs.replace(config, max_steps=2))
     config, other = in_loop(model, after)

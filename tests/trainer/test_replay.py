@@ -32,6 +32,7 @@ from tests.trainer.memory_run import (
     block,
     filled_log,
     journal,
+    new_run,
     replaying,
     train,
     train_through_kills,
@@ -84,8 +85,7 @@ def read_only(log: Log, store: MemoryStore) -> tuple[Log, Store]:
 
 
 async def finished_run(**options: Any) -> tuple[Log, MemoryStore, ScriptedLearner]:
-    store = MemoryStore()
-    log = await filled_log(store)
+    log, store = await new_run()
     learner = ScriptedLearner(**options)
     await train(log, store, learner)
     return log, store, learner
@@ -222,8 +222,7 @@ async def test_an_altered_buffered_block_is_named_by_step_and_offset() -> None:
 
 
 async def test_an_altered_blob_is_named() -> None:
-    store = MemoryStore()
-    log = await filled_log(store)
+    log, store = await new_run()
     long = "".join(chr(33 + at * at % 90) for at in range(900_000))
     await log.publish(topics.BUFFER, block(2 * STEPS, meta={"trace": long}))
     await log.publish(topics.BUFFER, block(2 * STEPS + 1))

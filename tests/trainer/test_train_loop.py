@@ -30,6 +30,7 @@ from tests.trainer.memory_run import (
     ends,
     filled_log,
     journal,
+    new_run,
     published,
     train,
     train_through_kills,
@@ -189,8 +190,7 @@ async def test_skips_in_a_row_are_counted_across_a_death_between_them(send: int)
 
 
 async def test_a_rollback_in_the_warm_up_publishes_nothing_before_its_end() -> None:
-    store = MemoryStore()
-    log = await filled_log(store)
+    log, store = await new_run()
     learner = ScriptedLearner(fail_at=(step_seed(3, 1), step_seed(3, 2)))
     await train(log, store, learner, msgspec.structs.replace(CONFIG, max_skips=2))
     records = await journal(log)
@@ -201,8 +201,7 @@ async def test_a_rollback_in_the_warm_up_publishes_nothing_before_its_end() -> N
 
 @pytest.mark.parametrize("topic", [topics.BUFFER, topics.BATCHES], ids=lambda topic: topic.name)
 async def test_a_resume_whose_segment_was_deleted_says_so_and_overwrites_nothing(topic: topics.Topic) -> None:
-    store = MemoryStore()
-    log = await filled_log(store)
+    log, store = await new_run()
     await train(log, store, ScriptedLearner(), msgspec.structs.replace(CONFIG, max_steps=STEPS // 2))
     name = log.name(topic)
     remove(store, "t", [places(store, "t")[-1]])  # so that what follows the one before is asked of the log
@@ -215,8 +214,7 @@ async def test_a_resume_whose_segment_was_deleted_says_so_and_overwrites_nothing
 
 
 async def test_a_trainer_starts_where_retention_took_closures_that_it_had_not_read() -> None:
-    store = MemoryStore()
-    log = await filled_log(store)
+    log, store = await new_run()
     await train(log, store, ScriptedLearner(), msgspec.structs.replace(CONFIG, max_steps=STEPS // 2))
     told = await log.publish(topics.PROGRESS, Drawn(token=0, step=0, version=0, groups=()))
     await log.bus.delete_records(Partition(log.name(topics.PROGRESS), 0), told.offset + 1)
@@ -231,8 +229,7 @@ async def started(log: Log, store: Store, config: TrainerConfig = CONFIG) -> Run
 
 
 async def test_a_restart_waits_for_no_group_that_was_closed_or_dropped_before_its_checkpoint() -> None:
-    store = MemoryStore()
-    log = await filled_log(store)
+    log, store = await new_run()
 
     def arrive(intake: Intake, *numbers: int) -> None:
         for number in numbers:
@@ -249,8 +246,7 @@ async def test_a_restart_waits_for_no_group_that_was_closed_or_dropped_before_it
 
 
 async def test_a_restart_in_the_warm_up_counts_the_demonstrations_that_were_used_up_before_its_checkpoint() -> None:
-    store = MemoryStore()
-    log = await filled_log(store)
+    log, store = await new_run()
     lanes = CONFIG.lanes | {"expert": LaneConfig(loss="sft", optional=True)}
     config = msgspec.structs.replace(CONFIG, lanes=lanes)
     run = await started(log, store, config)
@@ -263,8 +259,7 @@ async def test_a_restart_in_the_warm_up_counts_the_demonstrations_that_were_used
 
 
 async def test_a_start_tells_which_waiting_groups_it_refuses_and_why() -> None:
-    store = MemoryStore()
-    log = await filled_log(store)
+    log, store = await new_run()
     await train(log, store, ScriptedLearner(), msgspec.structs.replace(CONFIG, max_steps=STEPS - 1))
     lanes = {lane: config for lane, config in CONFIG.lanes.items() if lane == "usual"}
     await train(log, store, ScriptedLearner(), msgspec.structs.replace(CONFIG, lanes=lanes, warmup=None))

@@ -18,7 +18,7 @@ from infra.store.memory import MemoryStore
 from schemas import Batch, Block, Directive, Drawn, MasterState, Progress, topics
 from schemas.fields import MasterPhase
 from tests.actors.rig import until
-from tests.trainer.memory_run import STEPS, filled_log, journal, train
+from tests.trainer.memory_run import STEPS, journal, new_run, train
 from tests.trainer.trainer_samples import block, message
 from trainer.buffer.buffer import Buffer
 from trainer.buffer.intake import Intake
@@ -378,8 +378,7 @@ async def test_a_stop_ends_the_wait_for_a_step_without_another_step(is_paused: b
 
 @pytest.mark.virtual
 async def test_a_trainer_that_starts_into_a_pause_begins_no_step_tells_what_waits_and_resumes_with_it() -> None:
-    store = MemoryStore()
-    log = await filled_log(store)
+    log, store = await new_run()
     await log.publish(topics.POLICIES, Directive(order="pause", owner="ann"))
     training = asyncio.create_task(train(log, store, ScriptedLearner()))
     await said_paused(log, groups=4 + 2 * STEPS)
