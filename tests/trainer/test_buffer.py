@@ -12,9 +12,9 @@ from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.policies.fold import PoliciesFold
 from infra.store.memory import MemoryStore
-from schemas import Block, MasterState, PolicyEvent, Progress, decode, encode, topics
+from schemas import Block, MasterState, PolicyEvent, Progress, Span, decode, encode, topics
 from schemas.errors import BadFrame, FencedOut, OffsetOutOfRange
-from tests.trainer.trainer_samples import block, message, mixed, pair
+from tests.trainer.trainer_samples import block, make_item, message, mixed, pair
 from trainer.batch.batch import TrainItem
 from trainer.buffer.buffer import Buffer, make_candidate, read_blocks, use_key
 from trainer.buffer.intake import Intake, follow_buffer
@@ -162,9 +162,11 @@ def about_another_prompt(item: TrainItem) -> TrainItem:
         (pair([30, 2], [31, 2])[:1], "half a pair"),
         ([*pair([30], [31]), pair([32], [33])[1]], "half a pair"),
         ([pair([30], [31])[0], about_another_prompt(pair([30], [31])[1])], "pair with different prompts"),
+        ([pair([30], [31])[0], make_item([1, 20, 21], [], group="p.0", lane="human")], "nothing to train"),
+        ([make_item([1, 20], [Span(0, 2, 0)], lane="human")], "nothing to train"),
     ],
 )
-def test_a_pair_is_two_answers_to_one_prompt_that_differ_and_is_kept_whole(items: list[TrainItem], fault: str) -> None:
+def test_a_pair_is_two_answers_that_differ_and_each_member_can_be_trained(items: list[TrainItem], fault: str) -> None:
     held = Intake(Buffer({"human": 1}), buffer_next=0, progress_next=0)
     each = paired(items)
     assert held.take_block(message(each, 0), each) == fault

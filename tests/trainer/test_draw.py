@@ -26,9 +26,10 @@ from trainer.buffer.draw import (
     united,
 )
 from trainer.buffer.draw import fill as fill_pool
-from trainer.buffer.pool import Candidate, Draw, draw_in_order, make_pool, missing, unfit, worth_waiting_for
+from trainer.buffer.pool import Candidate, Draw, draw_in_order, make_pool, missing, worth_waiting_for
 from trainer.config import LaneConfig
-from trainer.loop.supply import drawn_from
+from trainer.loop.supply import drawn_from, split_fit
+from trainer.losses.loss import open_objective
 
 
 def group(sequence: int, version: int = 0, **more: int) -> Candidate:
@@ -75,15 +76,15 @@ def test_what_a_lanes_loss_cannot_learn_from_is_named_with_one_reason() -> None:
         Candidate(group="g", lane="human", offset=at, num_experiences=2, has_ratio=not at % 2, is_pair=at > 1)
         for at in range(4)
     )
-    every = (plain, bare, pair, bare_pair)
-    assert unfit(every, ratio=False, pairs=False) == []
-    assert unfit(every, ratio=True, pairs=False) == [(bare, "no ratio"), (bare_pair, "no ratio")]
-    assert unfit(every, ratio=False, pairs=True) == [(plain, "not a pair"), (bare, "not a pair")]
-    assert unfit(every, ratio=True, pairs=True) == [
+    every, sft = make_pool((plain, bare, pair, bare_pair)), open_objective(LaneConfig(loss="sft"))
+    assert split_fit(sft, every) == (every, [])
+    assert split_fit(replace(sft, ratio=True), every)[1] == [(bare, "no ratio"), (bare_pair, "no ratio")]
+    assert split_fit(replace(sft, mean="pairs"), every)[1] == [(plain, "not a pair"), (bare, "not a pair")]
+    assert split_fit(replace(sft, ratio=True, mean="pairs"), every)[1] == [
         (plain, "not a pair"), (bare, "not a pair"), (bare_pair, "no ratio")
     ]  # fmt: skip
-    taught = replace(plain, is_taught=True)
-    assert unfit((plain, taught), ratio=True, pairs=False, teacher=True) == [(plain, "no teacher")]
+    taught = make_pool((plain, replace(plain, is_taught=True)))
+    assert split_fit(replace(sft, teacher=True), taught)[1] == [(plain, "no teacher")]
 
 
 def test_nothing_is_drawn_past_a_group_worth_waiting_for_and_up_to_it_everything() -> None:

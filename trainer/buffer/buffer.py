@@ -157,6 +157,8 @@ class Buffer:
             if held is not None and self._candidates[first.lane][held].revision < first.revision:
                 self.discard(held, first.lane)
             return WITHDRAWN
+        if any(not experience.spans or experience.num_prompt < 1 for experience in block.experiences):
+            return "nothing to train"
         if fault := pair_fault(block.experiences):
             return fault
         if first.held_out:
@@ -302,6 +304,7 @@ def make_candidate(offset: int, block: Block, uses: int, digest: bytes = b"") ->
         priority=max(experience.priority for experience in block.experiences),
         uses=uses,
         has_ratio=bool(spans) and all(span.ratio for span in spans),
+        has_reward=all(experience.reward is not None for experience in block.experiences),
         digest=digest,
         is_pair=bool(pair_side(first)),
         key_id=first.key_id if first.is_sealed else "",

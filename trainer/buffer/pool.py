@@ -25,7 +25,8 @@ class Candidate(msgspec.Struct, frozen=True):
     if every span's logprobs are the policy's own. digest: digest of its record. is_pair: True for a preference pair. weight:
     factor of its loss terms, if the draw was not even. key_id: key that seals it, "" for none. retrained: as in Experience.
     num_tokens: sampled tokens. tenant, subject: owner and user of the data, "" for none. has_signal: True unless all its
-    advantages are 0. join: name of the join, "" for none. is_taught: True if a teacher judged every sampled token.
+    advantages are 0. join: name of the join, "" for none. is_taught: True if a teacher judged every sampled token. has_reward:
+    True if every sequence has a reward.
     """
 
     group: str
@@ -50,6 +51,7 @@ class Candidate(msgspec.Struct, frozen=True):
     join: str = ""
     max_version: int = -1
     is_taught: bool = False
+    has_reward: bool = True
 
 
 class Draw(msgspec.Struct, frozen=True):
@@ -71,23 +73,6 @@ def stale(candidates: Iterable[Candidate], version: int, max_staleness: int) -> 
         (candidate, candidate.min_version if candidate.is_pair else candidate.max_version) for candidate in candidates
     ]
     return [(candidate, "stale") for candidate, sampled_by in newest if version - sampled_by > max_staleness]
-
-
-def unfit(
-    candidates: Iterable[Candidate], *, ratio: bool, pairs: bool, teacher: bool = False
-) -> list[tuple[Candidate, str]]:
-    """Those a lane's loss cannot learn from, with the reason. ratio: it forms importance ratios. pairs: it compares. teacher:
-    it needs a teacher's logprobs.
-    """
-    found = []
-    for candidate in candidates:
-        if pairs and not candidate.is_pair:
-            found.append((candidate, "not a pair"))
-        elif ratio and not candidate.has_ratio:
-            found.append((candidate, "no ratio"))
-        elif teacher and not candidate.is_taught:
-            found.append((candidate, "no teacher"))
-    return found
 
 
 def draw_in_order(
@@ -150,6 +135,7 @@ COLUMNS = {
     "is_pair": np.bool_,
     "is_joined": np.bool_,
     "is_taught": np.bool_,
+    "has_reward": np.bool_,
 }
 FIRST_ROWS = 64
 
@@ -293,7 +279,7 @@ def _values(candidate: Candidate, codes: dict[Party, int]) -> tuple[float, ...]:
     return (
         candidate.offset, candidate.priority, candidate.num_experiences, candidate.num_tokens, candidate.uses, tenant, user,
         bool(candidate.tenant), bool(candidate.subject), candidate.has_ratio, candidate.is_pair, bool(candidate.join),
-        candidate.is_taught,
+        candidate.is_taught, candidate.has_reward,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from schemas import Lane
 from trainer.batch.assemble import PACED, step_seed
 from trainer.buffer.draw import ShareLimits, draw_by_priority, draw_least_used, find_joins, parted, united
 from trainer.buffer.intake import Intake
-from trainer.buffer.pool import Candidate, Draw, Pool, draw_in_order, unfit, worth_waiting_for
+from trainer.buffer.pool import Candidate, Draw, Pool, draw_in_order, worth_waiting_for
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal.checkpoint import Position
 from trainer.losses.loss import Objective, open_objectives
@@ -69,7 +69,7 @@ def decide(supply: Supply, position: Position, *, now_s: float) -> Draw:
         pool = supply.intake.buffer.drawable(lane)
         crowd = max(0, len(pool) - config.max_waiting)
         dropped += [(candidate, TOO_MANY) for candidate in pool.chosen(slice(crowd))]
-        usable, unusable = split_fit(supply, lane, pool.chosen(slice(crowd, None)))
+        usable, unusable = split_fit(supply.objectives[lane], pool.chosen(slice(crowd, None)))
         dropped += unusable
         if usable.column("num_experiences").sum() < least:
             usable = usable.chosen(slice(0))
@@ -126,15 +126,19 @@ def drawn_from(
     return parted(draw, joins)
 
 
-def split_fit(supply: Supply, lane: Lane, pool: Pool) -> tuple[Pool, list[tuple[Candidate, str]]]:
-    """The groups that the lane's loss can learn from, and the others with the reason."""
-    objective = supply.objectives[lane]
-    ratio, pairs, teacher = objective.ratio, objective.mean == "pairs", objective.teacher
-    doubtful_N = (ratio & ~pool.column("has_ratio")) | (pairs & ~pool.column("is_pair"))
-    doubtful_N |= teacher & ~pool.column("is_taught")
-    if not doubtful_N.any():
-        return pool, []
-    return pool.chosen(~doubtful_N), unfit(pool.chosen(doubtful_N), ratio=ratio, pairs=pairs, teacher=teacher)
+def split_fit(objective: Objective, pool: Pool) -> tuple[Pool, list[tuple[Candidate, str]]]:
+    """The groups that a lane's loss can learn from, and the others, each with a reason."""
+    unusable: list[tuple[Candidate, str]] = []
+    for reason, is_needed, column in (
+        ("not a pair", objective.mean == "pairs", "is_pair"),
+        ("no ratio", objective.ratio, "has_ratio"),
+        ("no teacher", objective.teacher, "is_taught"),
+        ("no reward", objective.critic, "has_reward"),
+    ):
+        if is_needed and not (fit_N := pool.column(column)).all():
+            unusable += [(candidate, reason) for candidate in pool.chosen(~fit_N)]
+            pool = pool.chosen(fit_N)
+    return pool, unusable
 
 
 def lane_share(config: LaneConfig, paced: LaneConfig) -> float:
@@ -149,7 +153,7 @@ def paced(supply: Supply, position: Position, now_s: float) -> Draw:
     """The draw of the paced lane, waiting for a group about to pass the bound as long as `straggler_s` allows."""
     pacing = supply.pacing
     version = position.version
-    fit, unusable = split_fit(supply, PACED, supply.intake.buffer.pool(PACED))
+    fit, unusable = split_fit(supply.objectives[PACED], supply.intake.buffer.pool(PACED))
     usable = list(fit)
     for passed in [number for number in supply.waited_since if number < supply.intake.floor]:
         del supply.waited_since[passed]
