@@ -18,11 +18,12 @@ from infra.policies.policy import Probe
 from infra.policies.tensors import to_numpy
 from schemas import Batch, EvalResult, Rollback, Saved, Skip, Span
 from schemas.errors import ConfigError
+from schemas.fields import LANES
 from tests.trainer.memory_run import CONFIG as RUN_CONFIG
 from tests.trainer.memory_run import FLOOR, STEPS, journal, new_run, published, train
 from tests.trainer.trainer_samples import make_item
 from trainer.batch.assemble import step_seed
-from trainer.batch.batch import LANES, PackedBatch
+from trainer.batch.batch import PackedBatch
 from trainer.config import TrainerGuardConfig
 from trainer.health import (
     ANY_FINITE,

@@ -11,8 +11,9 @@ from trainer_samples import make_item, pair, random_items, tiny_model
 from infra.model.model import load_model
 from schemas import Span
 from schemas.errors import ConfigError
+from schemas.fields import LANES
 from tests.tiny_models import FAMILIES
-from trainer.batch.batch import LANES, Microbatch, PackedBatch, TrainItem, pack
+from trainer.batch.batch import Microbatch, PackedBatch, TrainItem, pack
 from trainer.batch.split import for_ranks, split
 from trainer.learners.forward import PackedModel
 

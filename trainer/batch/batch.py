@@ -16,8 +16,7 @@ import numpy as np
 
 from schemas import BatchItem, Experience
 from schemas.experience import CHOSEN, pair_side
-from schemas.fields import LANES as LANES
-from schemas.fields import Lane
+from schemas.fields import LANES, Lane
 from schemas.wire.teacher import teacher_logprobs
 from trainer.batch.tree import (
     Branch,

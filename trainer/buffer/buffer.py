@@ -272,15 +272,9 @@ class Buffer:
     def num_groups(self, lane: Lane) -> int:
         return len(self._candidates.get(lane, ()))
 
-    def num_experiences(self, lane: Lane) -> int:
-        return sum(candidate.num_experiences for candidate in self._candidates.get(lane, ()))
-
     def num_heard(self, lane: Lane) -> int:
         """Number of experiences held in a lane, plus former experiences of the lane without a use left."""
-        return self.num_experiences(lane) + self.used_up[lane]
-
-    def num_bytes(self) -> int:
-        return sum(map(len, self._frames.values()))
+        return sum(candidate.num_experiences for candidate in self.candidates(lane)) + self.used_up[lane]
 
 
 def make_candidate(offset: int, block: Block, uses: int, digest: bytes = b"") -> Candidate:

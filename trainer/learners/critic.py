@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from schemas.errors import ConfigError
-from schemas.fields import Lane
-from trainer.batch.batch import LANES, Microbatch
+from schemas.fields import LANES, Lane
+from trainer.batch.batch import Microbatch
 from trainer.config import CriticConfig, TrainerConfig
 from trainer.learners.channel import Channel, Encoded, decode_array, encode_array
 from trainer.learners.forward import PackedModel

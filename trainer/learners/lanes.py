@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import torch
 
-from schemas.fields import Lane
-from trainer.batch.batch import LANES, Microbatch, PackedBatch
+from schemas.fields import LANES, Lane
+from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.config import TrainerConfig
 from trainer.health import Observed
 from trainer.learners.learner import Phase
