@@ -267,6 +267,11 @@ class TrainerConfig(Section, frozen=True):
             raise ValueError(
                 'lanes.usual.draw: got "priority", expected "least-used": this lane is drawn in issue order'
             )
+        if self.warmup is not None and self.warmup.lane not in self.lanes:
+            raise ValueError(
+                f"warmup.lane: got {self.warmup.lane}, expected a lane of [trainer.lanes] ({', '.join(self.lanes)}): add "
+                f'{self.warmup.lane} = {{ loss = "sft" }} there, with weight = 0 if only the warm-up trains it'
+            )
         if self.lora is not None and self.critic is not None:
             raise ValueError(
                 "critic: got [trainer.critic] with [trainer.lora], expected only one of them: all weights of a critic are "

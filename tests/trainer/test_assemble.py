@@ -162,7 +162,7 @@ def test_a_block_of_any_other_lane_is_trained_whatever_its_age() -> None:
 FALLING = TrainerConfig(
     learning_rate=2.0,
     schedule=Schedule(hold_steps=10, decay_steps=20, final=0.1),
-    warmup=WarmupConfig(learning_rate=5.0),
+    warmup=WarmupConfig(lane="usual", learning_rate=5.0),
 )
 
 

@@ -38,7 +38,7 @@ from tests.trainer.memory_run import (
 from trainer.batch.assemble import step_seed
 from trainer.buffer.buffer import Uses
 from trainer.buffer.intake import Intake
-from trainer.config import LaneConfig, TrainerConfig
+from trainer.config import LaneConfig, TrainerConfig, WarmupConfig
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Checkpoint, Position, places, remove, save
 from trainer.journal.journal import Lease, take_lease
@@ -83,8 +83,7 @@ async def test_what_is_longer_than_the_context_is_told_and_all_else_is_trained(t
     long = msgspec.structs.replace(long, id="long.0.0-0-0", group="long.0", group_size=1)
     await log.publish(topics.BUFFER, Block((long,)))
     await train(log, store, ScriptedLearner(), max_tokens=4)
-    told = [each.value async for each in log.scan(topics.PROGRESS) if isinstance(each.value, Drawn)]
-    assert {name: why for each in told for name, why in each.dropped.items()} == {"long.0": "longer than the context"}
+    assert await told_dropped(log) == {"long.0": "longer than the context"}
     trained = {item.id for entry in await journal(log) if isinstance(entry, Batch) for item in entry.items}
     assert len([name for name in trained if name.startswith("usual-")]) == 4 * STEPS and "long.0.0-0-0" not in trained
 
@@ -258,14 +257,30 @@ async def test_a_restart_in_the_warm_up_counts_the_demonstrations_that_were_used
     assert (await started(log, store, config)).supply.intake.buffer.num_heard("expert") == buffer.num_heard("expert")
 
 
+def test_a_warm_up_on_a_lane_that_is_not_trained_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"warmup.lane: got expert, expected a lane of \[trainer.lanes\] \(usual\)"):
+        TrainerConfig(warmup=WarmupConfig())
+
+
+async def test_a_warm_up_drops_what_its_loss_cannot_learn_from() -> None:
+    log, store = await new_run()
+    lanes = CONFIG.lanes | {"expert": LaneConfig(optional=True)}
+    await train(log, store, ScriptedLearner(), msgspec.structs.replace(CONFIG, lanes=lanes))
+    assert await told_dropped(log) == {f"expert-{number}.0": "no ratio" for number in range(4)}
+    assert {entry.phase for entry in await journal(log) if isinstance(entry, Batch)} == {"train"}
+
+
+async def told_dropped(log: Log) -> dict[str, str]:
+    told = [each.value async for each in log.scan(topics.PROGRESS) if isinstance(each.value, Drawn)]
+    return {group: reason for each in told for group, reason in each.dropped.items()}
+
+
 async def test_a_start_tells_which_waiting_groups_it_refuses_and_why() -> None:
     log, store = await new_run()
     await train(log, store, ScriptedLearner(), msgspec.structs.replace(CONFIG, max_steps=STEPS - 1))
     lanes = {lane: config for lane, config in CONFIG.lanes.items() if lane == "usual"}
     await train(log, store, ScriptedLearner(), msgspec.structs.replace(CONFIG, lanes=lanes, warmup=None))
-    told = [each.value async for each in log.scan(topics.PROGRESS) if isinstance(each.value, Drawn)]
-    dropped = {group: reason for each in told for group, reason in each.dropped.items()}
-    assert dropped == {f"expert-{number}.0": "lane not trained" for number in range(4)}
+    assert await told_dropped(log) == {f"expert-{number}.0": "lane not trained" for number in range(4)}
 
 
 class KillingFolder(PutsThatKill, DirectoryStore):

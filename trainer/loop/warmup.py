@@ -10,13 +10,15 @@ from schemas import BatchItem, Block
 from trainer.batch.assemble import step_seed
 from trainer.batch.batch import TrainItem, pack
 from trainer.buffer.draw import draw_least_used
+from trainer.buffer.pool import Draw
 from trainer.config import WarmupConfig
 from trainer.health import unhealthy
 from trainer.learners.learner import take_weights
 from trainer.loop.saving import write_checkpoint
 from trainer.loop.state import Run
 from trainer.loop.step import execute, journal_draw, publish_now, settle_verdict, with_pictures
-from trainer.loop.waiting import arrival, drop_lost, readable, while_paused
+from trainer.loop.supply import split_fit
+from trainer.loop.waiting import arrival, drop, drop_lost, readable, while_paused
 
 logger = logging.getLogger(__name__)
 
@@ -26,21 +28,27 @@ async def warm_up(run: Run, stop: asyncio.Event) -> None:
     warmup = run.config.warmup
     if warmup is not None:
         run.report.state = "waiting for demonstrations"
-        await enough_demonstrations(run, warmup, stop)
+        buffer = run.supply.intake.buffer
+        # Those heard count: after a restart some may be used up already.
+        while not stop.is_set() and buffer.num_heard(warmup.lane) < warmup.min_experiences:
+            await arrival(run.supply.intake)
         run.report.state = "supervised warm-up"
         while not stop.is_set() and not await warm_enough(run, warmup):
             if run.supply.intake.paused:
                 await while_paused(run, stop)
                 continue
             step = run.position.step + 1
+            usable, unusable = split_fit(run.supply.objectives[warmup.lane], buffer.pool(warmup.lane))
+            if unusable:
+                await drop(run, Draw(dropped=tuple(unusable)))
             draw = draw_least_used(
-                run.supply.intake.buffer.pool(warmup.lane),
+                usable,
                 num_experiences=warmup.batch,
                 max_uses=run.config.lanes[warmup.lane].max_uses,
                 seed=step_seed(run.supply.seed, step),
             )
             if draw.wait:
-                logger.warning("warm-up ended step=%d: no demonstration has uses left", step)
+                logger.warning("warm-up ended step=%d: no demonstration is left to train", step)
                 break
             if await drop_lost(run, draw):
                 continue
@@ -69,13 +77,6 @@ async def finish_warm_up(run: Run) -> None:
     await write_checkpoint(run, version)
     if version > run.position.version:
         await publish_now(run, version, weights)
-
-
-async def enough_demonstrations(run: Run, warmup: WarmupConfig, stop: asyncio.Event) -> None:
-    """Wait until the lane has been given `min_experiences`: after a restart some may be used up already."""
-    buffer = run.supply.intake.buffer
-    while not stop.is_set() and buffer.num_heard(warmup.lane) < warmup.min_experiences:
-        await arrival(run.supply.intake)
 
 
 async def warm_enough(run: Run, warmup: WarmupConfig) -> bool:
