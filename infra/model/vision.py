@@ -174,7 +174,8 @@ def model_inputs(
 ) -> Mapping[str, "torch.Tensor"]:
     """Inputs of the model's forward pass: the tokens, and the features of the images.
 
-    places [I * num_places]: indexes into B*T, picture after picture. pictures [I, 3, H, W]. Gradients reach the tower.
+    places [I * num_places]: indexes into B*T, picture after picture. pictures [I, 3, H, W]. Gradients reach the tower. Without
+    places the pictures have no effect, and the tower's gradients are 0.
     """
     if places is None or pictures is None or not len(pictures):
         return {"input_ids": tokens_BT}
@@ -184,10 +185,10 @@ def model_inputs(
     device, dtype = embedded_BTD.device, embedded_BTD.dtype
     shown = torch.from_numpy(pictures).to(device, dtype)
     seen = torch.cat(tuple(module.get_image_features(shown).pooler_output))
-    if len(seen) != len(places):
+    if len(places) not in (0, len(seen)):
         raise ValueError(f"pictures: the vision tower gives {len(seen)} features, expected {len(places)}")
     at = torch.from_numpy(places).to(device)
-    flat = embedded_BTD.flatten(0, 1).index_put((at,), seen.to(dtype))
+    flat = embedded_BTD.flatten(0, 1).index_put((at,), seen[: len(at)].to(dtype))
     return {"inputs_embeds": flat.view_as(embedded_BTD)}
 
 
