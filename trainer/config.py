@@ -42,7 +42,7 @@ class LaneConfig(Section, frozen=True):
     weight: AtLeast0 = 1.0
     """Factor of the lane's mean loss. The gradient is the sum over lanes; weights 1 - m and m give the MIX loss."""
     share: AtLeast0 = 0.0
-    """Sequences drawn per sequence of the lane usual. Default 0: the ratio of the two lanes' weights."""
+    """Sequences drawn per sequence of the lane usual, at least 1 per step. Default 0: the ratio of the two lanes' weights."""
     max_uses: Positive = 1
     """Maximum number of times that the trainer uses an experience."""
     draw: Literal["least-used", "priority"] = "least-used"

@@ -30,7 +30,7 @@ from trainer.learners.scripted import ScriptedLearner
 from trainer.loop.publication import WeightPublisher
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Run
-from trainer.loop.supply import QUIET_S, Supply
+from trainer.loop.supply import QUIET_S, TOO_MANY, Supply
 from trainer.loop.supply import decide as decide_draw
 from trainer.loop.waiting import DIVERGED, admitted, drop, next_draw, readable
 
@@ -89,11 +89,6 @@ def master(state: MasterPhase, outstanding: int) -> Progress:
     return Progress(role="master", instance="m", master=MasterState(state=state, outstanding=outstanding))
 
 
-def test_a_lane_of_weight_0_is_not_drawn() -> None:
-    run = run_of(usual(0), usual(1), expert(0), lanes={"usual": USUAL, "expert": LaneConfig(loss="sft", weight=0.0)})
-    assert taken(decide(run, now_s=0.0)) == ["u0.0", "u1.0"]
-
-
 def live(number: int, **header: object) -> Block:
     return block(f"l{number}.0", lane="live", num_members=1, **header)
 
@@ -110,10 +105,11 @@ def test_a_lane_alone_waits_for_as_many_as_a_step_takes_and_a_draining_run_for_n
         assert taken(decide(rest, now_s=0.0)) == ["l0.0"], state
 
 
-def test_a_lane_beside_the_usual_one_is_asked_for_as_much_as_it_weighs_also_with_weights_of_1() -> None:
-    lanes = {"usual": LaneConfig(), "expert": LaneConfig(loss="sft", max_uses=9)}
+@pytest.mark.parametrize(("weights", "wanted"), [((1.0, 1.0), 36), ((0.99, 0.01), 1), ((0.9, 0.0), 0)])
+def test_a_lane_beside_the_usual_one_is_asked_for_as_much_as_it_weighs(weights: tuple[float, ...], wanted: int) -> None:
+    lanes = {"usual": LaneConfig(weight=weights[0]), "expert": LaneConfig(loss="sft", weight=weights[1], max_uses=9)}
     draw = decide(run_of(usual(0), usual(1), *(expert(number) for number in range(50)), lanes=lanes), now_s=0.0)
-    assert [candidate.lane for candidate in draw.taken].count("expert") == 36
+    assert taken(draw)[:2] == ["u0.0", "u1.0"] and len(draw.taken) == 2 + wanted
 
 
 def test_a_step_that_could_teach_nothing_is_not_made_and_what_it_would_have_used_is_dropped() -> None:
@@ -172,10 +168,11 @@ def test_more_than_may_wait_in_a_lane_are_dropped_with_a_reason_the_oldest_first
         groups_per_step=9,
     )
     draw = decide(run, now_s=0.0)
-    assert [(each.group, reason) for each, reason in draw.dropped] == [
-        (f"l{at}.0", "too many waiting") for at in (0, 1)
-    ]
+    assert dropped(draw) == [("l0.0", TOO_MANY), ("l1.0", TOO_MANY)]
     assert sorted(taken(draw)) == ["l2.0", "l3.0", "l4.0"]
+    lanes = {"usual": USUAL, "live": LaneConfig(max_waiting=2), "expert": LaneConfig(weight=0.0, max_waiting=1)}
+    idle = decide(run_of(*map(live, range(3)), expert(0), expert(1), lanes=lanes), now_s=0.0)
+    assert idle.wait and dropped(idle) == [("l0.0", TOO_MANY), ("e0.0", TOO_MANY)], "also while no step is made"
 
 
 def test_answers_without_a_ratio_are_dropped_with_a_reason_unless_the_loss_is_supervised() -> None:

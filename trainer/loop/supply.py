@@ -6,6 +6,8 @@ The caller removes and drops groups.
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from infra.settings.config import Pacing, duration_s
 from schemas import Lane
 from trainer.batch.assemble import PACED, step_seed
@@ -46,7 +48,14 @@ def decide(supply: Supply, position: Position, *, now_s: float) -> Draw:
     """Draw from the present buffer: the paced lane decides, the others follow in proportion."""
     lanes = supply.config.lanes
     taken: list[Candidate] = []
-    dropped: list[tuple[Candidate, str]] = []
+    buffer = supply.intake.buffer
+    dropped = [
+        (candidate, TOO_MANY)
+        for lane, config in lanes.items()
+        if lane != PACED and (crowd := buffer.num_groups(lane) - config.max_waiting) > 0
+        for candidate in buffer.pool(lane).chosen(slice(crowd))
+    ]
+    crowded = [candidate.offset for candidate, _ in dropped]
     held_back = 0
     if PACED in lanes:
         draw = paced(supply, position, now_s)
@@ -56,20 +65,18 @@ def decide(supply: Supply, position: Position, *, now_s: float) -> Draw:
         taken += draw.taken
     num_paced = sum(candidate.num_experiences for candidate in taken)
     paced_step = PACED in lanes and num_paced > 0
-    if not paced_step and is_early(supply, now_s):
+    too_soon = now_s - supply.published_s < duration_s(supply.config.publish_interval)
+    if not paced_step and too_soon and not supply.intake.draining:
         return Draw(dropped=tuple(dropped), wait=True)
     for lane, config in lanes.items():
         if lane == PACED or config.weight == 0.0:
             continue
         least = 1 if paced_step or supply.intake.draining else supply.config.min_sequences(lane)
         alone = max(supply.pacing.groups_per_step, least)
-        wanted = round(num_paced * lane_share(config, lanes[PACED])) if paced_step else alone
-        if wanted == 0:
-            continue
-        pool = supply.intake.buffer.drawable(lane)
-        crowd = max(0, len(pool) - config.max_waiting)
-        dropped += [(candidate, TOO_MANY) for candidate in pool.chosen(slice(crowd))]
-        usable, unusable = split_fit(supply.objectives[lane], pool.chosen(slice(crowd, None)))
+        wanted = max(1, round(num_paced * lane_share(config, lanes[PACED]))) if paced_step else alone
+        pool = buffer.drawable(lane)
+        pool = pool.chosen(~np.isin(pool.column("offset"), crowded))
+        usable, unusable = split_fit(supply.objectives[lane], pool)
         dropped += unusable
         if usable.column("num_experiences").sum() < least:
             usable = usable.chosen(slice(0))
@@ -88,11 +95,6 @@ def decide(supply: Supply, position: Position, *, now_s: float) -> Draw:
     if taken and not any(teaches(supply, candidate) for candidate in taken):
         return Draw(dropped=(*dropped, *((candidate, NO_SIGNAL) for candidate in taken)), wait=True)
     return Draw(taken=tuple(taken), dropped=tuple(dropped), wait=not taken, held_back=held_back)
-
-
-def is_early(supply: Supply, now_s: float) -> bool:
-    """True if a step without the paced lane would follow the last version too soon."""
-    return not supply.intake.draining and now_s - supply.published_s < duration_s(supply.config.publish_interval)
 
 
 def teaches(supply: Supply, candidate: Candidate) -> bool:
