@@ -1,5 +1,6 @@
 """Settings of the trainer: the [trainer] table of the TOML with its lanes, optimizer, learner and checkpoints."""
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -20,6 +21,17 @@ LOSSES = (
 )  # fmt: skip
 SLOTS = 8  # equal parts of keep.replay; the first checkpoint of each part stays
 MIN_SEQUENCES: Mapping[Lane, int] = MappingProxyType({"live": 64})  # defaults of min_sequences
+
+# Alarms of a lane, and the lowest and highest healthy value of each.
+THRESHOLDS: Mapping[str, tuple[float, float]] = {
+    "ess": (0.3, math.inf),
+    "weight_mean": (0.5, 2.0),
+    "weight_max": (-math.inf, 20.0),
+    "clip_positive": (-math.inf, 0.1),
+    "clip_negative": (-math.inf, 0.1),
+    "chi2": (-math.inf, 1.0),
+    "mismatch_k3": (-math.inf, 0.01),
+}
 
 
 def loss_use(loss: str) -> str:
@@ -234,7 +246,8 @@ class TrainerConfig(Section, frozen=True):
     max_skips: Positive = 3
     """Consecutive skipped steps after which the trainer restores the last good checkpoint."""
     halt_on: tuple[str, ...] = ()
-    """Alarms after which the trainer restores the last good checkpoint at once."""
+    """Alarms after which the trainer restores the last good checkpoint at once: `entropy_collapse`, `reward_collapse`, or a
+    lane's ess, weight_mean, weight_max, clip_positive, clip_negative, chi2 or mismatch_k3, such as `usual/ess`."""
     guard: TrainerGuardConfig = TrainerGuardConfig()
     tensorboard: str = "tensorboard"
     """Folder of TensorBoard event files, relative to the TOML. "" for none."""
@@ -263,6 +276,14 @@ class TrainerConfig(Section, frozen=True):
         return self.min_publish_interval or ("5m" if "live" in self.lanes else "0s")
 
     def __post_init__(self) -> None:
+        collapses = (("entropy_collapse", self.guard.entropy), ("reward_collapse", self.guard.reward))
+        raised = [name for name, share in collapses if share]
+        raised += [f"{lane}/{name}" for lane in self.lanes for name in THRESHOLDS]
+        if never := [name for name in self.halt_on if name not in raised]:
+            raise ValueError(
+                f"halt_on: got {never[0]}, which is never raised, expected some of {', '.join(raised)}; guard.entropy and "
+                "guard.reward turn on entropy_collapse and reward_collapse"
+            )
         if "usual" in self.lanes and self.lanes["usual"].draw == "priority":
             raise ValueError(
                 'lanes.usual.draw: got "priority", expected "least-used": this lane is drawn in issue order'

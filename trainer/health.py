@@ -31,19 +31,8 @@ import numpy as np
 
 from infra.policies.policy import Probe
 from schemas.fields import LANES
-from trainer.config import TrainerGuardConfig
+from trainer.config import THRESHOLDS, TrainerGuardConfig
 from trainer.losses.offpolicy import chi_square, effective_share, k1, k3
-
-# name: (lowest, highest) healthy value
-THRESHOLDS: Mapping[str, tuple[float, float]] = {
-    "ess": (0.3, np.inf),
-    "weight_mean": (0.5, 2.0),
-    "weight_max": (-np.inf, 20.0),
-    "clip_positive": (-np.inf, 0.1),
-    "clip_negative": (-np.inf, 0.1),
-    "chi2": (-np.inf, 1.0),
-    "mismatch_k3": (-np.inf, 0.01),
-}
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):

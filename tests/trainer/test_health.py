@@ -24,7 +24,7 @@ from tests.trainer.memory_run import FLOOR, STEPS, journal, new_run, published, 
 from tests.trainer.trainer_samples import make_item
 from trainer.batch.assemble import step_seed
 from trainer.batch.batch import PackedBatch
-from trainer.config import TrainerGuardConfig
+from trainer.config import TrainerConfig, TrainerGuardConfig
 from trainer.health import (
     ANY_FINITE,
     GuardState,
@@ -119,6 +119,12 @@ def test_the_guard_hears_of_the_rewards_of_this_step_alone_so_that_a_restart_jud
     assert mean_reward(rewarded) == 0.5 and mean_reward([make_item([1, 2], spans, reward=None)]) is None
     assert condition(msgspec.structs.replace(stats, reward=0.5)) == (0.5, 0.5)
     assert condition(stats) == (0.5, None), "whatever an earlier step of this process said"
+
+
+@pytest.mark.parametrize("name", ["usual/es", "live/ess", "reward_collapse"])
+def test_an_alarm_that_is_never_raised_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"halt_on: got {name}, which is never raised"):
+        TrainerConfig(halt_on=(name,), guard=TrainerGuardConfig(entropy=0.5))
 
 
 INJECTIONS = 50
