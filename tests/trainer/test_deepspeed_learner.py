@@ -7,9 +7,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from trainer_samples import CRITIC, random_items, rewarded, tiny_model
 
 from infra.cli.demo.char_model import Size, build_char_model
@@ -23,6 +26,7 @@ from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal.checkpoint import Checkpoint, Position, load_newest, save
 from trainer.learners.engines import engine_settings
 from trainer.learners.ranks import RankGroup, run_ranks
+from trainer.learners.shards import Shards, Source
 from trainer.learners.torch import TorchLearner
 from trainer.state import whole_hash
 
@@ -175,6 +179,20 @@ def test_any_number_of_ranks_and_any_stage_restores_what_any_other_wrote(agree, 
     assert whole_hash(other.save()) == whole_hash(found.learner)
     mine, theirs = alone.save(), other.save()
     assert max(np.abs(to_numpy(mine[name]) - to_numpy(theirs[name])).max() for name in mine) < 2e-4
+
+
+def test_a_weight_that_never_had_a_gradient_is_restored_without_moments():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    named = [(name, torch.nn.Parameter(torch.ones(1))) for name in ("text", "tower")]
+    optimizer = torch.optim.AdamW([value for _, value in named])
+    shards = Shards(None, SimpleNamespace(optimizer=optimizer), named, [], stage=0)
+    dist.destroy_process_group()
+    for state in optimizer.state.values():
+        state["exp_avg"].fill_(9.0)
+    saved = ["model/text", "model/tower", *(f"adam/{key}/text" for key in ("exp_avg", "exp_avg_sq", "step"))]
+    assert set(shards.layout(saved)) == set(saved)
+    shards.load(saved, lambda name: Source(lambda start, stop: memoryview(np.float32([3.0])).cast("B"), "F32"))
+    assert [state["exp_avg"].item() for state in optimizer.state.values()] == [3.0, 0.0]
 
 
 @pytest.mark.full

@@ -79,14 +79,12 @@ class Shards:
         self._set_num_steps(0)
 
     def layout(self, of: Collection[str] | None = None) -> dict[str, Kind]:
-        """Names and kinds of a state. of: names of a saved state that decides about moments; None: as now."""
+        """Names and kinds of a state. of: names of a saved state, whose moments they are; None: as now."""
         found: dict[str, Kind] = {}
-        moments = self._num_steps > 0
-        if of is not None:
-            moments = any(f"adam/step/{name}" in of for name, _ in self._named)
         for name, value in self._named:
             found[f"{self._prefix}{name}"] = Kind("F32", _shape(value))
-            if moments:
+            has_moments = self._num_steps > 0 if of is None else f"adam/step/{name}" in of
+            if has_moments:
                 found |= {f"adam/{key}/{name}": Kind("F32", _shape(value)) for key in MOMENTS}
                 found[f"adam/step/{name}"] = Kind("F32", ())
         return found | {
@@ -127,6 +125,8 @@ class Shards:
         held: dict[str, list[Fragment]] = {}
         for fragment in self._fragments(moments=True, whole=True):
             held.setdefault(fragment.name, []).append(fragment)
+        if is_whole := any(f"{self._prefix}{name}" in names for name, _ in self._named):
+            self.forget()  # the state of one process has no moments of a weight that never had a gradient
         step = 0.0
         steps = {f"adam/step/{name}" for name, _ in self._named}
         for name in names:
@@ -135,10 +135,8 @@ class Shards:
                 step = float(torch.frombuffer(source.read(0, 4), dtype=torch.float32))
             for fragment in held.get(name, ()):
                 _fill(fragment, source)
-        if any(f"{self._prefix}{name}" in names for name, _ in self._named):
+        if is_whole:
             self._set_num_steps(int(step))
-            if not step:
-                self.forget()
 
     def gathered(self, value: torch.nn.Parameter) -> AbstractContextManager[Any]:
         """A context in which a weight is whole."""
