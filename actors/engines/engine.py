@@ -20,6 +20,7 @@ from infra.store.images import Pixels
 from schemas import Span
 
 KvMode = Literal["rebuild", "keep"]
+LEAST_TEMPERATURE = 0.01  # vLLM's; logits over much less are infinite
 
 
 class Shaping(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,12 +43,12 @@ class Shaping(msgspec.Struct, frozen=True, kw_only=True):
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters of a request.
 
-    temperature: 0 is greedy; greedy spans have ratio False. max_tokens: maximum new tokens. stop: token ids that end the
-    sequence; the id is kept as its last token. seed: seed of the draw, None for a random one. top_p: nucleus sampling below 1;
-    such spans have ratio False, because a truncated distribution is not the policy's own. json_schema: JSON schema, as JSON,
-    that the text must match unless max_tokens cuts it; it needs stop tokens. Its recorded logprobs are of the policy
-    restricted to allowed tokens, so such spans have ratio False. shaping: further changes of the distribution by the client;
-    such spans have ratio False.
+    temperature: 0 is greedy; greedy spans have ratio False. A temperature between 0 and 0.01 becomes 0.01, as in vLLM.
+    max_tokens: maximum new tokens. stop: token ids that end the sequence; the id is kept as its last token. seed: seed of the
+    draw, None for a random one. top_p: nucleus sampling below 1; such spans have ratio False, because a truncated distribution
+    is not the policy's own. json_schema: JSON schema, as JSON, that the text must match unless max_tokens cuts it; it needs
+    stop tokens. Its recorded logprobs are of the policy restricted to allowed tokens, so such spans have ratio False. shaping:
+    further changes of the distribution by the client; such spans have ratio False.
     """
 
     max_tokens: int
@@ -57,6 +58,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     json_schema: str = ""
     shaping: Shaping | None = None
+
+    def __post_init__(self) -> None:
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            msgspec.structs.force_setattr(self, "temperature", LEAST_TEMPERATURE)
 
     @property
     def has_ratio(self) -> bool:

@@ -86,6 +86,15 @@ def test_greedy_is_deterministic_and_has_no_ratio(case: Case) -> None:
     case.run(check)
 
 
+def test_a_temperature_near_zero_is_that_of_its_span_and_the_engine_serves_on(case: Case) -> None:
+    async def check(case: Case) -> None:
+        for temperature, used in ((1e-40, 0.01), (1.0, 1.0)):
+            answer = await case.engine.generate((1, 22, 33), Sampling(max_tokens=4, temperature=temperature))
+            assert [(span.temperature, span.ratio) for span in answer.spans] == [(used, True)]
+
+    case.run(check)
+
+
 def test_a_seed_repeats_its_tokens(case: Case) -> None:
     async def check(case: Case) -> None:
         sampling = Sampling(max_tokens=12, seed=11)

@@ -74,7 +74,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] | None = None
     logit_bias: Annotated[dict[Text, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None

@@ -93,6 +93,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (read_chat, {"stop": ["x" * 257]}, "stop"),
     (read_chat, {"stop": ""}, "stop"),
     (read_chat, {"frequency_penalty": 3.0}, "frequency_penalty"),
+    (read_chat, {"repetition_penalty": 1e-40}, "repetition_penalty"),
     (read_chat, {"logit_bias": {"a": 5}}, "logit_bias"),
     (read_chat, {"logit_bias": {"²": 5}}, "logit_bias"),
     (read_chat, {"logit_bias": {str(index): 0 for index in range(1025)}}, "logit_bias"),
