@@ -336,12 +336,9 @@ def file_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def folder_tensors(folder: Path) -> dict[str, Tensor]:
-    """`file_tensors`, without an output matrix that config.json ties to the embeddings."""
-    tensors = file_tensors(folder)
-    both = {"model.embed_tokens.weight", "lm_head.weight"} <= tensors.keys()
-    if both and own_kernels(folder).get_text_config().tie_word_embeddings:
-        del tensors["lm_head.weight"]
-    return tensors
+    """`file_tensors` that versions of the model have too: files may hold more, such as a tied output matrix."""
+    tensors, module = file_tensors(folder), meta_model(folder)
+    return {name: tensors[name] for name in published(module, module.state_dict()) if name in tensors}
 
 
 @contextmanager

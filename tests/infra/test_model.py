@@ -14,6 +14,7 @@ from infra.cli.demo.char_model import build_char_model
 from infra.cli.plan.size import model_size
 from infra.model.model import (
     context_tokens,
+    file_tensors,
     folder_tensors,
     load_into,
     load_model,
@@ -79,7 +80,7 @@ def test_loading_changes_nothing_unless_everything_fits(folder: Path) -> None:
     assert model_tensors(model) == before | {norm: zeros[norm]}
 
 
-def test_the_tensors_of_a_folder_are_mapped_and_take_no_memory_of_the_process(tmp_path: Path) -> None:
+def test_the_tensors_of_files_are_mapped_and_take_no_memory_of_the_process(tmp_path: Path) -> None:
     def own_bytes() -> int:
         status = Path("/proc/self/status").read_text()
         return int(status.partition("RssAnon:")[2].split()[0]) * 1024
@@ -87,7 +88,7 @@ def test_the_tensors_of_a_folder_are_mapped_and_take_no_memory_of_the_process(tm
     size = 64 * 2**20
     (tmp_path / "model.safetensors").write_bytes(save_tensors({"w": Tensor("U8", (size,), bytes(size))}))
     before = own_bytes()
-    tensors = folder_tensors(tmp_path)
+    tensors = file_tensors(tmp_path)
     assert look_at(tensors["w"]).xxh3 and own_bytes() - before < size // 4
     (tmp_path / "model.safetensors").unlink()
     assert tensors["w"].num_bytes == size and not np.frombuffer(tensors["w"].data, np.uint8).any()
@@ -100,7 +101,7 @@ def test_a_folder_that_is_not_there_is_one_line_that_names_it(tmp_path: Path, lo
         load(tmp_path / "nowhere")
     assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="nowhere"):
-        folder_tensors(tmp_path / "nowhere")
+        file_tensors(tmp_path / "nowhere")
 
 
 def test_pickled_weights_are_never_read(folder: Path, tmp_path: Path) -> None:
@@ -201,11 +202,12 @@ def test_a_model_is_published_under_the_names_of_its_folder(tmp_path: Path, fami
     assert model_tensors(load_model(folder)) == folder_tensors(folder)
 
 
-def test_a_matrix_that_is_tied_to_the_embeddings_is_published_once(tmp_path: Path) -> None:
+def test_a_folder_gives_the_tensors_of_versions_alone_and_a_matrix_tied_to_the_embeddings_once(tmp_path: Path) -> None:
     folder = build_family(tmp_path / "tied", "qwen3", tie_word_embeddings=True)
     tensors = folder_tensors(folder)
     both = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}  # as in the file of Qwen3-0.6B
-    (folder / "model.safetensors").write_bytes(save_tensors(both))
+    more = {"mtp.fc.weight": tensors["model.norm.weight"]}  # as in those of Qwen3-Next, for draft tokens
+    (folder / "model.safetensors").write_bytes(save_tensors(both | more))
     assert model_tensors(load_model(folder)) == folder_tensors(folder)
     assert model_size(folder).published == model_size(folder).trained
 
