@@ -104,7 +104,7 @@ async def run_gateway(
         canary = None if config.canary is None else Canary(config.canary, metrics)
         await engine.start()
         try:
-            await _bring_last(follower, memory, engine)
+            await _bring_last(follower, memory, engine, floor.policy.name)
             site = Site(
                 gateway, authenticator, feedback_intake, metrics,
                 models=tuple(dict.fromkeys((floor.policy.name, *config.models))),
@@ -322,9 +322,11 @@ def _remember(path: Path, event: PolicyEvent, metrics: Metrics) -> None:
         _log.warning("policy_not_remembered version=%d error=%s", event.version, error.strerror)
 
 
-async def _bring_last(follower: PolicyFollower, path: Path, engine: Engine) -> None:
+async def _bring_last(follower: PolicyFollower, path: Path, engine: Engine, policy: str) -> None:
     try:
         event = msgspec.json.decode(await asyncio.to_thread(path.read_bytes), type=PolicyEvent)
+        if event.policy != policy:
+            raise PolicyRefused(f"got version {event.version} of {event.policy!r}, expected one of {policy!r}")
         async with asyncio.timeout(_START_S):
             await follower.bring(event)
     except FileNotFoundError:

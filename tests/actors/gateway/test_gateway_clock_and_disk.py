@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from openai import AsyncOpenAI
 
@@ -14,6 +15,7 @@ from actors.gateway.access.keys import ApiKey, KeyBook
 from actors.gateway.errors import ApiError
 from actors.gateway.recording.spool import Spool, SpoolFull
 from infra.observe.metrics import Metrics
+from schemas import PolicyEvent
 from tests.actors.gateway.gateway_rig import ASK, AwayBus, RunningGateway, engine, says, serving
 from tests.actors.gateway.test_gateway_reload import announce, bigram, loaded
 from tests.actors.rig import until
@@ -143,3 +145,11 @@ async def test_a_reload_on_a_full_disk_serves_the_new_version_and_counts_what_wa
         await announce(served, 4, bigram(4))
         await loaded(served, 4)
         assert (tmp_path / "spool" / "serve-0" / "policy.json").exists()
+
+
+async def test_a_start_leaves_out_the_remembered_version_of_another_policy(tmp_path: Path) -> None:
+    memory = tmp_path / "spool" / "serve-0" / "policy.json"
+    memory.parent.mkdir(parents=True)
+    memory.write_bytes(msgspec.json.encode(PolicyEvent(event="published", policy="former", version=3, manifest="m")))
+    async with serving(tmp_path, engine(says("a"))) as served:
+        assert served.engine.version == 0 and not served.count("policies_refused")
