@@ -259,7 +259,7 @@ def _sampling_params(
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     held, shaping = bool(sampling.json_schema), sampling.shaping or Shaping()
-    never = sorted(special.difference(sampling.stop))[:MAX_BIASED]
+    never = sorted(special.difference(sampling.stop))[: max(0, MAX_BIASED - len(shaping.logit_bias))]
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors.engines.engine import Sampling
+from actors.engines.engine import Sampling, Shaping
 from actors.engines.vllm.adapters import Adapters, Attempts, LoadedAdapter
 from actors.engines.vllm.engine import Swap
 from actors.engines.vllm.requests import Requests
@@ -305,3 +305,16 @@ async def test_a_request_that_is_cancelled_while_it_is_sent_is_aborted_before_it
         await asyncio.sleep(0)
     await rig.adapters.close()
     assert rig.llm.aborted == ["1"] and list(rig.llm.names.values()) == ["2.3"]
+
+
+@pytest.mark.slow  # imports vLLM
+async def test_the_biases_of_a_client_and_of_a_schema_are_together_as_many_as_vllm_takes() -> None:
+    requests = Requests(llm := FakeVllm(), Attempts())
+    requests.special = frozenset(range(2000, 2100))
+    shaping = Shaping(logit_bias=tuple((token, 1.0) for token in range(1000)))
+    held = Sampling(max_tokens=1, json_schema="{}", stop=(2000,), shaping=shaping)
+    call = asyncio.create_task(requests.generate((5,), held))
+    _, params, _ = await llm.next()
+    assert len(params.logit_bias) == 1024 and params.logit_bias.keys() >= {*range(1000), *range(2001, 2025)}
+    call.cancel()
+    await requests.close()
