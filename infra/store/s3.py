@@ -243,7 +243,8 @@ class S3Store(Store):
         def names() -> list[str]:
             return [item.object_name for item in self._client.list_objects(self._bucket, prefix=name, recursive=True)]
 
-        yield from sorted(name.removeprefix(self._prefix) for name in self._call("keys", prefix, names))
+        found = (name for name in self._call("keys", prefix, names) if not name.endswith("/"))  # a console's folder
+        yield from sorted(name.removeprefix(self._prefix) for name in found)
 
     def delete(self, key: str) -> None:
         name = self._name(key)

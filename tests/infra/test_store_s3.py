@@ -195,6 +195,16 @@ def test_parts_of_an_upload_that_a_killed_process_left_are_removed_when_they_are
     assert Left.ended == ["/bucket/app/killed?uploadId=killed", "completed", "completed"]
 
 
+def test_a_folder_that_was_made_in_a_console_is_no_object() -> None:
+    class Listing(Uploads):
+        def do_GET(self) -> None:
+            found = "".join(f"<Contents><Key>app/{name}</Key></Contents>" for name in ("", "a/", "a/1"))
+            self.answer(f"<ListBucketResult><Name>b</Name>{found}</ListBucketResult>")
+
+    with serving(Listing, "app") as store:
+        assert list(store.keys("")) == ["a/1"]
+
+
 COUNT = itertools.count(1)
 AT_AMAZON, ELSEWHERE = {"is_amazon": True}, {"is_amazon": False}
 
