@@ -23,9 +23,10 @@ def open_store(url: str, *, base: Path) -> Store:
     if "://" not in url:
         return DirectoryStore(base / Path(url).expanduser())
     parts = urlsplit(url)
-    if parts.scheme == "file" and not parts.netloc:
+    more = parts.query or parts.fragment
+    if parts.scheme == "file" and not parts.netloc and not more:
         return DirectoryStore(Path(unquote(parts.path)))
-    if parts.scheme != "s3" or not parts.hostname or parts.query or parts.username:
+    if parts.scheme != "s3" or not parts.hostname or more or parts.username:
         scheme, _, rest = url.partition("://")
         shown = f"{scheme}://{rest.rpartition('@')[2]}"  # without secrets
         raise ConfigError(f"[store] url: got {shown!r}, expected a folder or s3://bucket/prefix")

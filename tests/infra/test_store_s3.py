@@ -317,7 +317,10 @@ def test_a_bucket_is_used_with_a_role_whose_keys_change_under_way(minio_server: 
         store.delete("a")
 
 
-@pytest.mark.parametrize("url", ["", "gs://bucket/x", "s3://", "https://key:hunter2@host/x", "file://host/x"])
+LOSSY = ["s3://bucket/x?y", "s3://bucket/x#y", "file:///x?y", "file:///x#y"]
+
+
+@pytest.mark.parametrize("url", ["", "gs://bucket/x", "s3://", "https://key:hunter2@host/x", "file://host/x", *LOSSY])
 def test_a_url_no_store_can_serve_is_a_config_error_without_its_secrets(tmp_path: Path, url: str) -> None:
     with pytest.raises(ConfigError, match=r"expected a folder or s3://") as caught:
         open_store(url, base=tmp_path)
