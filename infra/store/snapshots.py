@@ -136,7 +136,7 @@ def read(store: Store, part: SnapshotPart) -> bytes:
 
 
 def missing(store: Store, snapshot: SnapshotManifest) -> str:
-    """The key of a part that is not in the store with its size, "" for none. Raises StoreError."""
+    """The key of a part that is not in the store, "" for none. Raises StoreError."""
     there = set(store.keys(_folder(snapshot.series, "parts")))
     return next((part.key for part in snapshot.parts.values() if part.key not in there), "")
 
