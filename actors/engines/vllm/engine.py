@@ -20,7 +20,7 @@ import gc
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, cast
@@ -389,8 +389,8 @@ class VllmEngine:
         await asyncio.to_thread(self._check_adapter, policy)
         await adapters.make_room()
         label = self._attempts.begin(policy.version, proved=True)  # no request has it before the verdict
-        with TemporaryDirectory(prefix="headrace-adapter-") as folder:
-            await asyncio.to_thread(write_adapter_folder, Path(folder), adapter, policy.tensors)
+        with ExitStack() as files:
+            folder = await asyncio.to_thread(in_a_folder, files, adapter, policy.tensors)
             loaded, took_ms = await adapters.add(label, folder)
         try:
             with adapters.used(loaded):
@@ -443,6 +443,16 @@ def in_a_file(files: VersionFiles, tensors: Mapping[str, Tensor]) -> FileTensors
             "folder for temporary files; give the container a larger /dev/shm, or set TMPDIR to a folder with room"
         )
     return placed
+
+
+def in_a_folder(files: ExitStack, adapter: Adapter, tensors: Mapping[str, Tensor]) -> str:
+    """A folder with an adapter as peft writes it, until `files` closes. Blocks. Raises PolicyRefused where there is no room."""
+    try:
+        folder = files.enter_context(TemporaryDirectory(prefix="headrace-adapter-"))
+        write_adapter_folder(Path(folder), adapter, tensors)
+    except OSError as error:
+        raise PolicyRefused(f"its files for vLLM: {error}; set TMPDIR to a folder with room") from error
+    return folder
 
 
 def _check_on_cpu(folder: Path, config: Any) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import re
+import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from actors.engines.engine import Chunk, EngineStopped, Sampling
 from actors.engines.trace import RequestImages
 from actors.engines.vllm.adapters import Attempts
-from actors.engines.vllm.engine import VllmEngine, reload_parts
+from actors.engines.vllm.engine import VllmEngine, in_a_folder, reload_parts
 from actors.engines.vllm.loading import check_copied
 from actors.engines.vllm.requests import Requests, probe_input, prompt_input
 from actors.engines.vllm.settings import REQUIRED, TRIED, argument_names, check_release, engine_arguments, give_cache
@@ -23,7 +25,7 @@ from infra.policies.policy import Adapter
 from infra.policies.tensors import Tensor, from_numpy
 from infra.store.images import decode_image
 from schemas import Span
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, PolicyRefused
 from tests.tiny_models import build_eye_model, drawings
 
 Answer = tuple[Sequence[int], Sequence[tuple[str, int, int]]]  # tokens, and the label of each run of them
@@ -301,6 +303,14 @@ def test_versions_that_are_adapters_have_vllm_begin_with_room_for_them() -> None
         arguments(8, max_loras=1)
     with pytest.raises(ConfigError, match=r"engine.options.max_lora_rank: got 64, headrace needs 8"):
         arguments(8, max_lora_rank=64)
+
+
+def test_an_adapter_whose_files_find_no_room_is_refused_with_the_setting_that_mends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "away"))
+    with ExitStack() as files, pytest.raises(PolicyRefused, match=r"away.*set TMPDIR"):
+        in_a_folder(files, Adapter(rank=1, alpha=1, targets=("q_proj",), base="9f"), tensors(("lora_A", 10)))
 
 
 @pytest.mark.parametrize("installed", ["0.31.9", "0.33.0", "0.33.0rc1+cu130", "1.0"])
