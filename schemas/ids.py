@@ -50,16 +50,25 @@ def experience_id(group: str, attempt: int, episode: int, part: int = 0) -> str:
     return f"{group}.{attempt}-{episode}-{part}"
 
 
+def experience_group(id: str) -> str:
+    """Group of an experience id; raises ValueError for anything else.
+
+    >>> experience_group("hr-0042.2.0-7-0")  # of the task hr-0042
+    'hr-0042.2'
+    """
+    group, dot, rest = id.rpartition(".")
+    if not dot or not group or rest.count("-") != 2:
+        raise ValueError(f"not an experience id: got {id!r}, expected <group>.<attempt>-<episode>-<part>")
+    return group
+
+
 def group_of(ref: str) -> str:
-    """Group of an experience id or of an answer id; raises ValueError for anything else.
+    """Group of an answer id or of an experience id, as clients name either; raises ValueError for anything else.
 
     >>> group_of("hr-add-3745.2.0-7-0")
     'add-3745.2'
     """
-    group, dot, rest = ref.removeprefix(ANSWER_PREFIX).rpartition(".")
-    if not dot or not group or rest.count("-") != 2:
-        raise ValueError(f"not an experience id: got {ref!r}, expected <group>.<attempt>-<episode>-<part>")
-    return group
+    return experience_group(ref.removeprefix(ANSWER_PREFIX))
 
 
 def task_of(group: str) -> str:

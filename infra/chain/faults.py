@@ -52,7 +52,7 @@ def accepted_new(result: object, parents: Sequence[Experience]) -> Experience | 
     if any(result.group == parent.group for parent in parents):
         return f"group: {result.group!r} is the parents' own; expected another (schemas.ids.synthetic_group)"
     try:
-        group = ids.group_of(result.id)
+        group = ids.experience_group(result.id)
     except ValueError as error:
         return f"id: {error}"
     if group != result.group:

@@ -34,7 +34,7 @@ from schemas import (
 )
 from schemas.errors import BadFrame
 from schemas.fields import is_kept_figure
-from schemas.ids import ANSWER_PREFIX, group_of, session_of
+from schemas.ids import ANSWER_PREFIX, experience_group, session_of
 from schemas.journal import Effective
 from schemas.topics import Topic
 
@@ -231,7 +231,7 @@ class Folder:
         row = (batch.step, batch.token, record.offset, record.timestamp_ms)
         if not self._database.execute("INSERT OR IGNORE INTO steps VALUES (?, ?, ?, ?)", row).rowcount:
             return
-        groups = {number(group_of(item.id)) for item in batch.items}
+        groups = {number(experience_group(item.id)) for item in batch.items}
         self._many("INSERT INTO trained VALUES (?, ?)", [(group, batch.step) for group in groups])
         keys = [number(item.id) for item in batch.items]
         self._many("UPDATE answers SET fate = ? WHERE key = ?", [(TRAINED, key) for key in keys])

@@ -34,7 +34,7 @@ from infra.newest import Newest
 from infra.store.store import Store
 from schemas import Block, decode, encode
 from schemas.errors import BadFrame, NotInStore, Sealed, StoreError
-from schemas.ids import group_of, session_of
+from schemas.ids import experience_group, session_of
 
 FOLDER = "keys/"
 SECRET = "gateway/secret"
@@ -79,7 +79,7 @@ def seal_text(text: str, keys: "Keys", answer: str) -> str:
 
     Without a session the answer has no named user, and the text stays unchanged. Blocks; raises StoreError.
     """
-    session = session_of(group_of(answer))
+    session = session_of(experience_group(answer))
     if not session:
         return text
     return _shut(text.encode(), keys, (session,), f"feedback/{answer}")

@@ -15,7 +15,7 @@ from infra.observe.metrics import Metrics
 from infra.policies.fold import PoliciesFold
 from infra.settings.config import Floor, Pacing, decode
 from infra.store.memory import MemoryStore
-from schemas import Batch, Block, Directive, Drawn, MasterState, Progress, topics
+from schemas import Batch, BatchItem, Block, Directive, Drawn, MasterState, Progress, topics
 from schemas.fields import MasterPhase
 from tests.actors.rig import until
 from tests.trainer.memory_run import STEPS, journal, new_run, train
@@ -30,6 +30,7 @@ from trainer.learners.scripted import ScriptedLearner
 from trainer.loop.publication import WeightPublisher
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Run
+from trainer.loop.step import tell_drawn
 from trainer.loop.supply import QUIET_S, TOO_MANY, Supply
 from trainer.loop.supply import decide as decide_draw
 from trainer.loop.waiting import DIVERGED, admitted, drop, next_draw, readable
@@ -311,6 +312,14 @@ async def test_what_is_replaced_while_keys_are_looked_up_is_neither_drawn_nor_dr
     await drop(run, Draw(dropped=tuple((candidate, "forgotten") for candidate in draw.taken)))
     (told,) = [each.value async for each in run.log.scan(topics.PROGRESS)]
     assert told.dropped == {"l1.0": "forgotten"} and run.supply.intake.buffer.num_groups("live") == 1
+
+
+async def test_a_group_of_a_task_that_begins_like_an_answer_is_told_by_its_own_name() -> None:
+    run, item = run_of(), BatchItem(id="hr-0042.0.0-7-0", partition=0, offset=0, index=0, lane="usual")
+    await run.log.create_topics(partitions=1, keep_ms=-1)
+    await tell_drawn(run, Batch(run="t", token=1, step=0, version=0, items=(item,)))
+    (told,) = [each.value async for each in run.log.scan(topics.PROGRESS)]
+    assert told.groups == ("hr-0042.0",)
 
 
 async def test_groups_that_are_left_below_the_minimum_of_a_step_wait_for_more() -> None:

@@ -83,7 +83,7 @@ async def journal_draw(run: Run, draw: Draw, *, phase: Literal["warmup", "train"
 async def tell_drawn(run: Run, batch: Batch) -> None:
     """Report to the master which groups a journaled batch ends; again after a restart, it counts once."""
     used = (*batch.items, *batch.dropped)
-    groups = tuple(dict.fromkeys(ids.group_of(item.id) for item in used if item.lane == "usual"))
+    groups = tuple(dict.fromkeys(ids.experience_group(item.id) for item in used if item.lane == "usual"))
     if groups:
         drawn = Drawn(token=run.lease.token, step=batch.step, version=batch.version, groups=groups)
         await run.log.publish(topics.PROGRESS, drawn)

@@ -12,7 +12,7 @@ from infra.ledger.index_fold import number
 from infra.ledger.trace import AnswerTrace
 from schemas import Experience
 from schemas.errors import BadFrame
-from schemas.ids import group_of, session_of
+from schemas.ids import experience_group, session_of
 
 MAX_SHOWN = 200_000  # characters of a message
 MAX_TOKENS = 3000
@@ -89,7 +89,7 @@ def token_level(logprob: float) -> int:
 
 def beside(database: sqlite3.Connection, ref: str) -> list[Mapping[str, Any]]:
     """The members of the answer's group; of a session the turns around it, at most MAX_BESIDE."""
-    group = group_of(ref)
+    group = experience_group(ref)
     session = session_of(group)
     where, value = ("session = ? AND session != ''", session) if session else ("grp = ?", number(group))
     (at,) = database.execute("SELECT max(n) FROM answers WHERE key = ?", (number(ref),)).fetchone()

@@ -20,7 +20,7 @@ from infra.ledger.index_fold import MAX_TEXT
 from infra.ledger.trace import AnswerTrace
 from schemas import Directive, topics
 from schemas.errors import NotInLog
-from schemas.ids import ANSWER_PREFIX, group_of, session_of
+from schemas.ids import ANSWER_PREFIX, experience_group, session_of
 
 BEING_READ = "The log is being read. This page shows the run afterwards."
 NOT_HEARD = "The log could not be read yet. This page retries."
@@ -104,7 +104,7 @@ async def answer(console: Console, request: Request) -> Values:
 
 async def answer_values(console: Console, trace: AnswerTrace, *, opened: bool = False) -> Values:
     """The page of one answer. opened: True to show its sealed texts, for this view."""
-    group, rows = group_of(trace.id), console.reading.rows
+    group, rows = experience_group(trace.id), console.reading.rows
     return {
         "trace": trace, "view": shown(trace, await console.spell(), opened=opened), "opened": opened,
         "scores": list_scores(trace), "beside": await rows(beside, trace.id), "openings": await rows(data.openings, trace.id),
