@@ -33,6 +33,7 @@ MasterPhase = Literal["warming up", "issuing", "draining", "drained", "evaluatin
 FeedbackKind = Literal["value", "label", "correction", "retraction"]
 CANARY_MISSING = "canary_missing_s"  # gauge of Progress: for how long no canary was heard of, 0 where that is no alarm
 VERSION_PASSED = "version passed"  # reason of a closure: no engine can answer this eval any more
+HISTORY_REWRITTEN = "history rewritten"  # why a conversation does not continue from the sampled tokens
 GROUP_OVER = "group over"  # reason of the drop markers of episodes that still ran or waited
 # Values of the step before a version that the version's event keeps for as long as the log: values with these names, and
 # values of each lane with these endings. Reports, which have all values, are kept for a day.
@@ -56,11 +57,6 @@ def is_kept_figure(name: str) -> bool:
     return name in KEPT_FIGURES or f"/{name.partition('/')[2]}" in KEPT_FIGURES
 
 
-HISTORY_REWRITTEN = "history rewritten"  # why a conversation does not continue from the sampled tokens
-
-Version = Annotated[int, Bounds(ge=-1)]
-
-
 class Span(msgspec.Struct, array_like=True, frozen=True):
     """Sampled tokens of the same policy version and temperature.
 
@@ -72,10 +68,10 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
 
     start: Count
     stop: Count
-    version: Version
+    version: Number
     temperature: Annotated[float, Bounds(ge=0, le=1e6)] = 1.0
     ratio: bool = True
-    kv: Version = -1
+    kv: Number = -1
 
 
 class Score(msgspec.Struct, array_like=True, frozen=True):

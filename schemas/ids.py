@@ -27,7 +27,10 @@ ANSWER_PREFIX = "hr-"
 # Hexadecimal in letters that begin no known kind of secret and form no run of digits, so that redaction, which looks for
 # both, leaves ids alone.
 _LETTERS = str.maketrans("0123456789abcdef", "bcdfhjklmnqrtvwz")
-SESSION_LETTERS = 64
+TAG_LETTERS = 32
+NAME_LETTERS = 20  # 80 bits, within one tenant
+CHECK_LETTERS = 12
+SESSION_LETTERS = TAG_LETTERS + NAME_LETTERS + CHECK_LETTERS
 _NAME = re.compile(rf"[bcdfhjklmnqrtvwz]{{{SESSION_LETTERS}}}")
 _REQUEST = re.compile(rf"(?<![a-z])({_NAME.pattern})\.\d{{1,20}}-\d{{1,20}}(?!\d)")
 
@@ -132,10 +135,6 @@ def spelled(hexadecimal: str) -> str:
 
 
 SUBJECT_LETTERS = 32  # 128 bits
-TAG_LETTERS = 32
-NAME_LETTERS = 20  # 80 bits, within one tenant
-CHECK_LETTERS = 12
-assert TAG_LETTERS + NAME_LETTERS + CHECK_LETTERS == SESSION_LETTERS
 
 
 def pseudonym(secret: bytes, kind: str, *names: str, letters: int = 32) -> str:

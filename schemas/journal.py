@@ -57,8 +57,7 @@ class BatchItem(Struct, frozen=True, array_like=True):
 
 
 Items = Annotated[tuple[BatchItem, ...], Bounds(max_length=65_536)]
-Digest = Annotated[bytes, Bounds(max_length=64)]
-Digests = Annotated[tuple[Digest, ...], Bounds(max_length=65_536)]
+Digests = Annotated[tuple[Annotated[bytes, Bounds(max_length=64)], ...], Bounds(max_length=65_536)]
 
 
 class Batch(Struct, frozen=True, tag_field="kind", tag="batch"):

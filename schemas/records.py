@@ -186,8 +186,7 @@ class Task(Struct, frozen=True, tag_field="kind", tag="task"):
     id: id, unique in its taskset, without a final ".". messages: prompt. answer: reference answer, None for none. meta: the
     user's own data, copied to the experience. issued: data of the master's issue, None in a taskset. workflow: name in
     [explore.workflows], None for the default. difficulty: 0 (easy) to 1, None if unknown. split: "train", or the name of an
-    eval suite. parent: id of the task that it varies, "" for none. priority: relative frequency of its issue; 0 is never
-    drawn.
+    eval suite. parent: id of the task that it varies, "" for none. priority: relative frequency of its issue; 0 is never drawn.
     """
 
     id: Id
@@ -357,11 +356,10 @@ class EvalResult(Struct, frozen=True, tag_field="kind", tag="eval_result"):
     """A suite answered by exactly one version.
 
     policy, version: that answered. suite: its name. num_tasks: of the suite. num_samples: answers to each task. request: the
-    order it answers, as version/suite. mean_score: of all answers.
-    num_correct: of num_tasks * num_samples answers. pass_at: k, as a string, to the chance that one of k answers to a
-    task is right. interval: 95 % confidence of the share of right answers, None where it was not computed. right: of each
-    task, in order, how many of its answers are; () in old logs. tasks: a digest of the tasks' ids; two results of one
-    digest can be compared task by task.
+    order it answers, as version/suite. mean_score: of all answers. num_correct: of num_tasks * num_samples answers. pass_at: k,
+    as a string, to the chance that one of k answers to a task is right. interval: 95 % confidence of the share of right
+    answers, None where it was not computed. right: of each task, in order, how many of its answers are; () in old logs. tasks:
+    a digest of the tasks' ids; two results of one digest can be compared task by task.
     """
 
     policy: str
@@ -389,9 +387,8 @@ MAX_LETTER_BYTES = 64 * 1024
 class DeadLetter(Struct, frozen=True, tag_field="kind", tag="dead_letter"):
     """Bytes or a record that could not be processed, where it lay, and why; `reprocess` can try it again.
 
-    topic, partition, offset, key: of the record. stage: where it failed.
-    reason: short constant phrase. error: the message, which names the field. value: the record as it was, cut to
-    MAX_LETTER_BYTES.
+    topic, partition, offset, key: of the record. stage: where it failed. reason: short constant phrase. error: the message,
+    which names the field. value: the record as it was, cut to MAX_LETTER_BYTES.
     """
 
     topic: str

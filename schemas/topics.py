@@ -41,7 +41,6 @@ BUFFER = Topic("buffer", ("Block",), "group", 1, "trimmed")
 # version, which in a quiet app are older than any retention.
 EVALS = Topic("evals", ("EvalResult", "Block"), "policy", 1, "forever")
 BATCHES = Topic("batches", ("Batch", "Fence", "Skip", "Rollback", "Saved"), "run", 1, "trimmed")
-# Earlier releases wrote reports here: readers of reports read both topics.
 PROGRESS = Topic("progress", ("Closure", "Drawn"), "run", 1, "keep")
 REPORTS = Topic("reports", ("Progress",), "instance", 1, "day")
 # No retention: its first record identifies the log (`infra.roles.identity`), and in a quiet app the newest and the stable
