@@ -46,6 +46,8 @@ from schemas.records import Message
 MAX_TOKENS = 4 * 1024 * 1024
 MAX_SPANS = 16_384
 MAX_MEMBERS = 256
+MAX_HEADER_BYTES = 16 * 1024 * 1024
+MAX_MEMBERS_BYTES = MAX_HEADER_BYTES - 64 * 1024  # the rest of a block's header is where its members lie
 
 
 class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -264,10 +266,13 @@ def encode_headers(experiences: tuple[Experience, ...]) -> bytes:
     try:
         encoded = encoder.encode(experiences)
         _headers_decoder.decode(encoded)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, TypeError, OverflowError, UnicodeEncodeError) as error:
         raise ValueError(f"group {experiences[0].group}: {with_field(str(error), '')}") from error
-    except (TypeError, OverflowError, UnicodeEncodeError) as error:
-        raise ValueError(f"group {experiences[0].group}: {error}") from error
+    if len(encoded) > MAX_MEMBERS_BYTES:
+        raise ValueError(
+            f"group {experiences[0].group}: got headers of {len(encoded)} bytes, expected at most {MAX_MEMBERS_BYTES}:"
+            " put fewer experiences in the block, or less in meta, notes and answer"
+        )
     for experience in experiences:
         num_sampled, bulk = checked_num_sampled(experience), experience.bulk
         if bulk is not None and bulk.lengths != (experience.num_tokens, num_sampled):

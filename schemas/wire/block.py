@@ -40,6 +40,7 @@ from schemas.bulk import (
 from schemas.errors import BadFrame
 from schemas.experience import (
     MAX_MEMBERS,
+    MAX_MEMBERS_BYTES,
     Experience,
     Experiences,
     checked_num_sampled,
@@ -77,8 +78,8 @@ class Block(msgspec.Struct, frozen=True):
 
 
 def split_blocks(experiences: Sequence[Experience]) -> tuple[Block, ...]:
-    """Blocks of one group each, in order of first appearance, as few as hold them: MAX_MEMBERS each, and MAX_SECTION_BYTES of
-    every section. An experience with a larger section gets a block alone, which the encoder refuses.
+    """Blocks of one group each, in order of first appearance, as few as hold them: MAX_MEMBERS each, MAX_MEMBERS_BYTES of
+    headers and MAX_SECTION_BYTES of every section. A larger experience gets a block alone, which the encoder refuses.
     """
     groups: dict[str, list[Experience]] = {}
     for experience in experiences:
@@ -97,7 +98,9 @@ def _cut(group: Sequence[Experience]) -> Iterator[Sequence[Experience]]:
 
 
 def _fit(members: Sequence[Experience]) -> bool:
-    """True if no section of their block is too large. Equal prompts and texts count once, which only a look at them tells."""
+    """True if nothing in their block is too large. Equal prompts and texts count once, which only a look at them tells."""
+    if len(encoder.encode(members)) > MAX_MEMBERS_BYTES:
+        return False
     bulks = [member.held() for member in members]
     if _shared(bulks) is not None:
         return True
@@ -126,10 +129,8 @@ def decode_block(
     """A block from its header and the bytes after it; raises BadFrame, and the errors of `find`."""
     try:
         decoded = _header_decoder.decode(header)
-    except msgspec.ValidationError as error:
-        raise BadFrame(f"header: {with_field(str(error), '[1]')}") from error
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
-        raise BadFrame(f"header: {error}") from error
+        raise BadFrame(f"header: {with_field(str(error), '[1]')}") from error
     columns, experiences = decoded.columns, decoded.experiences
     key_id = _only_key(experiences) if sealed else ""
     if sealed and not key_id:
@@ -185,8 +186,7 @@ def encode_block(block: Block, find: FindSeal | None = None) -> tuple[bytes, byt
         columns = sections.columns
         ranges: Sequence[Sequence[Ranges]] = [bulk.ranges for bulk in bulks]
         if sections.sealed_under == key_id:
-            tail: bytes | memoryview = sections.tail
-            return _header(columns, experiences, ranges), tail, bool(key_id)
+            return _header(columns, experiences, ranges), sections.tail, bool(key_id)
         bodies = [bytes(body) for body in sections.bodies]
     else:
         columns, ranges, bodies = build(block.experiences, bulks)

@@ -12,12 +12,13 @@ Guarantee: `decode` raises only BadFrame or UnknownMajor, and never allocates me
 """
 
 import struct
+from contextlib import suppress
 
 import msgspec
 
 from schemas.bulk import FindSeal
 from schemas.errors import BadFrame, UnknownMajor
-from schemas.experience import encoder
+from schemas.experience import MAX_HEADER_BYTES, encoder
 from schemas.ids import group_of
 from schemas.records import MAJOR, Control, Feedback
 from schemas.wire.block import Block, decode_block, encode_block
@@ -26,7 +27,6 @@ MAGIC = b"HR"
 CONTROL = 0x80
 SEALED = 0x01
 BLOCK_FORMAT, SEALED_FORMAT = 3, 4
-MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_TOTAL_BYTES = 128 * 1024 * 1024
 
 _BLOCKS = ((BLOCK_FORMAT, 0), (SEALED_FORMAT, SEALED))
@@ -43,14 +43,20 @@ def encode(record: Control | Block, find: FindSeal | None = None) -> bytes:
     """
     if isinstance(record, Block):
         header, rest, sealed = encode_block(record, find)
-        major, flags = _BLOCKS[sealed]
-        return b"".join((_PREFIX.pack(MAGIC, major, flags, len(header)), header, rest))
-    try:
-        body = encoder.encode(record)
-        _control_decoder.decode(body)
-    except (msgspec.MsgspecError, TypeError, OverflowError, UnicodeEncodeError) as error:
-        raise ValueError(f"{type(record).__name__}: {error}") from error
-    return _PREFIX.pack(MAGIC, MAJOR, CONTROL, len(body)) + body
+        kind = _BLOCKS[sealed]
+    else:
+        try:
+            header, rest, kind = encoder.encode(record), b"", (MAJOR, CONTROL)
+            _control_decoder.decode(header)
+        except (msgspec.MsgspecError, TypeError, OverflowError, UnicodeEncodeError) as error:
+            raise ValueError(f"{type(record).__name__}: {error}") from error
+    size = _PREFIX.size + len(header) + len(rest)
+    if size > MAX_TOTAL_BYTES or len(header) > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"{type(record).__name__}: got {size} bytes with a header of {len(header)}, expected at most"
+            f" {MAX_TOTAL_BYTES} with a header of {MAX_HEADER_BYTES}"
+        )
+    return b"".join((_PREFIX.pack(MAGIC, *kind, len(header)), header, rest))
 
 
 def is_sealed(data: bytes) -> bool:
@@ -103,17 +109,13 @@ def kafka_headers(record: Control | Block) -> tuple[tuple[str, bytes], ...]:
         issued = getattr(record, "issued", None)
         for name in ("id", "group", "run"):
             found[name] = getattr(record, name, None)
-        found["group"] = found["group"] or getattr(issued, "group", None) or _group_of_ref(record)
+        found["group"] = found["group"] or getattr(issued, "group", None)
+        if isinstance(record, Feedback):
+            with suppress(ValueError):
+                found["group"] = group_of(record.ref)
         if (version := getattr(record, "version", None)) is not None:
             found |= {"min_version": version, "max_version": version}
     return tuple((name, str(value).encode()) for name, value in found.items() if value is not None)
-
-
-def _group_of_ref(record: Control) -> str | None:
-    try:
-        return group_of(record.ref) if isinstance(record, Feedback) else None
-    except ValueError:
-        return None
 
 
 def kind_of(record: Control | Block) -> str:

@@ -384,6 +384,17 @@ def test_members_whose_sections_are_together_too_large_go_in_several_blocks() ->
     assert [len(block.experiences) for block in split_blocks(members[:1] * (MAX_MEMBERS + 1))] == [MAX_MEMBERS, 1]
 
 
+def test_members_whose_headers_are_together_too_large_go_in_several_blocks_that_can_be_read() -> None:
+    came = decoded(encode(group_block(16))).experiences
+    for members in (group_block(16).experiences, came):
+        members = tuple(replace(member, meta={"hidden": "x" * 1_200_000}) for member in members)
+        with pytest.raises(ValueError, match="fewer"):
+            encode(Block(members))
+        blocks = split_blocks(members)
+        assert [len(block.experiences) for block in blocks] == [13, 3]
+        assert [one for block in blocks for one in members_of(block)] == [*members]
+
+
 @pytest.mark.parametrize(
     ("members", "counts"),
     [

@@ -135,6 +135,7 @@ def test_our_own_misuse_is_a_value_error() -> None:
         Task(id="t", messages=(), meta={"a": object()}),  # type: ignore[dict-item]
         Task(id="t", messages=(), meta={"a": "\ud800"}),
         Tick(partition=1, due_ms=2**70),
+        Task(id="t", messages=(), meta={"a": "x" * (16 << 20)}),
     ):
         with pytest.raises(ValueError):
             encode(record)
