@@ -21,10 +21,9 @@ Both are the posterior means of a normal sample under a prior that weighs as
 much as n0 answers (Gelman et al., "Bayesian Data Analysis", 3rd edition, sections 2.5 and 3.3).
 
 Assumes: (1) rewards of one key come from one distribution for `WINDOW` answers; after a shift the mean follows with share
-1/WINDOW of the rest per answer, and until then all advantages lean to its side. (2) Whether an answer is rated does not
-depend on how good it is; where only displeased users speak, the baseline is theirs, and an average answer they do rate
-counts as good. (3) Rewards are as large as verdicts, 0 to 1: if their variance is far below n0/(n + n0) · s0²,
-advantages stay small.
+1/WINDOW of the rest per answer, and until then all advantages lean to its side. (2) Whether an answer is rated does not depend
+on how good it is; where only displeased users speak, the baseline is theirs, and an average answer they do rate counts as good.
+(3) Rewards are as large as verdicts, 0 to 1: if their variance is far below n0/(n + n0) · s0², advantages stay small.
 """
 
 import hashlib

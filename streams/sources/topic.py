@@ -2,9 +2,9 @@
 
     wait for the topic -> read -> user's function -> publish (confirmed) -> commit
 
-Delivery: at least once, shared by all workers as one consumer group; a topic starts at its beginning. Loss: offsets
-that retention took before they were read are counted and warned of, then reading continues at the oldest kept one. A topic that
-is not there is an alarm, and waited for; nothing else waits with it.
+Delivery: at least once, shared by all workers as one consumer group; a topic starts at its beginning. Loss: offsets that
+retention took before they were read are counted and warned of, then reading continues at the oldest kept one. A topic that was
+made anew is read from its beginning. A topic that is not there is an alarm, and waited for; nothing else waits with it.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ async def take_once(source: EventSource, reader: Reader, log: Log, metrics: Metr
     try:
         records = await reader.get_many(timeout_s=POLL_S)
     except OffsetOutOfRange:
-        await _skip_trimmed(source, reader, log, metrics)
+        await _find_records(source, reader, log, metrics)
         return 0
     if not records:
         return 0
@@ -68,9 +68,7 @@ async def take_once(source: EventSource, reader: Reader, log: Log, metrics: Metr
         for value in (split_otlp(record.value) if source.otlp else (record.value,))
     ]
     await publish_events(source, events, log, metrics)
-    nexts: dict[Partition, int] = {}
-    for record in records:
-        nexts[Partition(record.topic, record.partition)] = record.offset + 1
+    nexts = {Partition(record.topic, record.partition): record.offset + 1 for record in records}
     try:
         await reader.commit(nexts)
     except CommitRefused as error:  # a rebalance came between: the partition's new reader reads them again
@@ -78,8 +76,10 @@ async def take_once(source: EventSource, reader: Reader, log: Log, metrics: Metr
     return len(records)
 
 
-async def _skip_trimmed(source: EventSource, reader: Reader, log: Log, metrics: Metrics) -> None:
+async def _find_records(source: EventSource, reader: Reader, log: Log, metrics: Metrics) -> None:
+    """Seek to the oldest kept record of each partition whose position was trimmed, or belongs to a deleted topic."""
     beginnings = await log.bus.beginning_offsets(source.topic)
+    ends = await log.bus.end_offsets(source.topic)
     for partition, position in reader.positions().items():
         beginning = beginnings.get(partition, 0)
         if position < beginning:
@@ -87,4 +87,8 @@ async def _skip_trimmed(source: EventSource, reader: Reader, log: Log, metrics: 
             logger.warning(
                 "feedback_trimmed source=%s partition=%d lost=%d", source.name, partition.index, beginning - position
             )
-            reader.seek(partition, beginning)
+        elif position > ends.get(partition, position):
+            logger.warning("feedback_topic_made_anew source=%s partition=%d", source.name, partition.index)
+        else:
+            continue
+        reader.seek(partition, beginning)

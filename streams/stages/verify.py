@@ -5,6 +5,7 @@ so its group can complete (a duplicate has none: its original is there); eval an
 never dropped.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import aclosing
 
@@ -91,14 +92,11 @@ def handled_from(experiences: Sequence[Experience], outcome: ChainResult) -> Han
     gone = [drop for drop in outcome.dropped if not drop.experience.suite]
     first = [Output(VERIFIED, block) for block in split_blocks(kept)]
     first += [Output(EVALS, block) for block in split_blocks(evals)]
-    dropped: dict[str, int] = {}
-    for drop in outcome.dropped:
-        dropped[drop.reason] = dropped.get(drop.reason, 0) + 1
     return Handled(
         first=tuple(first),
         # A duplicate has no drop marker: its original holds its place in the group.
         then=tuple(Output(VERIFIED, make_marker(drop)) for drop in gone if drop.reason != DUPLICATE),
-        dropped=dropped,
+        dropped=Counter(drop.reason for drop in outcome.dropped),
         num_in=len(experiences),
         num_out=len(kept) + len(evals),
         absent=outcome.absent,

@@ -312,6 +312,15 @@ async def test_a_rebalance_between_reading_and_committing_ends_nothing() -> None
         assert [type(record) for record in await values(log, VERIFIED)] == [Feedback]
 
 
+async def test_a_topic_that_was_made_anew_is_read_from_its_beginning(caplog: pytest.LogCaptureFixture) -> None:
+    async with memory_log() as log:
+        await log.bus.create_topic("tickets", 1, {})
+        await log.bus.send("tickets", ticket(), key=b"k")
+        reader = await log.bus.assigned({Partition("tickets", 0): 500}, group="g")
+        taken = [await take_once(source(topic="tickets"), reader, log, Metrics("process")) for _ in range(2)]
+        assert taken == [0, 1] and "made_anew" in caplog.text
+
+
 ANSWERED = "hr-bcdfhjklmnqrtvwzbcdfhjkl.7-3-0"
 
 
