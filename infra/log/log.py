@@ -343,9 +343,7 @@ def _is_slow_to_encode(block: Block) -> bool:
 
 def _rewind(reader: Reader, records: Sequence[Record]) -> None:
     """Go back to before `records`, in every partition that is still the reader's."""
-    first: dict[Partition, int] = {}
-    for record in records:
-        first.setdefault(Partition(record.topic, record.partition), record.offset)
+    first = {Partition(record.topic, record.partition): record.offset for record in reversed(records)}
     for partition, offset in first.items():
         with suppress(ValueError):
             reader.seek(partition, offset)
@@ -484,12 +482,10 @@ def record_key(topic: Topic, record: Control | Block) -> bytes:
         return record.key
     if isinstance(record, Tick):
         return str(record.partition).encode()
-    if isinstance(record, Feedback):
+    if isinstance(record, Feedback | Received) and record.ref:
         return partition_key(group_of(record.ref)).encode()
     if isinstance(record, Received):
-        return (
-            partition_key(group_of(record.ref)) if record.ref else record.path
-        ).encode()  # a webhook's events stay in order
+        return record.path.encode()  # a webhook's events stay in order
     if isinstance(record, Task) and topic.key == "group":
         if record.issued is None:
             raise ValueError(f"task {record.id}: {topic.name} accepts only issued tasks")

@@ -27,6 +27,7 @@ from schemas.errors import ConfigError
 LISTEN_VARIABLE = "HEADRACE_METRICS_LISTEN"
 REQUEST_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 16
+MAX_REASONS, OTHER = 256, "other"  # a plugin may put numbers into its reasons
 DEFAULT_BUCKETS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0)
 Made = TypeVar("Made", Counter, Gauge, Histogram)
 
@@ -123,6 +124,10 @@ class Metrics:
                 if family is None:
                     family = kind(PREFIX + name, name, list(labels), registry=self.registry, **more)
                     self._families[name] = family
+            if labels.get("reason", OTHER) != OTHER and len(family._metrics) >= MAX_REASONS:
+                if len(family._metrics) == MAX_REASONS:
+                    _log.warning("reasons_together metric=%s: further reasons are counted as %s", name, OTHER)
+                return self._under(kind, name, labels | {"reason": OTHER}, **more)
             made = self._known[place] = family.labels(**labels) if labels else family
         assert isinstance(made, kind)
         return made

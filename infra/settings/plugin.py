@@ -1,9 +1,8 @@
 """Plugins: `use = "module:name"` plus options becomes the thing itself, with its options checked and bound.
 
-Guarantee: a missing module or name, an unknown option and a wrong type are one ConfigError each; an error raised inside
-the plugin's own module, SystemExit too, is a ConfigError with its cause. Only Ctrl-C passes.
-Names come from an operator's settings or flags. Names that came with data are checked first: see
-`trainer.learners.learner.foreign_names`.
+Guarantee: a missing module or name, an unknown option and a wrong type are one ConfigError each; an error raised inside the
+plugin's own module, SystemExit too, is a ConfigError with its cause. Only Ctrl-C passes. Names come from an operator's settings
+or flags. Names that came with data are checked first: see `trainer.learners.learner.foreign_names`.
 """
 
 import functools

@@ -16,7 +16,7 @@ import pytest
 
 from infra.observe.failpoint import POINTS, VARIABLE, check, parse, reach, write
 from infra.observe.measures import HELP, MEASURES
-from infra.observe.metrics import MAX_CONNECTIONS, Metrics
+from infra.observe.metrics import MAX_CONNECTIONS, MAX_REASONS, Metrics
 from infra.observe.release import release
 from schemas.errors import StoreError
 from schemas.fields import CANARY_MISSING
@@ -72,6 +72,15 @@ def test_every_sample_of_a_scrape_bears_the_app_and_reports_do_not() -> None:
     samples = [line for line in metrics.exposition().decode().splitlines() if not line.startswith("#")]
     assert len(samples) > 20 and all('app="main"' in line for line in samples)
     assert metrics.counters() | metrics.gauges() == {"dropped{reason=too short}": 1.0, "usual/ess": 0.5}
+
+
+def test_reasons_beyond_a_bound_are_counted_together(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = Metrics("process")
+    for words in range(MAX_REASONS + 3):
+        metrics.counter("dropped", reason=f"only {words} words").inc()
+    counters = metrics.counters()
+    assert len(counters) == MAX_REASONS + 1 and counters["dropped{reason=other}"] == 3.0
+    assert caplog.text.count("reasons_together metric=dropped") == 1
 
 
 def test_half_requests_hold_a_bounded_number_of_threads_and_keep_nobody_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -137,9 +146,7 @@ def of_call(node: ast.AST) -> tuple[str, str, tuple[str, ...]] | None:
 
 def test_every_metric_of_the_code_is_in_the_table_and_no_other_is() -> None:
     table = {(one.kind, one.name, tuple(sorted(one.labels))) for one in MEASURES if not MADE.fullmatch(one.name)}
-    code: dict[tuple[str, str, tuple[str, ...]], str] = {}
-    for kind, name, labels, place in counted():
-        code[kind, name, labels] = place
+    code = {(kind, name, labels): place for kind, name, labels, place in counted()}
     assert {one: place for one, place in code.items() if one not in table} == {}
     assert table - code.keys() == set()
 
