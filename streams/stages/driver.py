@@ -30,7 +30,7 @@ from infra.log.log import Log, LogMessage
 from infra.observe.failpoint import reach
 from infra.observe.metrics import Metrics
 from schemas import Block
-from schemas.errors import OffsetOutOfRange, RecordTooLarge, causes
+from schemas.errors import BadFrame, OffsetOutOfRange, RecordTooLarge, causes
 from schemas.topics import by_name
 from streams.stages.stage import Delivery, Handled, Waiting, count, end_for, publish_all, read
 
@@ -315,7 +315,7 @@ class WindowDriver:
         try:
             await publish_all(self._log, handled.first)
             await publish_all(self._log, handled.then)
-        except* (RecordTooLarge, ValueError) as refused:
+        except* (BadFrame, RecordTooLarge, ValueError) as refused:
             error = causes(refused)[0]
             reason = "record too large" if isinstance(error, RecordTooLarge) else "cannot be encoded"
             handled = self._stage.failed(message, reason, str(error))

@@ -297,6 +297,17 @@ async def drive(log: Log, stage: Verifier, deliveries: list[KeptDelivery]) -> No
         await until(lambda: all(delivery.is_acknowledged for delivery in deliveries))
 
 
+async def test_kept_members_with_damaged_bulk_are_a_dead_letter() -> None:
+    members = [answer("t.0", episode) for episode in (0, 1, 3)]
+    members[0].held()._logprobs = 1 - members[0].logprobs
+    async with memory_log() as log:
+        await log.publish(EXPERIENCES, block(*members))
+        (message,) = await stored(log, EXPERIENCES)
+        await drive(log, verifier(even_only), [KeptDelivery(message.record)])
+        (dead,) = await values(log, DEAD_LETTERS)
+        assert isinstance(dead, DeadLetter) and dead.reason == "cannot be encoded"
+
+
 async def test_a_duplicate_after_a_restart_is_still_a_duplicate() -> None:
     async with memory_log() as log:
         for group in ("a.0", "b.0", "a.0"):
