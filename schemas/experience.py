@@ -423,14 +423,18 @@ def pair_fault(experiences: Sequence[Experience]) -> str:
 WITHDRAWN = "withdrawn"  # the reason it is refused with
 
 
+def emptied(experience: Experience) -> Experience:
+    """The experience without its content. Nothing is left to seal, so it stays readable after the key is destroyed."""
+    bare = experience.with_bulk(tokens=(), logprobs=(), messages=(), spans=())
+    return structs.replace(
+        bare, key_id="", scores=(), reward=None, advantage=None, advantages=(), answer=None, edit=None, notes={}, meta={},
+        join=None,
+    )  # fmt: skip
+
+
 def withdrawal_of(experience: Experience, *, lane: Lane, revision: int) -> Experience:
     """Record that takes `experience` back from `lane`, where older revisions than this lie."""
-    empty = experience.with_bulk(tokens=(), logprobs=(), messages=(), spans=())
-    # It holds no content to seal, so it stays readable after the key is destroyed.
-    return structs.replace(
-        empty, key_id="", lane=lane, revision=revision, kind="withdrawal", scores=(), reward=None, advantage=None,
-        advantages=(), answer=None, edit=None, notes={}, meta={}, join=None,
-    )  # fmt: skip
+    return structs.replace(emptied(experience), lane=lane, revision=revision, kind="withdrawal")
 
 
 def is_withdrawal(experience: Experience) -> bool:

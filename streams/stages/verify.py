@@ -1,8 +1,8 @@
 """Stage verify: a block of experiences goes through the chain; kept experiences become a block, the rest drop markers.
 
 Guarantees: every experience of a readable block is either in the block that is published or has a drop marker with its reason,
-so its group can complete (a duplicate has none: its original is there); eval answers go to `evals`, scored, and are
-never dropped.
+so its group can complete (a duplicate has none: its original is there); eval answers go to `evals`, scored or with the cause of
+their failure, and are never dropped.
 """
 
 from collections import Counter
@@ -17,6 +17,7 @@ from infra.chain.verdict import Recorded
 from infra.log.bus import Partition
 from infra.log.log import Log, LogMessage
 from schemas import Block, DropMarker, Experience
+from schemas.experience import emptied
 from schemas.topics import EVALS, VERIFIED
 from schemas.wire.block import split_blocks
 from streams.processors.filter import DUPLICATE, dedupe_key
@@ -60,23 +61,24 @@ class Verifier:
         return handled_from(block.experiences, outcome)
 
     def failed(self, message: LogMessage, reason: str, error: str) -> Handled:
-        """Return a dead letter, and drop markers for the members."""
+        """Return a dead letter, drop markers for the members, and eval answers as failed, without content: it may not fit."""
         members = message.value.experiences if isinstance(message.value, Block) else ()
-        gone = [Dropped(member, reason, error) for member in members]
-        markers = tuple(Output(VERIFIED, make_marker(drop)) for drop in gone if not drop.experience.suite)
+        gone = [Dropped(member, reason, error) for member in members if not member.suite]
+        evals = [msgspec.structs.replace(emptied(member), failure=reason) for member in members if member.suite]
+        outputs = [Output(VERIFIED, make_marker(drop)) for drop in gone]
+        outputs += [Output(EVALS, block) for block in split_blocks(evals)]
         return Handled(
-            then=(*markers, letter(message, STAGE, reason, error)),
+            then=(*outputs, letter(message, STAGE, reason, error)),
             dropped={reason: max(1, len(members))},
             num_in=len(members),
+            num_out=len(evals),
         )
 
     async def _run(
         self, steps: Sequence[Step], message: LogMessage, experiences: Sequence[Experience], turn: ChainTurn | None
     ) -> ChainResult:
         where = (message.record.topic, message.record.partition)
-        memories = self._memories.get(where)
-        if memories is None:
-            memories = self._memories[where] = new_memories(self._steps)
+        memories = self._memories.setdefault(where, new_memories(self._steps))
         if DEDUPE in memories and any(name == REDELIVERED for name, _ in message.record.headers):
             for experience in experiences:
                 memories[DEDUPE].discard(dedupe_key(experience))
@@ -96,7 +98,7 @@ def handled_from(experiences: Sequence[Experience], outcome: ChainResult) -> Han
         first=tuple(first),
         # A duplicate has no drop marker: its original holds its place in the group.
         then=tuple(Output(VERIFIED, make_marker(drop)) for drop in gone if drop.reason != DUPLICATE),
-        dropped=Counter(drop.reason for drop in outcome.dropped),
+        dropped=dict(Counter(drop.reason for drop in outcome.dropped)),
         num_in=len(experiences),
         num_out=len(kept) + len(evals),
         absent=outcome.absent,
