@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from infra.chain.insert import ProcessorConfig
+from infra.chain.insert import MAX_STEP_S, ProcessorConfig
 from infra.chain.redact import KINDS, Kind
 from infra.settings.config import Duration, Name, NonNegative, Positive, Seconds, Section, UsePath
 from infra.settings.outside import checked_url
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a share from 0 to 1")]
+StepSeconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_STEP_S, description="seconds above 0, at most 110")]
 Weight = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6, description="a weight")]
 Options = dict[str, Any]
 FEEDBACK_PATH = "/v1/feedback"
@@ -133,7 +134,7 @@ class ScoreConfig(Section, frozen=True):
     use: UsePath
     """A @score function, as `module:name`."""
     options: Options = msgspec.field(default_factory=dict)
-    timeout_s: Seconds = 10.0
+    timeout_s: StepSeconds = 10.0
     """Maximum seconds of a call; after them verify drops the experience as "score timed out"."""
 
 
@@ -228,9 +229,7 @@ class TeacherConfig(Section, frozen=True):
     """Model name at the endpoint."""
     api_key_env: str = ""
     """Environment variable, at the stream workers, with the endpoint's key. Default "": no key."""
-    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=110, description="a number of seconds above 0, at most 110")] = (
-        60.0
-    )
+    deadline_s: StepSeconds = 60.0
     """Maximum seconds per experience, over all requests and waits; after them it is dropped as "teacher unavailable"."""
     attempts: Positive = 4
     """Maximum requests per experience."""

@@ -20,6 +20,7 @@ STAGES: dict[StepKind, tuple[Stage, ...]] = {
     "task": ("tasks",), "experience": ("verify", "collect", "batch"), "group": ("collect",), "batch": ("batch",),
 }  # fmt: skip
 Options = dict[str, Any]
+MAX_STEP_S = 110  # where a record has 120 s in all, so that a step that hangs is named
 
 
 class ProcessorConfig(Section, frozen=True):
@@ -28,7 +29,7 @@ class ProcessorConfig(Section, frozen=True):
     use: A @processor function, as `module:name`. stage: Stage of the chain. Stream workers run tasks, verify and collect; the
     trainer runs batch before it journals a batch. name: Name of the step in records and metrics. Default "": the function's.
     after: Step after which the processor runs. Default "": before the scores in verify, at the end of other stages. before:
-    Step before which the processor runs, in place of `after`. timeout_s: Seconds of a call.
+    Step before which the processor runs, in place of `after`. timeout_s: Seconds of a call, at most 110 in tasks and verify.
 
     Example: ProcessorConfig(use="support:not_trivial", stage="verify", after="validate")
     """
@@ -56,6 +57,8 @@ def with_processors(
     for index, config in enumerate(configs):
         if config.stage != stage:
             continue
+        if stage in ("tasks", "verify") and config.timeout_s > MAX_STEP_S:
+            raise ConfigError(f"processor[{index}].timeout_s: got {config.timeout_s:g}, expected at most {MAX_STEP_S}")
         step = processor_step(config, f"processor[{index}]")
         names = [known.name for known in chain]
         if config.after:

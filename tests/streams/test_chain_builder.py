@@ -102,6 +102,7 @@ def test_processors_take_their_places_in_the_files_order() -> None:
         ),
         ({"use": f"{HERE}:first", "after": "advantage"}, 'processor[0].after: no step "advantage" in this stage'),
         ({"use": f"{HERE}:first", "name": "filter"}, 'processor[0]: a step "filter" exists already'),
+        ({"use": f"{HERE}:first", "timeout_s": 111}, "processor[0].timeout_s: got 111, expected at most 110"),
         ({"use": f"{HERE}:whole"}, 'takes a group: expected stage = "collect"'),
         ({"use": f"{HERE}:helpful"}, "is marked @score, expected @processor"),
         ({"use": f"{HERE}:config"}, "not marked"),
