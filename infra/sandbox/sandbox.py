@@ -10,7 +10,6 @@ import platform
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 
@@ -37,7 +36,6 @@ class SandboxResult(msgspec.Struct, frozen=True):
     fault: Fault
     stdout: bytes
     stderr: bytes
-    wall_s: float
 
 
 class Sandbox:
@@ -75,8 +73,7 @@ class Sandbox:
         with self.open(program, files) as child:
             child.send(stdin)
             code = child.finish()
-            wall_s = time.monotonic() - child.started_s
-            return SandboxResult(code, child.fault, bytes(child.stdout), bytes(child.stderr), wall_s)
+            return SandboxResult(code, child.fault, bytes(child.stdout), bytes(child.stderr))
 
     @contextmanager
     def open(self, program: Sequence[str], files: Mapping[str, bytes] | None = None) -> Iterator[SandboxChild]:

@@ -80,8 +80,8 @@ class Code:
     a program, with {file} for its path (["perl", "{file}"], ["sh", "-c", "g++ -o /tmp/a {file} && /tmp/a"]). Default: Python;
     calls are for Python only. suffix: File name suffix of the program. tolerance: Relative tolerance of numbers with a
     fraction; whole numbers have a tolerance of 1e-6. limits: Resource limits of each process, see
-    `infra.sandbox.command.Limits`. readable: Host paths that programs may read. concurrency: Maximum concurrent runs. 0: one
-    per CPU. The step's timeout_s includes the wait for a free run.
+    `infra.sandbox.command.SandboxLimits`. readable: Host paths that programs may read. concurrency: Maximum concurrent runs. 0:
+    one per CPU. The step's timeout_s includes the wait for a free run.
     """
 
     def __init__(

@@ -25,8 +25,8 @@ class Python:
     name = "python"
 
     def __init__(self, *, limits: Mapping[str, Any] | None = None, concurrency: int = 0) -> None:
-        """limits: Resource limits of a call, see `infra.sandbox.command.Limits`. concurrency: Maximum concurrent calls. 0: one
-        per CPU. The workflow's timeout_s includes the wait for a free call.
+        """limits: Resource limits of a call, see `infra.sandbox.command.SandboxLimits`. concurrency: Maximum concurrent calls.
+        0: one per CPU. The workflow's timeout_s includes the wait for a free call.
         """
         self._sandbox = Sandbox(decode(dict(limits or {}), SandboxLimits, "tool.limits"), concurrency=concurrency)
 
