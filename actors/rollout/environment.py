@@ -53,14 +53,15 @@ class EnvironmentFailed(RuntimeError):
 class GuardedEnvironment:
     """An environment behind its guard: each call ends within `timeout_s` as an Outcome or as EnvironmentFailed.
 
-    Use with `async with`: at its end the environment is closed.
+    trouble: shared by all episodes, so that their calls that hang count together. Use with `async with`: at its end the
+    environment is closed.
     """
 
-    def __init__(self, use: str, options: Mapping[str, object], *, timeout_s: float) -> None:
+    def __init__(self, use: str, options: Mapping[str, object], *, timeout_s: float, trouble: Trouble) -> None:
         self._name = use.rpartition(":")[2]
         self._environment: Any = load(use, options, "environment")
         self._timeout_s = timeout_s
-        self._trouble = Trouble(f"environment {self._name}")
+        self._trouble = trouble
 
     async def __aenter__(self) -> Self:
         return self

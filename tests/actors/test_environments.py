@@ -22,6 +22,7 @@ from actors.rollout.environment import EnvironmentFailed, GuardedEnvironment, Ou
 from actors.rollout.environments.gymnasium import Gymnasium
 from actors.rollout.environments.http import HttpEnvironment
 from actors.rollout.environments.openenv import OpenEnv
+from infra.chain.calls import Trouble
 from infra.local.broker import choose_address
 from schemas import Task
 from schemas.errors import ConfigError
@@ -205,9 +206,8 @@ def test_a_wrong_setting_is_named_before_the_first_episode_or_in_it() -> None:
         Gymnasium(id="CartPole-v1", actions=NAMES).reset(issued(), seed=0)
 
     async def unknown() -> None:
-        async with GuardedEnvironment(
-            "actors.rollout.environments.gymnasium:Gymnasium", {"id": "nowhere:Lake-v0"}, timeout_s=5
-        ) as world:
+        use, options = "actors.rollout.environments.gymnasium:Gymnasium", {"id": "nowhere:Lake-v0"}
+        async with GuardedEnvironment(use, options, timeout_s=5, trouble=Trouble()) as world:
             await world.reset(issued(), seed=0)
 
     with pytest.raises(EnvironmentFailed, match="nowhere"):
@@ -286,7 +286,7 @@ async def test_more_episodes_than_the_server_has_room_for_wait_for_each_other(ur
 @pytest.mark.parametrize(("how", "says"), [("wildly", "the rope broke"), ("slowly", "timed out"), ("widely", "step: ")])
 async def test_a_world_that_breaks_hangs_or_floods_fails_its_episode(url: str, how: str, says: str) -> None:
     options = {"url": url, "field": "how", "action": {"floors": 1}, "shown": "text"}
-    async with GuardedEnvironment(USE, options, timeout_s=3) as world:
+    async with GuardedEnvironment(USE, options, timeout_s=3, trouble=Trouble()) as world:
         await world.reset(issued(), seed=3)
         with pytest.raises(EnvironmentFailed, match=says):
             await world.step(how)

@@ -1,5 +1,6 @@
 """interact: what was sampled is what is recorded, every end has its name, and a broken world breaks one episode."""
 
+import asyncio
 import itertools
 import threading
 
@@ -7,12 +8,14 @@ import pytest
 
 from actors.engines.engine import ContextFull
 from actors.rollout.environment import EnvironmentFailed, Outcome
+from actors.rollout.session import Session
 from actors.rollout.workflow import Workflow
+from infra.chain.calls import MAX_HUNG
 from infra.settings.plugin import load
 from schemas import Task
 from schemas.errors import ConfigError
 from tests.actors.rig import EOS
-from tests.actors.turns import RecordingEngine, TurnTokenizer, issued, play
+from tests.actors.turns import SAMPLING, RecordingEngine, TurnTokenizer, issued, play
 
 HERE = __name__
 GUESS = {"use": "tests.actors.turns:Guess", "options": {"high": 15, "turns": 4}}
@@ -140,16 +143,24 @@ def test_a_full_context_truncates_the_episode_and_keeps_what_was_sampled() -> No
 
 
 @pytest.mark.parametrize(
-    ("environment", "says"),
-    [("Crashes", "step failed: KeyError: 'cell'"), ("Hangs", "step timed out"), ("Nonsense", "returned dict")],
+    ("environment", "says"), [("Crashes", "step failed: KeyError: 'cell'"), ("Nonsense", "returned dict")]
 )
 def test_a_broken_environment_is_named(environment: str, says: str) -> None:
+    with pytest.raises(EnvironmentFailed, match=says):
+        play(interact(environment), RecordingEngine(lambda heard: "a"), issued())
+
+
+async def test_an_environment_that_hangs_is_named_and_not_called_while_too_many_episodes_hang() -> None:
+    workflow, engine = interact("Hangs", timeout_s=1), RecordingEngine(lambda heard: "a")
+    await engine.start()
+    episodes = [workflow(issued(), Session(engine, TurnTokenizer(), SAMPLING)) for _ in range(MAX_HUNG + 1)]
     try:
-        with pytest.raises(EnvironmentFailed, match=says):
-            play(interact(environment, timeout_s=0.2), RecordingEngine(lambda heard: "a"), issued())
+        faults = await asyncio.gather(*episodes[1:], return_exceptions=True)
+        assert {str(fault) for fault in faults} == {"environment Hangs: step timed out: no answer within 1 s"}
+        with pytest.raises(EnvironmentFailed, match="not called: 16 earlier calls still hang"):
+            await episodes[0]
     finally:
         Hangs.released.set()
-        Hangs.released = threading.Event()
 
 
 def test_an_environment_is_closed_whatever_happens() -> None:

@@ -6,19 +6,22 @@ Ends: terminal (the environment's result), truncated (its limit, `max_turns`, or
 failed (an exception; `failure` has it).
 """
 
+from functools import cached_property
+
 import msgspec
 
 from actors.engines.engine import ContextFull
 from actors.rollout.environment import Environment, EnvironmentFailed, GuardedEnvironment, world_seed
 from actors.rollout.parts import Conversation
 from actors.rollout.session import Session
+from infra.chain.calls import Trouble
 from infra.settings.config import Positive, Seconds, Section, Use
 from infra.settings.plugin import load
 from schemas import Message, Score, Task
 from schemas.errors import ConfigError
 
 
-class Interact(Section, frozen=True):
+class Interact(Section, frozen=True, dict=True):
     """Turns of the policy and an environment, until the environment ends the episode or `max_turns` is reached. An action is
     the whole reply, without blanks around it.
 
@@ -46,7 +49,7 @@ class Interact(Section, frozen=True):
         """Play one episode."""
         opening = (Message(role="system", content=self.system),) if self.system else ()
         async with GuardedEnvironment(
-            self.environment.use, self.environment.options, timeout_s=self.timeout_s
+            self.environment.use, self.environment.options, timeout_s=self.timeout_s, trouble=self._trouble
         ) as world:
             outcome = await world.reset(task, seed=world_seed(task.issued.group if task.issued else task.id))
             if outcome.end is not None:
@@ -69,6 +72,10 @@ class Interact(Section, frozen=True):
                 conversation = self._observed((*conversation, reply), outcome.observation)
         session.finish("truncated", "max_turns")
         return ()
+
+    @cached_property
+    def _trouble(self) -> Trouble:
+        return Trouble(f"environment {self.environment.use}")
 
     def _observed(self, conversation: Conversation, observation: str) -> Conversation:
         """The conversation with an observation; it joins a message of the same role, since few templates take two."""
