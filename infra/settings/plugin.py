@@ -76,7 +76,7 @@ def load(use: str, options: Mapping[str, Any], where: str = "use") -> Any:
     except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise ConfigError(f"{where}: {use} with options {dict(options)} raised {describe(error)}") from error
+        raise ConfigError(f"{where}: {use} raised {describe(error)}") from error
     if options:
         raise ConfigError(f"{where}: {use} takes no options: it is of type {type(found).__name__}")
     return found

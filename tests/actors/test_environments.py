@@ -24,6 +24,7 @@ from actors.rollout.environments.http import HttpEnvironment
 from actors.rollout.environments.openenv import OpenEnv
 from infra.chain.calls import Trouble
 from infra.local.broker import choose_address
+from infra.settings.plugin import load
 from schemas import Task
 from schemas.errors import ConfigError
 from tests.actors.rig import serving_child
@@ -310,7 +311,7 @@ async def test_a_message_that_is_no_answer_is_named(answer: str | bytes) -> None
 def test_a_server_that_is_away_or_a_wrong_setting_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"ws://127.0.0.1:9/ws"):
         asyncio.run(said_to(OpenEnv(url="http://127.0.0.1:9", retries=1)))
-    with pytest.raises(ConfigError, match="expected http"):
-        OpenEnv(url="ws://x")
+    with pytest.raises(ConfigError, match='got url = "ws://x", expected a URL such as "http'):
+        load(USE, {"url": "ws://x"})
     with pytest.raises(ConfigError, match="has no HEADRACE_NO_SUCH"):
         OpenEnv(url="http://x", token_env="HEADRACE_NO_SUCH")

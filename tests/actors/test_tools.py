@@ -353,11 +353,11 @@ async def test_a_wrong_setting_is_named() -> None:
     for options, says in (
         ({}, "expected one of them"),
         ({"command": ["x"], "url": "http://x"}, "expected one of them"),
-        ({"url": "ftp://x"}, "expected http"),
+        ({"url": "ftp://x"}, 'got url = "ftp://x", expected a URL such as "http'),
         ({"url": "http://x", "token_env": "HEADRACE_NO_SUCH"}, "has no HEADRACE_NO_SUCH"),
     ):
         with pytest.raises(ConfigError, match=says):
-            McpServer(**options)  # type: ignore[arg-type]
+            load("actors.rollout.tools.mcp:McpServer", options)
     async with closing(McpServer(command=["/nowhere/server"])) as server:
         with pytest.raises(EpisodeFailed, match="/nowhere"):
             await server.tools()

@@ -232,13 +232,15 @@ def test_what_is_no_web_address_is_refused(url: str) -> None:
 
 
 def test_a_password_is_refused_and_not_told_and_every_address_is_checked() -> None:
+    plugins = ("environments.http:HttpEnvironment", "environments.openenv:OpenEnv", "tools.mcp:McpServer")
     for make in (
-        lambda url: checked_url(url),
+        checked_url,
         lambda url: CanaryShare(url=url),
         lambda url: EndpointConfig(url=url, model="m"),
+        *(lambda url, use=use: load(f"actors.rollout.{use}", {"url": url}) for use in plugins),
     ):
         for url in ("http://ann:S3CRET@judge:8000/v1?S3CRET", "ftp://ann:S3CRET@judge/", "ann:S3CRET@judge"):
-            with pytest.raises(ValueError) as caught:
+            with pytest.raises((ValueError, ConfigError)) as caught:
                 make(url)
             assert "S3CRET" not in str(caught.value)
         with pytest.raises((ValueError, ConfigError), match="link-local"):

@@ -15,10 +15,9 @@ import httpx
 import msgspec
 
 from actors.rollout.environment import EnvironmentEnd, Outcome
-from infra.settings.outside import AnswerRefused, bounded_answer, shared_tls
+from infra.settings.outside import AnswerRefused, bounded_answer, checked_url, shared_tls
 from infra.settings.secret import bearer
 from schemas import Task
-from schemas.errors import ConfigError
 
 MAX_ANSWER_BYTES = 1024 * 1024
 
@@ -50,9 +49,7 @@ class HttpEnvironment:
         closes: bool = False,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"url: got {url!r}, expected http://… or https://…")
-        self._url = url.rstrip("/")
+        self._url = checked_url(url).rstrip("/")
         self._closes = closes
         self._timeout_s = timeout_s
         self._headers = bearer(token_env, token_file)

@@ -20,10 +20,10 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from actors.rollout.environment import Outcome
+from infra.settings.outside import checked_url
 from infra.settings.plugin import load
 from infra.settings.secret import bearer
 from schemas import Task
-from schemas.errors import ConfigError
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 FIRST_BACKOFF_S = 0.2
@@ -67,9 +67,7 @@ class OpenEnv(msgspec.Struct, kw_only=True, dict=True):
     retries: int = 5
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"url: got {self.url!r}, expected http://… or https://…")
-        self._url = f"ws{self.url.removeprefix('http').rstrip('/')}/ws"
+        self._url = f"ws{checked_url(self.url).removeprefix('http').rstrip('/')}/ws"
         self._read: Callable[[str], Any] | None = load(self.read, {}, "read") if self.read else None
         self._write: Callable[[Any], str] | None = load(self.write, {}, "write") if self.write else None
         self._headers = bearer(self.token_env, self.token_file)

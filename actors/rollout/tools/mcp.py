@@ -23,7 +23,7 @@ from mcp.client.streamable_http import streamable_http_client
 
 from actors.rollout.tool import ToolResult, ToolSpec, sound_tool
 from actors.rollout.workflow import EpisodeFailed
-from infra.settings.outside import IDENTITY, AnswerRefused, bounded_pieces
+from infra.settings.outside import IDENTITY, AnswerRefused, bounded_pieces, checked_url
 from infra.settings.plugin import describe
 from infra.settings.secret import bearer
 from schemas.errors import ConfigError, causes
@@ -65,10 +65,10 @@ class McpServer:
         timeout_s: float = 20.0,
         start_s: float = 30.0,
     ) -> None:
+        if url:
+            checked_url(url)
         if bool(command) == bool(url):
             raise ConfigError(f"got command {list(command)} and url {url!r}, expected one of them")
-        if url and not url.startswith(("http://", "https://")):
-            raise ConfigError(f"url: got {url!r}, expected http://… or https://…")
         self._name = url or command[0]
         self._command, self._url, self._environment = command, url, dict(environment or {})
         self._headers = bearer(token_env, token_file)
