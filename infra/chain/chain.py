@@ -12,7 +12,7 @@ stamp of each step that saw it.
 
 A score that fails or hangs drops the experience ("score failed", "score timed out"): leaving it out would re-weight the
 others silently. A score that has no verdict returns None, or a Verdict that says why, which is counted. Demonstrations
-(lane expert) are not scored.
+(lane expert) are not scored. A withdrawal passes: no step is asked about it, or the withdrawn copy would be trained.
 """
 
 import asyncio
@@ -31,6 +31,7 @@ from infra.chain.verdict import Question, Recorded, input_hash, options_hash, re
 from infra.settings.plugin import RESERVED_PARAMETERS
 from schemas import BadFrame, Experience, Score, Task
 from schemas.errors import ConfigError
+from schemas.experience import is_withdrawal
 
 NONSENSE = "processor returned nonsense"
 
@@ -187,7 +188,7 @@ async def run_chain(steps: Sequence[Step], experiences: Sequence[Experience], co
                 (result,) = await call_step(step, [group], context)
                 _settle_group(flow, step, index, group, result)
             continue
-        asked = flow.members
+        asked = [member for member in flow.members if not is_withdrawal(member)]
         if step.kind == "score":
             asked = [member for member in asked if not member.is_given]
             results = await _scored(flow, step, asked, context)
