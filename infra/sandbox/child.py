@@ -12,7 +12,9 @@ import select
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Literal
 
@@ -32,36 +34,39 @@ Fault = Literal["", "wall time", "output limit", "memory"]
 class SandboxChild:
     """One run, until `close`; not safe for concurrent use. fault: why it was stopped, "" while it was not."""
 
-    def __init__(
-        self, command: list[str], descriptors: tuple[int, ...], status: tuple[int, int], limits: SandboxLimits
-    ) -> None:
-        """Start it. status: both ends of the pipe that `command` writes bubblewrap's status to."""
-        self.started_s = time.monotonic()
-        self.deadline_s = self.started_s + limits.wall_s
+    def __init__(self, command: list[str], descriptors: Sequence[int], status: int, limits: SandboxLimits) -> None:
+        """Start it with `descriptors`. status: read end of the pipe for bubblewrap's status; `close` closes it."""
+        self.deadline_s = time.monotonic() + limits.wall_s
         self.fault: Fault = ""
         self.stdout = bytearray()
         self.stderr = bytearray()
         self._limits = limits
         self._pending = b""
         self._words = b""
-        self._status, written = status
-        self._inner = -1  # a descriptor of the first process of the namespace
+        self._inner = self._outer = -1  # descriptors of the first process of the namespace, and of bubblewrap
         self._first_pid = 0
-        self._looked_s = self.started_s
-        try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                env={}, cwd="/", bufsize=0, pass_fds=(*descriptors, written),
-            )  # fmt: skip
-        finally:
-            os.close(written)
+        self._looked_s = time.monotonic()
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={}, cwd="/", bufsize=0, pass_fds=descriptors,
+        )  # fmt: skip
         assert self._process.stdin and self._process.stdout and self._process.stderr
+        self._status = status
         self._in = self._process.stdin
         self._open = {self._process.stdout.fileno(): self.stdout, self._process.stderr.fileno(): self.stderr}
         for descriptor in (self._in.fileno(), *self._open):
             os.set_blocking(descriptor, False)
+
+    def begin(self) -> None:
+        """Wait until it runs. Raises SandboxUnavailable."""
         self._outer = os.pidfd_open(self._process.pid)
-        self._open_inner()
+        if not wait([self._status, self._outer], START_S):
+            raise SandboxUnavailable(f"bubblewrap did not start within {START_S:g} s")
+        while b"\n" not in self._words and (chunk := os.read(self._status, CHUNK_BYTES)):
+            self._words += chunk  # a program that is over by now has its exit code among them
+        if (pid := self._said("child-pid")) is not None:
+            with suppress(ProcessLookupError):  # it is over already
+                self._inner, self._first_pid = os.pidfd_open(pid), pid
 
     def send(self, data: bytes) -> None:
         """Queue bytes for its standard input; they are written while something is waited for."""
@@ -94,13 +99,13 @@ class SandboxChild:
         return code
 
     def close(self) -> None:
-        if self._outer < 0:
+        if self._status < 0:
             return
         if self._inner >= 0:
             with suppress(ProcessLookupError):  # it has ended
                 signal.pidfd_send_signal(self._inner, signal.SIGKILL)
             # It need not be our child: its descriptor is readable once it has ended.
-            if not select.select([self._inner], [], [], KILL_S)[0]:
+            if not wait([self._inner], KILL_S):
                 raise SandboxUnavailable(f"a sandbox did not end within {KILL_S:g} s of SIGKILL")
         else:
             self._process.kill()
@@ -113,36 +118,38 @@ class SandboxChild:
                 stream.close()
         with open(self._status, "rb") as status:
             self._words += status.read()
-        os.close(self._outer)
-        self._outer = self._inner = -1
+        if self._outer >= 0:
+            os.close(self._outer)
+        self._outer = self._inner = self._status = -1
 
     def _step(self, close_input: bool = False) -> bool:
         """Wait for something to happen and take it; False once nothing more will."""
         remaining_s = self.deadline_s - time.monotonic()
         if remaining_s <= 0:
             self.fault = self.fault or "wall time"
-        self._look()
-        if self.fault:
-            return False
-        writing = [self._in.fileno()] if self._pending and not self._in.closed else []
-        if not self._pending and close_input and not self._in.closed:
-            self._in.close()
-        ready, writable, _ = select.select([*self._open, self._outer], writing, [], min(remaining_s, LOOK_S))
-        if writable:
-            self._write()
-        for descriptor in ready:
-            if descriptor != self._outer:
-                self._read(descriptor)
-        if self._outer in ready:
-            self._drain()
-            return False
-        return True
-
-    def _look(self) -> None:
         if self._inner >= 0 and time.monotonic() >= self._looked_s + LOOK_S:
             if used_bytes(self._first_pid, self._limits.tmp_bytes) > self._limits.total_bytes:
                 self.fault = self.fault or "memory"
             self._looked_s = time.monotonic()
+        if self.fault:
+            return False
+        poll = select.poll()
+        for descriptor in (*self._open, self._outer):
+            poll.register(descriptor, select.POLLIN)
+        if self._pending and not self._in.closed:
+            poll.register(self._in, select.POLLOUT)
+        elif close_input:
+            self._in.close()
+        ready = [descriptor for descriptor, _ in poll.poll(1000 * min(remaining_s, LOOK_S))]
+        for descriptor in ready:
+            if descriptor in self._open:
+                self._read(descriptor)
+            elif descriptor != self._outer:
+                self._write()
+        if self._outer in ready:
+            self._drain()
+            return False
+        return True
 
     def _write(self) -> None:
         try:
@@ -169,16 +176,6 @@ class SandboxChild:
         for descriptor in list(self._open):
             while self._read(descriptor):
                 pass
-
-    def _open_inner(self) -> None:
-        if select.select([self._status, self._outer], [], [], START_S)[0] == []:
-            self.close()
-            raise SandboxUnavailable(f"bubblewrap did not start within {START_S:g} s")
-        while b"\n" not in self._words and (chunk := os.read(self._status, CHUNK_BYTES)):
-            self._words += chunk  # a program that is over by now has its exit code among them
-        if (pid := self._said("child-pid")) is not None:
-            with suppress(ProcessLookupError):  # it is over already
-                self._inner, self._first_pid = os.pidfd_open(pid), pid
 
     def _said(self, name: str) -> int | None:
         """A number of bubblewrap's status."""

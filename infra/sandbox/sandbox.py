@@ -79,20 +79,24 @@ class Sandbox:
     def open(self, program: Sequence[str], files: Mapping[str, bytes] | None = None) -> Iterator[SandboxChild]:
         """A program to talk to; it ends with the block. Raises SandboxUnavailable."""
         with self._free:
-            descriptors: list[int] = []
+            status, written = os.pipe()
+            descriptors = [written]
             try:
                 held = {name: _held(content, descriptors) for name, content in (files or {}).items()}
                 seccomp = _held(self._filter, descriptors)
-                status = os.pipe()
                 command = confined(
                     program, bwrap=self._bwrap, limits=self.limits, as_root=self._as_root, files=held,
-                    readable=self._readable, seccomp=seccomp, status=status[1],
+                    readable=self._readable, seccomp=seccomp, status=written,
                 )  # fmt: skip
-                child = SandboxChild(command, tuple(descriptors), status, self.limits)
+                child = SandboxChild(command, descriptors, status, self.limits)
+            except BaseException:
+                os.close(status)
+                raise
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
             with closing(child):
+                child.begin()
                 yield child
 
     def _probe(self) -> None:
@@ -115,8 +119,7 @@ def _required() -> str:
     for tool in ("prlimit", "setpriv"):
         if not os.access(f"/usr/bin/{tool}", os.X_OK):
             raise SandboxUnavailable(f"the sandbox needs /usr/bin/{tool}: install util-linux")
-    found = shutil.which("bwrap")
-    if found is None:
+    if (found := shutil.which("bwrap")) is None:
         raise SandboxUnavailable(f"no bwrap on PATH: {INSTALL}")
     return found
 

@@ -6,11 +6,11 @@ the parent kills at the time limit.
 
 import json
 import os
-import select
 import subprocess
 import sys
 import threading
 import time
+from multiprocessing.connection import wait
 from typing import Any
 
 START_S = 60.0
@@ -74,7 +74,7 @@ class ScoreChild:
         descriptor, deadline_s = process.stdout.fileno(), time.monotonic() + timeout_s
         while b"\n" not in self._pending:
             remaining_s = deadline_s - time.monotonic()
-            if remaining_s <= 0 or not select.select([descriptor], [], [], remaining_s)[0]:
+            if remaining_s <= 0 or not wait([descriptor], remaining_s):
                 raise TimeoutError("no verdict in time")
             chunk = os.read(descriptor, 65_536)
             if not chunk:

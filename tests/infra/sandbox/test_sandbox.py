@@ -3,10 +3,12 @@
 import asyncio
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from infra.sandbox.command import SandboxLimits, is_machine_root
 from infra.sandbox.sandbox import Sandbox, SandboxResult
 from infra.sandbox.seccomp import DENIED, seccomp_filter
 from schemas.errors import SandboxUnavailable
+from streams.scores.child import ScoreChild
 from tests.actors.rig import gone, until
 from tests.infra.sandbox.confining import sandbox_or_skip
 
@@ -147,6 +150,30 @@ def test_what_a_program_started_ends_with_it(sandbox: Sandbox) -> None:
     code = f"import os\nfor _ in range(2): os.fork()\nif os.fork() == 0:\n    os.setsid()\n    {SLEEP}\nprint(1)"
     assert python(sandbox, code).stdout.startswith(b"1")
     assert descendants() == before
+
+
+def test_a_run_that_finds_no_free_descriptor_fails_and_leaves_nothing(sandbox: Sandbox) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before, ran, most = (descendants(), os.listdir("/proc/self/fd")), False, os.dup(0)
+    os.close(most)
+    while not ran:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        with suppress(OSError), sandbox.open(sandbox.python_command("-c", SLEEP)):
+            ran = True
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert (descendants(), os.listdir("/proc/self/fd")) == before
+        most += 1
+
+
+def test_programs_and_scores_run_in_a_process_that_holds_many_descriptors(sandbox: Sandbox) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    with ExitStack() as held:
+        for _ in range(1100):
+            held.enter_context(open(os.devnull, "rb"))
+        assert python(sandbox, "print(input())", b"1").stdout == b"1\n"
+        child = held.enter_context(closing(ScoreChild("streams.scores.pattern_worker")))
+        assert child.ask({"pattern": "a+", "dotall": True, "text": "aaa"}, 60.0) == {"matches": True}
 
 
 @pytest.mark.slow
