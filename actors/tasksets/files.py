@@ -128,7 +128,10 @@ def _row(cells: Cells, kind: type[Row], fields: Mapping[str, str], split: str, w
     row = {name: value for name, value in cells.items() if name not in fields.values()}
     for ours, value in renamed.items():
         if ours.startswith("meta."):
-            row["meta"] = {**(row.get("meta") or {}), ours.removeprefix("meta."): value}
+            meta = row.get("meta") or {}
+            if not isinstance(meta, dict):
+                return Broken(where, f"meta: got {type(meta).__name__}, expected an object")
+            row["meta"] = {**meta, ours.removeprefix("meta."): value}
         else:
             row[ours] = value
     row = {name: value for name, value in row.items() if value is not None}
@@ -139,11 +142,11 @@ def _row(cells: Cells, kind: type[Row], fields: Mapping[str, str], split: str, w
     if split:
         row.setdefault("split", split)
     row = {name: _text(value) if name in TEXTS else value for name, value in row.items()}
-    row.setdefault("id", _row_id(row["messages"]))
     row.pop("kind", None)
     try:
+        row.setdefault("id", _row_id(row["messages"]))
         return msgspec.convert({"kind": "task", **row} if kind is Task else row, kind, strict=False)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
         return Broken(where, str(error))
 
 

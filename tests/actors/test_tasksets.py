@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from actors.tasksets.files import Broken, read_rows, tasks
+from actors.tasksets.files import Broken, as_rows, read_rows, tasks
 from actors.tasksets.instructions import (
     CONFLICTS,
     HELD_OUT_KEYS,
@@ -64,6 +64,16 @@ def test_a_line_that_is_wrong_is_named_and_the_next_one_read(tmp_path: Path, lin
     assert [fault.where for fault in broken] == [f"{path}:2"] and says in broken[0].reason
     with pytest.raises(ConfigError, match=r"tasks\.jsonl:2"):
         list(tasks(path=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("cells", "says"),
+    [({"prompt": "?", "meta": "hard"}, "meta: got str, expected an object"), ({"messages": [1j]}, "complex")],
+)
+def test_a_cell_of_a_wrong_type_is_named(cells: dict[str, object], says: str) -> None:
+    broken: list[Broken] = []
+    rows = as_rows([("row 1", {**cells, "level": 3})], Task, fields={"meta.level": "level"}, on_broken=broken.append)
+    assert list(rows) == [] and broken[0].where == "row 1" and says in broken[0].reason
 
 
 ROWS = [
