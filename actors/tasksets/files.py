@@ -4,8 +4,8 @@
     any other      one JSON object a line
 
 A conversation is `messages` (objects with role and content) or `prompt` (a string: one user message). The id of a row without
-an id is a hash of its conversation. Guarantee: a broken row goes to `on_broken` with file, line and reason, and reading
-continues; an unreadable file is a ConfigError.
+an id is a hash of its conversation, and of its answer, response and meta if it has any. Guarantee: a broken row goes to
+`on_broken` with file, line and reason, and reading continues; an unreadable file is a ConfigError.
 """
 
 import hashlib
@@ -144,7 +144,7 @@ def _row(cells: Cells, kind: type[Row], fields: Mapping[str, str], split: str, w
     row = {name: _text(value) if name in TEXTS else value for name, value in row.items()}
     row.pop("kind", None)
     try:
-        row.setdefault("id", _row_id(row["messages"]))
+        row.setdefault("id", _row_id(row))
         return msgspec.convert({"kind": "task", **row} if kind is Task else row, kind, strict=False)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
         return Broken(where, str(error))
@@ -155,5 +155,8 @@ def _text(value: object) -> object:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-def _row_id(messages: object) -> str:
-    return hashlib.sha256(msgspec.json.encode(messages)).hexdigest()[:16]
+def _row_id(row: Cells) -> str:
+    """Depends on the conversation alone where that is all there is: rows of one prompt may have several answers."""
+    more = {name: row[name] for name in ("answer", "response", "meta") if row.get(name)}
+    told = [row["messages"], more] if more else row["messages"]
+    return hashlib.sha256(msgspec.json.encode(told, order="deterministic" if more else None)).hexdigest()[:16]

@@ -76,6 +76,14 @@ def test_a_cell_of_a_wrong_type_is_named(cells: dict[str, object], says: str) ->
     assert list(rows) == [] and broken[0].where == "row 1" and says in broken[0].reason
 
 
+def test_the_id_of_a_row_without_one_is_that_of_its_conversation_and_of_what_belongs_to_it() -> None:
+    rows = [{}, {"answer": 2}, {"meta": {"a": 1, "b": 2}}, {"meta": {"b": 2, "a": 1}}]
+    ids = [task.id for task in as_rows((("", {"prompt": "?", **row}) for row in rows), Task)]
+    assert ids[0] == "253b2901a49e5e9d" and ids[2] == ids[3] and len(set(ids)) == 3
+    shown = as_rows((("", {"prompt": "?", "response": text}) for text in "abba"), Demonstration)
+    assert len({row.id for row in shown}) == 2
+
+
 ROWS = [
     {"question": "1+1?", "answer": 2, "messages": None, "difficulty": 0.25},
     {"question": None, "answer": 3, "messages": [{"role": "user", "content": "1+2?"}], "difficulty": None},
