@@ -1,8 +1,9 @@
 """Stage tasks: `taskset.raw` to `taskset`, through the chain of tasks.
 
-Guarantees: every task of a readable record is in `taskset` or dead-lettered with its reason; the same task comes out under the
-same id, so a redelivery changes nothing. The stage rebuilds the memory of its steps (known questions) from `taskset` before the
-first record after a start or a rebalance. Two workers that hold different partitions do not see each other's newest tasks.
+Guarantees: every task of a readable record is in `taskset` or dead-lettered with its reason; the same task comes out under
+the same id, so a redelivery changes nothing. The stage rebuilds the memory of its steps (known questions) from `taskset`
+before the first record after a start or a rebalance. It then knows a question as later steps left it, and none that they
+dropped. Two workers that hold different partitions do not see each other's newest tasks.
 """
 
 import asyncio
