@@ -12,7 +12,7 @@ import msgspec
 from actors.engines.engine import Completion
 from actors.rollout.continuation import Decoder, SampledTurn, added_tokens, words
 from schemas import Message, Score, Span
-from schemas.fields import HISTORY_REWRITTEN as HISTORY_REWRITTEN
+from schemas.fields import HISTORY_REWRITTEN
 
 Conversation = tuple[Message, ...]
 # Tokens that the template writes behind a part's turn, by the part's number of messages; None if they cannot be found.
