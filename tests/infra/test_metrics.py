@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def test_metrics_and_health_are_served_until_closed() -> None:
     state = {"fault": ""}
     metrics.check("loop", lambda: state["fault"])
     port = metrics.serve()
-    try:
+    with closing(metrics):
         status, text = fetch(port, "/metrics")
         assert status == 200
         assert "headrace_steps_total 1.0" in text
@@ -49,8 +50,6 @@ def test_metrics_and_health_are_served_until_closed() -> None:
         assert fetch(port, "/else")[0] == 404
         with pytest.raises(ValueError, match="already served"):
             metrics.serve()
-    finally:
-        metrics.close()
     with pytest.raises(urllib.error.URLError):
         fetch(port, "/metrics")
 
@@ -88,7 +87,7 @@ def test_half_requests_hold_a_bounded_number_of_threads_and_keep_nobody_out(capl
     port = metrics.serve()
     before = threading.active_count()
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(5 * MAX_CONNECTIONS)]
-    try:
+    with closing(metrics):
         for connection in silent:
             connection.sendall(b"GET /metrics HT")
         with caplog.at_level(logging.INFO):
@@ -103,8 +102,6 @@ def test_half_requests_hold_a_bounded_number_of_threads_and_keep_nobody_out(capl
         for connection in silent:
             connection.close()
         assert not caplog.records
-    finally:
-        metrics.close()
 
 
 CALLS = {"counter": "counter", "gauge": "gauge", "histogram": "histogram", "add": "counter", "set": "gauge"}

@@ -22,6 +22,9 @@ AWS = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
 JWT = "eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9P"
 FOUND = [
     ("write to ada.lovelace@mail.example.org.", "email", "ada.lovelace@mail.example.org"),
+    ("call +44 20 7946 0958", "phone", "+44 20 7946 0958"),
+    ("token ghp_abcdefghijklmnopqrstuvwx12", "key", "ghp_abcdefghijklmnopqrstuvwx12"),
+    ("-----BEGIN RSA PRIVATE KEY-----", "key", "-----BEGIN RSA PRIVATE KEY-----"),
     (f"see {PEM} there", "key", PEM),
     (f"see {SSH}", "key", SSH),
     (f"see {OLD} there", "key", OLD),

@@ -8,10 +8,11 @@ import pytest
 from infra.chain.chain import ChainResult, Context, new_memories, run_chain
 from infra.chain.processor import Drop, processor, score
 from infra.settings.config import decode
-from schemas import Experience, Message, Span, ids, make_experience
+from schemas import Experience
 from schemas.errors import ConfigError
 from streams.config import ScoreConfig, StreamsConfig
 from streams.stages.chain_builder import build_collect, build_verify
+from tests.infra.test_chain import answer
 
 HERE = "tests.streams.test_chain_builder"
 EXACT = {"name": "exact", "use": "streams.scores.exact:exact"}
@@ -46,20 +47,7 @@ def names(stage: str, **tables: Any) -> list[str]:
 
 
 def answers(*texts: str) -> list[Experience]:
-    return [
-        make_experience(
-            tokens=[1, 2, 3],
-            logprobs=[-0.1, -0.1],
-            messages=[Message(role="user", content="37+45="), Message(role="assistant", content=text)],
-            id=ids.experience_id("t.0", 0, episode),
-            group="t.0",
-            episode=episode,
-            group_size=len(texts),
-            spans=(Span(1, 3, 3),),
-            answer="280",
-        )
-        for episode, text in enumerate(texts)
-    ]
+    return [answer(episode, text=text, group_size=len(texts), answer="280") for episode, text in enumerate(texts)]
 
 
 def run(settings: StreamsConfig, *texts: str) -> ChainResult:

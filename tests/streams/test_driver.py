@@ -248,15 +248,6 @@ def test_eval_answers_go_to_evals_and_are_never_dropped() -> None:
     assert result.then == ()
 
 
-def test_eval_answers_of_a_record_that_fails_as_a_whole_count_as_failed() -> None:
-    sent = block(msgspec.structs.replace(answer("t.0", 0), suite="held-out", meta={"large": "x" * 1000}))
-    result = Verifier([]).failed(message_of(sent), "record too large", "9 MB")
-    answers, dead = [output.record for output in result.then]
-    assert isinstance(answers, Block) and isinstance(dead, DeadLetter)
-    (failed,) = answers.experiences
-    assert (failed.suite, failed.failure, failed.num_tokens, failed.meta) == ("held-out", "record too large", 0, {})
-
-
 def test_bad_frames_and_strange_records_are_dead_lettered() -> None:
     bad = asyncio.run(Verifier([]).handle(message_of(None, error=BadFrame("header: checksum differs"))))
     strange = asyncio.run(Verifier([]).handle(message_of(Tick(partition=0, due_ms=1))))
@@ -269,11 +260,16 @@ def test_bad_frames_and_strange_records_are_dead_lettered() -> None:
     assert "checksum" in letters[0].error  # type: ignore[union-attr]
 
 
-def test_members_of_a_record_that_failed_as_a_whole_leave_stubs() -> None:
+def test_members_of_a_record_that_failed_as_a_whole_leave_stubs_and_eval_answers_count_as_failed() -> None:
     message = message_of(block(answer("t.0", 0), answer("t.0", 1)))
     result = Verifier([]).failed(message, "record too large", "9 MB")
     assert [type(output.record) for output in result.then] == [DropMarker, DropMarker, DeadLetter]
     assert result.dropped == {"record too large": 2}
+    member = msgspec.structs.replace(answer("t.0", 0), suite="held-out", meta={"large": "x" * 1000})
+    counted, dead = Verifier([]).failed(message_of(block(member)), "timed out", "120 s").then
+    assert counted.topic is EVALS and isinstance(counted.record, Block) and isinstance(dead.record, DeadLetter)
+    (failed,) = counted.record.experiences
+    assert (failed.suite, failed.failure, failed.num_tokens, failed.meta) == ("held-out", "timed out", 0, {})
 
 
 @processor(version=1, memory=1000)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -41,12 +42,9 @@ async def reported(log: Log, folder: Path) -> ForgetReport:
     assert log.store is not None
     keys = Keys(log.store)
     key_ids = destroy(keys, TENANT, USER)
-    index = LogIndex(folder / "trace.sqlite", run="t", policy="main")
-    try:
+    with closing(LogIndex(folder / "trace.sqlite", run="t", policy="main")) as index:
         about = await tell(log, TENANT, USER, secret=b"s", owner="ops")
         return await complete(log, index, keys, about, key_ids)
-    finally:
-        index.close()
 
 
 async def replayed(log: Log, store: MemoryStore, from_step: int | None = None) -> tuple[list[Compared], str, list[int]]:

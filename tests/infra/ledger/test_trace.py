@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -128,27 +129,21 @@ async def test_a_log_that_is_away_does_not_end_what_keeps_the_index_up(index: Lo
 
 async def test_what_retention_took_leaves_the_index(tmp_path: Path) -> None:
     log = await log_of_a_run()
-    index = LogIndex(tmp_path / "trace.sqlite", run=RUN, policy=POLICY, prune_at=1)
-    try:
+    with closing(LogIndex(tmp_path / "trace.sqlite", run=RUN, policy=POLICY, prune_at=1)) as index:
         await index.refresh(log)
         before = index.places("a.0")
         for at, end in (await log.bus.end_offsets(log.name(topics.EXPERIENCES))).items():
             await log.bus.delete_records(at, end)
         await index.refresh(log)
         assert index.places("a.0") == [place for place in before if place.topic != "experiences"] != before
-    finally:
-        index.close()
 
 
 async def test_what_was_trimmed_from_the_journal_leaves_the_index(tmp_path: Path) -> None:
     log = await log_of_a_run()
-    index = LogIndex(tmp_path / "trace.sqlite", run=RUN, policy=POLICY, prune_at=1)
-    try:
+    with closing(LogIndex(tmp_path / "trace.sqlite", run=RUN, policy=POLICY, prune_at=1)) as index:
         await index.refresh(log)
         first, *rest = index.steps_between(0, 99)
         assert rest
         await log.bus.delete_records(Partition(log.name(topics.BATCHES), 0), first.offset + 1)
         await index.refresh(log)
         assert index.steps_between(0, 99) == rest
-    finally:
-        index.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -105,9 +106,8 @@ async def test_a_rebuild_stops_when_the_partition_is_taken_away(tmp_path: Path) 
     async with memory_log() as log:
         await feed(log, "t.0")
         collector = Collector(log, Metrics("process"), 0, settings(tmp_path))
-        with pytest.raises(TakenAway):
+        with closing(collector), pytest.raises(TakenAway):
             await collector.recover(2, lambda: True)
-        collector.close()
         assert await groups_in(log) == []
 
 

@@ -101,22 +101,13 @@ def test_repetition_counts_windows_seen_before() -> None:
     assert repetition(np.arange(16, dtype=np.uint32)) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("write to ada.lovelace@mail.example.org", "email"),
-        ("pay with 4111 1111 1111 1111 now", "card"),
-        ("call +44 20 7946 0958", "phone"),
-        ("token ghp_abcdefghijklmnopqrstuvwx12", "key"),
-        ("-----BEGIN RSA PRIVATE KEY-----", "key"),
-    ],
-)
-def test_personal_data_is_found_and_masked(text: str, kind: str) -> None:
-    assert redact(answer(text)) == Drop("personal data", kind)
-    masked = redact(answer(text), action="mask")
+def test_personal_data_is_found_and_masked() -> None:
+    member = answer("write to ada.lovelace@mail.example.org")
+    assert redact(member) == Drop("personal data", "email")
+    masked = redact(member, action="mask")
     assert isinstance(masked, Experience)
-    assert f"[{kind}]" in masked.response
-    assert masked.tokens.tolist() == answer(text).tokens.tolist()
+    assert masked.response == "write to [email]"
+    assert masked.tokens.tolist() == member.tokens.tolist()
 
 
 def test_redact_takes_patterns_of_its_own() -> None:

@@ -164,10 +164,7 @@ def test_a_reference_that_is_no_mathematics_is_an_error_and_the_next_goes_on(mat
 
 @pytest.mark.slow
 def test_an_answer_that_cannot_be_computed_times_out_and_the_next_goes_on() -> None:
-    score = Math(timeout_s=1.0)
-    try:
+    with closing(Math(timeout_s=1.0)) as score:
         with pytest.raises(TimeoutError, match="comparing"):
             score(answered("\\boxed{9^{9^{9^{9^{9}}}}}", answer="3"))
         assert score(answered("\\boxed{2+1}", answer="3")) == 1.0
-    finally:
-        score.close()
