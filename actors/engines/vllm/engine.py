@@ -319,6 +319,7 @@ class VllmEngine:
             return
         # One with a vision tower is saved under other names than policies have.
         self._held = folder_tensors(self._folder) if self._vision is None else model_tensors(load_model(self._folder))
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in self._held.items()}
 
     def _build(self) -> None:
         from vllm import __version__
@@ -364,7 +365,8 @@ class VllmEngine:
             if self._adapters is not None and policy.adapter is not None:
                 return await self._load_adapter(policy, policy.adapter, self._adapters)
             assert self._swap is not None  # a load is of a running engine, and `close` waits for it
-            parts = await asyncio.to_thread(self._check, policy)
+            await asyncio.to_thread(self._check, policy)
+            parts = reload_parts(policy.tensors)
             file = await asyncio.to_thread(in_a_file, self.version_files, policy.tensors)
             label = self._attempts.begin(policy.version)
             try:
@@ -386,7 +388,7 @@ class VllmEngine:
             return LoadReport(pause_ms, difference)
 
     async def _load_adapter(self, policy: Policy, adapter: Adapter, adapters: Adapters) -> LoadReport:
-        await asyncio.to_thread(self._check_adapter, policy)
+        await asyncio.to_thread(self._check, policy)
         await adapters.make_room()
         label = self._attempts.begin(policy.version, proved=True)  # no request has it before the verdict
         with ExitStack() as files:
@@ -404,10 +406,6 @@ class VllmEngine:
         self.version = policy.version
         return LoadReport(took_ms, difference)
 
-    def _check_adapter(self, policy: Policy) -> None:
-        check_tensors(policy, self._shapes)
-        check_probe_sequences(policy.probe, self._num_vocabulary, self.max_model_len - 1)
-
     async def _undo(self, swap: Swap) -> None:
         """Put all served tensors back: other modules than were sent may differ. Raises EngineStopped where that fails."""
         try:
@@ -417,10 +415,9 @@ class VllmEngine:
         except PolicyRefused as error:
             raise EngineStopped(str(error)) from error
 
-    def _check(self, policy: Policy) -> list[list[str]]:
-        check_tensors(policy, {name: tuple(tensor.shape) for name, tensor in self._held.items()})
+    def _check(self, policy: Policy) -> None:
+        check_tensors(policy, self._shapes)
         check_probe_sequences(policy.probe, self._num_vocabulary, self.max_model_len - 1)
-        return reload_parts(policy.tensors)
 
 
 def in_a_file(files: VersionFiles, tensors: Mapping[str, Tensor]) -> FileTensors:
