@@ -79,7 +79,7 @@ def answered(*answers: Answer, reason: str = "length") -> Any:
     outputs = [
         SimpleNamespace(
             token_ids=list(tokens),
-            logprobs=SimpleNamespace(logprobs=[-1.0 - token for token in tokens]),
+            logprobs=SimpleNamespace(logprobs=[-1.0 - token for token in tokens]) if tokens else None,
             finish_reason=reason,
             weight_versions=[SimpleNamespace(version=v, start=a, end=b) for v, a, b in labels],
         )

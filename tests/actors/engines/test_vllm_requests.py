@@ -14,7 +14,7 @@ from actors.engines.vllm.engine import Swap
 from actors.engines.vllm.requests import Requests
 from schemas import Span
 from schemas.errors import PolicyRefused
-from tests.actors.engines.test_vllm_parts import FakeVllm, Queue, answered
+from tests.actors.engines.test_vllm_parts import FakeVllm, Queue, answered, requests_to
 
 NOTHING = Path("none"), [["part"], ["another"]]
 
@@ -62,14 +62,10 @@ class FakeCore(FakeVllm):
         return await super().add_request(request_id, prompt, *args, **named)
 
 
-def keeping(llm: FakeVllm, attempts: Attempts) -> Requests:
-    return Requests(llm, attempts, params=lambda sampling, streamed: sampling)
-
-
 async def sent_around_a_load(keep: bool) -> tuple[list[str], str, str]:
     """The calls that reach vLLM while requests arrive in every turn of the loop, and the labels before and after."""
     llm, attempts = FakeCore(), Attempts("keep" if keep else "rebuild")
-    requests = keeping(llm, attempts)
+    requests = requests_to(llm, attempts)
     requests.born = old = attempts.begin(3, proved=True)
     new = attempts.begin(4)
     swap = Swap(llm, requests, sees=False)
@@ -98,14 +94,14 @@ def test_no_request_has_a_salt_before_the_pause_that_ends_older_weights() -> Non
 async def test_a_version_is_refused_where_vllm_keeps_what_older_weights_cached() -> None:
     llm, attempts = FakeCore(), Attempts()
     llm.forgets = False
-    swap = Swap(llm, keeping(llm, attempts), sees=False)
+    swap = Swap(llm, requests_to(llm, attempts), sees=False)
     with pytest.raises(PolicyRefused, match="prefix cache still holds"):
         await swap.put(*NOTHING, attempts.begin(4), None, keep=False)
 
 
 async def test_a_load_that_vllm_holds_otherwise_leaves_new_requests_the_salt_of_its_attempt() -> None:
     llm, attempts = FakeCore(), Attempts("keep")
-    requests = keeping(llm, attempts)
+    requests = requests_to(llm, attempts)
     requests.born, llm.reason = attempts.begin(3, proved=True), "it holds other values in model.norm"
     swap, bad = Swap(llm, requests, sees=False), attempts.begin(4)
     await swap.begin()
@@ -119,7 +115,7 @@ async def test_a_load_that_vllm_holds_otherwise_leaves_new_requests_the_salt_of_
 
 async def test_spans_say_from_which_version_on_keys_and_values_are() -> None:
     llm, attempts = FakeVllm(), Attempts("keep")
-    requests = keeping(llm, attempts)
+    requests = requests_to(llm, attempts)
     labels = [attempts.begin(version, proved=version == 3) for version in (3, 4, 5)]
     for label in labels[1:]:
         attempts.decide(label, True)
@@ -185,13 +181,7 @@ class AdaptingVllm(FakeVllm):
 
 
 def ended(tokens: Sequence[int], reason: str = "length") -> Any:
-    output = SimpleNamespace(
-        token_ids=list(tokens),
-        logprobs=SimpleNamespace(logprobs=[-1.0] * len(tokens)) if len(tokens) else None,
-        finish_reason=reason,
-        weight_versions=None,
-    )
-    return SimpleNamespace(outputs=[output], finished=True)
+    return answered((tokens, ()), reason=reason)
 
 
 class Rig:

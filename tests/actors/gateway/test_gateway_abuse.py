@@ -58,10 +58,9 @@ async def test_unfinished_bodies_of_a_key_or_an_address_are_bounded_and_others_a
 
 
 async def test_a_request_for_n_answers_counts_n(tmp_path: Path) -> None:
-    async with serving(tmp_path) as served:
-        async with served.http(await served.new_key(rpm=8)) as http:
-            asked = {"model": "m", "messages": ASK, "n": 4}
-            statuses = [(await http.post("/v1/chat/completions", json=asked)).status_code for _ in range(3)]
+    async with serving(tmp_path) as served, served.http(await served.new_key(rpm=8)) as http:
+        asked = {"model": "m", "messages": ASK, "n": 4}
+        statuses = [(await http.post("/v1/chat/completions", json=asked)).status_code for _ in range(3)]
         assert statuses == [200, 200, 429]
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from openai import AsyncOpenAI
 
 from actors.gateway.access.authenticator import Authenticator
 from actors.gateway.access.keys import ApiKey, KeyBook
@@ -69,7 +68,7 @@ def test_a_spool_on_a_full_disk_keeps_what_it_had_and_goes_on_when_there_is_room
 async def test_answers_on_a_full_disk_without_a_broker_are_given_shed_and_counted(tmp_path: Path) -> None:
     bus = AwayBus()
     async with serving(tmp_path, engine(says("Hello.")), bus=bus) as served:
-        client: AsyncOpenAI = await served.opened()
+        client = await served.opened()
         bus.away = True
         with full_disk():
             for _ in range(3):
@@ -108,7 +107,7 @@ async def test_a_gateway_whose_spool_is_lost_serves_on_records_anew_and_sends_wh
 
     bus = AwayBus()
     async with serving(tmp_path, engine(says("Hello.")), bus=bus) as served:
-        client: AsyncOpenAI = await served.opened()
+        client = await served.opened()
 
         async def ask(count: int) -> None:
             for _ in range(count):

@@ -69,9 +69,7 @@ async def test_answers_that_fail_or_refuse_are_told_of_everybody_also_without_co
         return [*text.encode(), 256]
 
     async with serving(tmp_path, engine(script), train_on="nothing", report_s=0.05) as served:
-        key = served.key(train="no")
-        client = served.client(key)
-        await served.keys_read()
+        client = await served.opened(train="no")
         for fails in (False, False, True, False):
             asking = client.chat.completions.create(model="main", messages=ASK)
             if fails:

@@ -44,8 +44,7 @@ async def test_a_turn_that_names_nobody_is_forgotten_with_the_user_of_its_sessio
 ) -> None:
     bus, store = MemoryBus(), MemoryStore()
     async with serving(tmp_path / "a", engine(says("FINE")), bus=bus, store=store) as first:
-        key = first.key()
-        await first.keys_read()
+        key = await first.new_key()
         await ask(first, key, "I am WILHELMINA", session="chat", user=ANN)
         await ask(first, key, "I am WILHELMINA", "FINE", "and now?", session="chat")
         await ask(first, key, "I am BOB", session="other", user="bob")
