@@ -304,7 +304,7 @@ async def drive(log: Log, stage: Verifier, deliveries: list[KeptDelivery]) -> No
 
 async def test_kept_members_with_damaged_bulk_are_a_dead_letter() -> None:
     members = [answer("t.0", episode) for episode in (0, 1, 3)]
-    members[0].held()._logprobs = 1 - members[0].logprobs
+    members[0].held()._logprobs = -members[0].logprobs
     async with memory_log() as log:
         await log.publish(EXPERIENCES, block(*members))
         (message,) = await stored(log, EXPERIENCES)

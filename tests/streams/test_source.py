@@ -307,8 +307,7 @@ async def test_a_rebalance_between_reading_and_committing_ends_nothing() -> None
         await log.bus.create_topic("tickets", 1, {})
         await log.bus.send("tickets", ticket(), key=b"k")
         reader = await log.bus.assigned({Partition("tickets", 0): 0}, group="g")
-        listening = EventSource(name="csat", function=csat, topic="tickets")
-        assert await take_once(listening, LosingReader(reader), log, Metrics("process")) == 1  # type: ignore[arg-type]
+        assert await take_once(source(topic="tickets"), LosingReader(reader), log, Metrics("process")) == 1  # type: ignore[arg-type]
         assert [type(record) for record in await values(log, VERIFIED)] == [Feedback]
 
 

@@ -96,12 +96,9 @@ def test_uses_are_forgotten_below_the_horizon_unless_held_or_delivered_again() -
     assert add(buffer, 9, block("b.0", lane="expert")) == "already trained"
     assert (len(buffer.uses), buffer.forget_uses(5)) == (3, 1)
     assert add(buffer, 10, block("b.0", lane="expert")) == "already trained", "it came again within the horizon"
-    assert only_uses(buffer, "c.0") == 1, "it waits for its second use"
+    (waits,) = (candidate for candidate in buffer.candidates("expert") if candidate.group == "c.0")
+    assert waits.uses == 1, "it waits for its second use"
     assert buffer.forget_uses(5) == 0
-
-
-def only_uses(buffer: Buffer, group: str) -> int:
-    return next(candidate.uses for candidate in buffer.candidates("expert") if candidate.group == group)
 
 
 def test_a_revision_replaces_the_older_one_that_was_not_drawn_and_never_the_other_way() -> None:
@@ -146,10 +143,6 @@ def test_a_use_that_the_journal_tells_of_counts_for_whichever_revision_is_held()
     assert only(buffer).uses == 0, "what was sent to be trained again is counted by itself"
 
 
-def paired(items: list[TrainItem]) -> Block:
-    return Block(tuple(item.experience for item in items))
-
-
 def about_another_prompt(item: TrainItem) -> TrainItem:
     return TrainItem(item.experience.with_bulk(tokens=[1, 20, 22, 30]), item.item)
 
@@ -168,7 +161,7 @@ def about_another_prompt(item: TrainItem) -> TrainItem:
 )
 def test_a_pair_is_two_answers_that_differ_and_each_member_can_be_trained(items: list[TrainItem], fault: str) -> None:
     held = Intake(Buffer({"human": 1}), buffer_next=0, progress_next=0)
-    each = paired(items)
+    each = Block(tuple(item.experience for item in items))
     assert held.take_block(message(each, 0), each) == fault
     if not fault:
         (candidate,) = held.buffer.candidates("human")

@@ -297,12 +297,6 @@ async def drawn(log: Log) -> set[str]:
     return {group for message in messages if isinstance(message, Drawn) for group in message.groups}
 
 
-def usual_groups(records: list[object]) -> set[str]:
-    return {
-        ids.group_of(item.id) for items in journaled_items(records).values() for item in items if item.lane == "usual"
-    }  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("every", [2, 7, 1, 3, 4])
 async def test_a_trainer_killed_at_any_put_ends_with_the_same_weights_and_batches(tmp_path: Path, every: int) -> None:
     store = KillingFolder(tmp_path / "killed")
@@ -347,4 +341,5 @@ async def test_the_master_is_told_of_every_step_also_when_its_trainer_died_befor
     assert not await ends(train(log, store, ScriptedLearner()))
     bus.kill_at = -1
     await train(log, store, ScriptedLearner())
-    assert await drawn(log) == usual_groups(await journal(log))
+    items = [item for record in await journal(log) if isinstance(record, Batch) for item in record.items]
+    assert await drawn(log) == {ids.experience_group(item.id) for item in items if item.lane == "usual"}

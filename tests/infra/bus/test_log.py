@@ -263,14 +263,9 @@ async def test_no_role_starts_where_topics_that_are_joined_differ_in_their_parti
         await log.require_topics()
 
 
-async def progress_log() -> Log:
+async def test_the_records_at_offsets_are_those_that_are_kept_in_one_read_for_neighbours() -> None:
     log = Log(MemoryBus(), "bot")
     await log.create_topics(partitions=1, keep_ms=-1)
-    return log
-
-
-async def test_the_records_at_offsets_are_those_that_are_kept_in_one_read_for_neighbours() -> None:
-    log = await progress_log()
     for number in range(200):
         await log.bus.send(log.name(PROGRESS), str(number).encode(), key=b"k")
     await log.bus.delete_records(Partition(log.name(PROGRESS), 0), 3)

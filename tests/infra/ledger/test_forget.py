@@ -215,7 +215,9 @@ async def test_a_trainer_that_waits_for_more_lets_go_of_what_is_forgotten_and_wr
     endless = msgspec.structs.replace(CONFIG, max_steps=0, checkpoint_every=10_000)
     trainer = Log(log.bus, "t", store=store)
     training = asyncio.create_task(train(trainer, store, ScriptedLearner(), endless))
-    await journaled_until(log, lambda found: len([one for one in found if is_step(one)]) == STEPS)
+    await journaled_until(
+        log, lambda found: sum(isinstance(one, Batch) and one.phase == "train" for one in found) == STEPS
+    )
     before = [one for one in await journal(log) if isinstance(one, Saved)]
     destroy(Keys(store), TENANT, USER)
     await tell(log, TENANT, USER, secret=b"s", owner="ops")
@@ -227,7 +229,3 @@ async def test_a_trainer_that_waits_for_more_lets_go_of_what_is_forgotten_and_wr
     assert dropped == {f"usual-{2 * STEPS}.0": "forgotten"}
     newest = [one for one in await journal(log) if isinstance(one, Saved)][-1]
     assert newest.step == max(one.step for one in await journal(log) if isinstance(one, Batch))
-
-
-def is_step(one: object) -> bool:
-    return isinstance(one, Batch) and one.phase == "train"

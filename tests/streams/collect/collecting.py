@@ -1,6 +1,7 @@
 """Makes groups, inboxes and a small chain for the tests of collect."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -160,11 +161,7 @@ def decisions(results: Iterable[Folded]) -> list[Decision]:
 
 
 def drops(results: Iterable[Folded]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for result in results:
-        for reason, number in result.dropped.items():
-            counts[reason] = counts.get(reason, 0) + number
-    return counts
+    return sum((Counter(result.dropped) for result in results), Counter[str]())
 
 
 def buffered(results: Iterable[Folded]) -> dict[tuple[str, int], list[tuple[str, float | None]]]:
