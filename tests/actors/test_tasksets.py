@@ -25,14 +25,15 @@ from actors.tasksets.loader import FOLDER, LoadResult, example_block, load_examp
 from actors.tasksets.taskset import Demonstration, Preference
 from infra.store.memory import MemoryStore
 from infra.store.store import BLOBS
-from schemas import Experience, Message, Span, Task, make_experience
+from schemas import Message, Task
 from schemas.errors import ConfigError
 from schemas.experience import pair_fault
 from schemas.topics import MAX_RECORD_BYTES, TASKSET_RAW
 from streams.scores.instructions import follows
 from streams.scores.instructions import instructions as share
-from tests.actors.rig import EOS, CharTokenizer, TopicArrivals, memory_log
+from tests.actors.rig import EOS, CharTokenizer, memory_log
 from tests.actors.rig import task as plain_task
+from tests.streams.scores.answers import answered
 from tests.tiny_models import drawings
 
 
@@ -66,18 +67,16 @@ def test_a_line_that_is_wrong_is_named_and_the_next_one_read(tmp_path: Path, lin
         list(tasks(path=str(path)))
 
 
-@pytest.mark.parametrize(
-    ("cells", "says"),
-    [({"prompt": "?", "meta": "hard"}, "meta: got str, expected an object"), ({"messages": [1j]}, "complex")],
-)
-def test_a_cell_of_a_wrong_type_is_named(cells: dict[str, object], says: str) -> None:
+def test_a_cell_of_a_wrong_type_is_named() -> None:
+    cells = {"row 1": {"prompt": "?", "meta": "hard", "level": 3}, "row 2": {"messages": [1j], "level": 3}}
     broken: list[Broken] = []
-    rows = as_rows([("row 1", {**cells, "level": 3})], Task, fields={"meta.level": "level"}, on_broken=broken.append)
-    assert list(rows) == [] and broken[0].where == "row 1" and says in broken[0].reason
+    assert list(as_rows(cells.items(), Task, fields={"meta.level": "level"}, on_broken=broken.append)) == []
+    assert broken[0] == Broken("row 1", "meta: got str, expected an object")
+    assert broken[1].where == "row 2" and "complex" in broken[1].reason
 
 
 def test_the_id_of_a_row_without_one_is_that_of_its_conversation_and_of_what_belongs_to_it() -> None:
-    rows = [{}, {"answer": 2}, {"meta": {"a": 1, "b": 2}}, {"meta": {"b": 2, "a": 1}}]
+    rows: list[dict[str, object]] = [{}, {"answer": 2}, {"meta": {"a": 1, "b": 2}}, {"meta": {"b": 2, "a": 1}}]
     ids = [task.id for task in as_rows((("", {"prompt": "?", **row}) for row in rows), Task)]
     assert ids[0] == "253b2901a49e5e9d" and ids[2] == ids[3] and len(set(ids)) == 3
     shown = as_rows((("", {"prompt": "?", "response": text}) for text in "abba"), Demonstration)
@@ -128,11 +127,6 @@ def row(name: str, split: str = "train") -> Demonstration:
     return Demonstration(id=name, messages=messages, response="280", answer="280", split=split)
 
 
-async def contents(heard: TopicArrivals) -> None:
-    async for message in heard.log.scan(heard.topic):
-        heard.records.append(message.value)
-
-
 def test_a_demonstration_is_an_expert_experience_that_nobody_sampled() -> None:
     experience = example_block(row("add-3745", "validation"), CharTokenizer()).experiences[0]
     assert list(experience.tokens) == [*(ord(character) for character in "37+45=280"), EOS]
@@ -151,9 +145,7 @@ async def test_a_second_load_adds_nothing_and_repeated_rows_are_counted() -> Non
     tasks = [plain_task("a"), plain_task("b"), plain_task("a")]
     first = await load_tasks(log, tasks, on_progress=progress.append)
     second = await load_tasks(log, [*tasks, plain_task("c")])
-    heard = TopicArrivals(log, TASKSET_RAW)
-    await contents(heard)
-    records = heard.records
+    records = [message.value async for message in log.scan(TASKSET_RAW)]
     assert first == LoadResult(loaded=2, repeated=1, known=0)
     assert second == LoadResult(loaded=1, repeated=1, known=2)
     assert sorted(record.id for record in records if isinstance(record, Task)) == ["a", "b", "c"]
@@ -168,9 +160,7 @@ async def test_a_row_that_cannot_be_read_stops_the_load_after_what_came_before()
     log = await memory_log()
     with pytest.raises(ValueError, match="601"):
         await load_tasks(log, rows())
-    heard = TopicArrivals(log, TASKSET_RAW)
-    await contents(heard)
-    assert len(heard.records) == 512
+    assert len([message async for message in log.scan(TASKSET_RAW)]) == 512
 
 
 async def test_a_task_that_no_record_takes_is_named_and_the_next_one_loaded() -> None:
@@ -246,17 +236,9 @@ def test_each_kind_knows_what_follows_it(kind: str, argument: object, right: lis
     assert [text for text in wrong if follows(text, kind, argument)] == []  # type: ignore[arg-type]
 
 
-def answered(spoken: tuple[Message, ...], answer: str) -> Experience:
-    return make_experience(
-        id="a.0-0-0", group="a.0", episode=0, group_size=1, tokens=[1, 2], logprobs=[-1.0], messages=spoken,
-        spans=(Span(start=1, stop=2, version=0),), answer=answer,
-    )  # fmt: skip
-
-
 def test_the_score_is_the_share_that_is_followed_and_an_answer_that_was_cut_off_follows_none() -> None:
     answer = '[["word", "rain"], ["lower_case", true]]'
-    spoken = (Message(role="user", content="?"), Message(role="assistant", content="Rain falls."))
-    half = answered(spoken, answer)
+    half = answered("Rain falls.", answer=answer)
     assert share(half) == 0.5
     assert share(msgspec.structs.replace(half, end="truncated")) == 0.0
     assert share(msgspec.structs.replace(half, answer=None)) is None
