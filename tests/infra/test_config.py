@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -233,12 +234,13 @@ def test_what_is_no_web_address_is_refused(url: str) -> None:
 
 def test_a_password_is_refused_and_not_told_and_every_address_is_checked() -> None:
     plugins = ("environments.http:HttpEnvironment", "environments.openenv:OpenEnv", "tools.mcp:McpServer")
-    for make in (
+    makers: list[Callable[[str], object]] = [
         checked_url,
         lambda url: CanaryShare(url=url),
         lambda url: EndpointConfig(url=url, model="m"),
         *(lambda url, use=use: load(f"actors.rollout.{use}", {"url": url}) for use in plugins),
-    ):
+    ]
+    for make in makers:
         for url in ("http://ann:S3CRET@judge:8000/v1?S3CRET", "ftp://ann:S3CRET@judge/", "ann:S3CRET@judge"):
             with pytest.raises((ValueError, ConfigError)) as caught:
                 make(url)
@@ -288,7 +290,7 @@ async def test_an_answer_of_a_service_takes_no_more_memory_than_its_limit(
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         requests.append((await reader.readuntil(b"\r\n\r\n")).lower())
         head = b"HTTP/1.1 200 OK\r\nconnection: close\r\n"
-        try:
+        with closing(writer), suppress(ConnectionError):
             if kind == "compressed":
                 writer.write(head + b"content-encoding: gzip\r\n\r\n" + gzip.compress(b" " * (1 << 22)))
                 await writer.drain()
@@ -297,10 +299,6 @@ async def test_an_answer_of_a_service_takes_no_more_memory_than_its_limit(
                 while True:
                     writer.write(b" " * 65_536)
                     await writer.drain()
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
