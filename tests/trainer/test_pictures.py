@@ -23,10 +23,10 @@ from tests.trainer.memory_run import replaying
 from tests.trainer.trainer_samples import make_item
 from trainer.batch.batch import Microbatch, TrainItem, pack
 from trainer.batch.image_inputs import BAD_IMAGE, ImageInputs, open_sight
-from trainer.batch.split import split
+from trainer.batch.split import for_ranks, split
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.forward import PackedModel
-from trainer.learners.orders import deal, decode_arrays, encode_arrays
+from trainer.learners.orders import decode_arrays, encode_arrays
 from trainer.learners.torch import TorchLearner
 from trainer.replay.replay import find_start, replay
 from trainer.state import whole_hash
@@ -88,27 +88,34 @@ def test_a_packed_picture_gives_the_logprobs_of_each_sequence_alone_and_is_compu
     assert vision.num_places == NUM_PLACES
 
 
-def test_parts_and_ranks_get_the_pictures_of_their_rows_and_every_rank_a_gradient_of_the_tower(model: Path) -> None:
+def test_parts_and_ranks_get_the_pictures_of_their_rows(model: Path) -> None:
     image_inputs, _, items = opened(model)
-    text = make_item([1, 5, 6, 7], [Span(2, 4, 0)], group="text.0", lane="expert")
     packed = PackedModel(str(model), dtype="float32", device="cpu")
-    whole = pack([*image_inputs.shown(items), text], max_tokens=14)
+    whole = pack(image_inputs.shown(items), max_tokens=14)
     expected = by_sequence(packed, whole)
     assert len(whole.microbatches) > 1
     sent = [
-        [Microbatch(**decode_arrays(encode_arrays(rows))) for rows in part.mine]
+        [Microbatch(**decode_arrays(encode_arrays(rows))) for rows in part]
         for ranks in (1, 3)
-        for part in deal(whole, ranks)
+        for part in for_ranks(whole, ranks)
     ]
     for parts in (split(whole, 3, seed=1), [msgspec.structs.replace(whole, microbatches=tuple(part)) for part in sent]):
         found = {s: values for part in parts for s, values in by_sequence(packed, part).items()}
         assert found.keys() == expected.keys()
         for s, values in found.items():
             np.testing.assert_allclose(values, expected[s], atol=1e-5)
-    for rows in (rows for part in sent for rows in part):
-        packed.module.zero_grad()
-        packed.logprobs(rows).sum().backward()
-        assert [name for name, value in packed.trained.items() if "patch_embedding" in name and value.grad is not None]
+
+
+def test_rows_without_pictures_give_the_tower_a_gradient_of_0_where_ranks_reduce_it(model: Path) -> None:
+    plain, looking = (
+        PackedModel(str(model), dtype="float32", device="cpu", looks_always=looks) for looks in (False, True)
+    )
+    (rows,) = pack([make_item([1, 5, 6, 7], [Span(2, 4, 0)])], max_tokens=14).microbatches
+    logprob_N = looking.logprobs(rows)
+    assert torch.equal(logprob_N, plain.logprobs(rows))
+    logprob_N.sum().backward()
+    towers = [value.grad for name, value in looking.trained.items() if "patch_embedding" in name]
+    assert towers and not any(grad.any() for grad in towers)
 
 
 def test_an_image_token_that_was_sampled_is_a_token_like_any_other(model: Path) -> None:

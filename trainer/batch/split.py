@@ -175,7 +175,7 @@ def _side_by_side(rows: Microbatch, group: Sequence[np.ndarray]) -> Paths:
 
 def _shown(rows: Microbatch, node_P: np.ndarray, cell_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The pictures of the paths, each as often as it is on one."""
-    if not len(rows.places_P):
+    if not len(rows.pixels_I3HW):
         return rows.pixels_I3HW, rows.places_P
     number = np.full(rows.tokens_BT.size, -1)
     number[rows.places_P] = np.arange(len(rows.places_P))

@@ -87,7 +87,7 @@ class DeepSpeedLearner:
         self._writing: threading.Thread | None = None
         self._store: Store | None = None
         settings = partial(engine_settings, stage=stage, offload=offload)
-        opener = partial(PackedModel, model, device=device)
+        opener = partial(PackedModel, model, device=device, looks_always=stage > 0)
         engines = Engines(
             deepspeed, self._channel, config, folder=model, settings=settings, open_packed=opener, device=device
         )

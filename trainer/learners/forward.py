@@ -14,12 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from infra.model.adapter import REFERENCE, adapter_parameters, computing_with, find_adapter, put_adapter
 from infra.model.model import load_model
-from infra.model.vision import load_vision, model_inputs, probe_inputs
+from infra.model.vision import load_vision, model_inputs, probe_inputs, probe_picture
 from infra.policies.policy import Adapter
 from schemas.errors import ConfigError
 from schemas.fields import Lane
 from trainer.batch.batch import Microbatch
 from trainer.batch.split import Paths, unpacked
+from trainer.batch.tree import no_pixels
 from trainer.config import TrainerConfig
 from trainer.learners.attention import Abilities, Path, RowTrees, chain, dense_mask, reading_path, row_path
 from trainer.learners.head import Head
@@ -36,8 +37,9 @@ class PackedModel:
     """A causal language model and how its sampled tokens are read. device: where it runs.
 
     max_logits: held at once; beyond it the head runs in pieces that are computed again in the backward.
-    activation_checkpointing: so do the layers. module: the folder's model; it is read only
-    after `find_reading`.
+    activation_checkpointing: so do the layers. module: the folder's model; it is read only after `find_reading`. looks_always:
+    the vision tower computes for rows without a picture too, and its gradients are 0 there: for ranks that reduce gradients
+    as they come, gather shards as they are used, and would keep the gradient of an earlier step.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class PackedModel:
         max_logits: int = MAX_LOGITS,
         activation_checkpointing: bool = False,
         module: Any = None,
+        looks_always: bool = False,
     ) -> None:
         self.module: Any = module
         if module is None:
@@ -62,6 +65,9 @@ class PackedModel:
         cap = getattr(self.module.config.get_text_config(), "final_logit_softcapping", None)
         self._head = Head(self.module.get_output_embeddings(), softcap=float(cap or 0), max_logits=max_logits)
         self._vision = load_vision(folder)
+        self._unshown = no_pixels()
+        if looks_always and self._vision is not None:
+            self._unshown = self._vision.prepare(probe_picture(0))[None]
         # Masks that are not SDPA's are only known for the tree's attention: then a plain sequence is a tree too.
         self._own_masks = self.module.config._attn_implementation == "sdpa"
         self._folder = folder
@@ -146,7 +152,7 @@ class PackedModel:
         """`states` by one path; None: as if each row were one text."""
         if path == "unpacked":
             return self._unpacked_states(rows)
-        inputs = dict(model_inputs(self.module, self._tensor(rows.tokens_BT), rows.places_P, rows.pixels_I3HW))
+        inputs = self._inputs(rows.tokens_BT, rows)
         reach_BT, position_BT = self._tensor(rows.reach_BT), self._tensor(rows.positions_BT)
         if path == "dense":
             inputs |= {"attention_mask": dense_mask(reach_BT), "position_ids": position_BT}
@@ -173,8 +179,11 @@ class PackedModel:
 
     def _side_by_side(self, group: Paths) -> torch.Tensor:
         """The states of a group's tokens, [P, D]: no sequence attends to its neighbours, nor to the padding after it."""
-        inputs = dict(model_inputs(self.module, self._tensor(group.tokens_GL), group.places_P, group.pixels_I3HW))
-        return self._hidden(inputs)[self._tensor(group.cell_P)]
+        return self._hidden(self._inputs(group.tokens_GL, group))[self._tensor(group.cell_P)]
+
+    def _inputs(self, tokens_BT: np.ndarray, shown: Microbatch | Paths) -> dict[str, Any]:
+        pixels = shown.pixels_I3HW if len(shown.pixels_I3HW) else self._unshown
+        return dict(model_inputs(self.module, self._tensor(tokens_BT), shown.places_P, pixels))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

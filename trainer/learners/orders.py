@@ -139,15 +139,7 @@ class _Wire(msgspec.Struct, frozen=True):
 
 
 def deal(batch: PackedBatch, num_ranks: int) -> list[Rows]:
-    """The rows of every rank. If some of them show pictures, the others get a picture without effect: ranks reduce gradients
-    of the vision tower, and gather its shards, together, so each of them computes it.
-    """
-    pictures = [rows.pixels_I3HW[:1] for rows in batch.microbatches if len(rows.pixels_I3HW)]
-    seen = {"pixels_I3HW": pictures[0]} if pictures else {}
-    dealt = [
-        tuple(rows if len(rows.pixels_I3HW) else msgspec.structs.replace(rows, **seen) for rows in mine)
-        for mine in for_ranks(batch, num_ranks)
-    ]
+    dealt = for_ranks(batch, num_ranks)
     most = max(len(mine) for mine in dealt)
     smallest = min((rows for of_rank in dealt for rows in of_rank), key=lambda rows: rows.tokens_BT.size)
     return [Rows(mine, most, smallest if len(mine) < most else None) for mine in dealt]
