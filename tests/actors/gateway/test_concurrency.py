@@ -108,10 +108,9 @@ async def test_what_a_canary_answers_takes_places_too_and_gives_them_back(tmp_pa
         there = CanaryShare(url=canary.url, share=1.0)
         more: dict[str, Any] = {"bus": bus, "store": store, "topics": False, "canary": there, "report_s": 0.05}
         async with serving(tmp_path, engine(says("x")), limits=GatewayLimits(concurrency=4), **more) as served:
-            key = served.key()
+            client = await served.opened()
             await until(lambda: served.metrics.gauges().get("canary_there") == 1.0, seconds=60)
-            await served.keys_read(), await canary.keys_read()
-            client = served.client(key)
+            await canary.keys_read()
             first = await client.chat.completions.create(**chat(stream=True))
             async for piece in first:
                 if piece.choices[0].delta.content:

@@ -136,8 +136,7 @@ async def test_a_client_that_goes_away_frees_the_engine_and_what_it_got_is_recor
 async def test_an_answer_gets_the_room_that_is_left_and_a_context_that_leaves_none_is_refused(tmp_path: Path) -> None:
     limits = GatewayLimits(max_tokens=5000)
     async with serving(tmp_path, engine(lambda prompt: [120] * 5000), limits=limits) as served:
-        key = await served.new_key()
-        ask = served.client(key).chat.completions.create
+        ask = (await served.opened()).chat.completions.create
         around = len(ByteTokenizer().encode_request([{"role": "user", "content": ""}]))
         almost, full = ([{"role": "user", "content": "x" * (size - around)}] for size in (4090, 4096))
         for asked in ({"max_tokens": 5000}, {}):

@@ -53,9 +53,7 @@ async def asked(client: AsyncOpenAI, session: str = "", stream: bool = False) ->
 
 async def test_a_share_of_sessions_goes_to_the_canary_and_each_stays_where_it_fell(tmp_path: Path) -> None:
     async with both(tmp_path, SHARE) as (stable, _):
-        key = stable.key()
-        await stable.keys_read()
-        client = stable.client(key)
+        client = await stable.opened()
         fell = {f"s{number}": await asked(client, f"s{number}") for number in range(16)}
         again = {session: await asked(client, session, stream=True) for session in fell}
         assert again == fell and set(fell.values()) == {"Stable.", "Canary."}
@@ -118,9 +116,8 @@ async def test_feedback_for_a_canarys_answer_is_taken_by_any_gateway_and_its_rec
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_canary_that_is_gone_costs_nobody_an_answer(tmp_path: Path, stream: bool) -> None:
     async with both(tmp_path) as (stable, canary):
-        key = stable.key()
-        await stable.keys_read(), await canary.keys_read()
-        client = stable.client(key)
+        client = await stable.opened()
+        await canary.keys_read()
         assert await asked(client, stream=stream) == "Canary."
         canary.stop.set()  # it may go at any moment of what follows
         answers = {await asked(client, stream=stream) for _ in range(20)}

@@ -159,18 +159,16 @@ async def test_a_webhook_that_names_no_answer_is_counted_and_one_that_names_too_
 async def test_an_id_that_is_none_or_anothers_is_told_and_one_that_was_never_given_waits_for_its_answer(
     tmp_path: Path, answer: str, status: int
 ) -> None:
-    async with serving(tmp_path) as served:
-        async with served.http(await served.new_key()) as http:
-            told = await http.post("/v1/feedback", json={"answer_id": answer, "value": 1})
+    async with serving(tmp_path) as served, served.http(await served.new_key()) as http:
+        told = await http.post("/v1/feedback", json={"answer_id": answer, "value": 1})
         assert told.status_code == status
         assert status == 202 or told.json()["error"]["param"] == "answer_id"
         assert len(await served.received(int(status == 202))) == (status == 202)
 
 
 async def test_feedback_that_no_source_reads_is_not_recorded_and_says_so(tmp_path: Path) -> None:
-    async with serving(tmp_path, reads_feedback=False) as served:
-        async with served.http(await served.new_key()) as http:
-            told = (await http.post("/v1/feedback", json={"answer_id": ANSWER, "value": 1})).json()
+    async with serving(tmp_path, reads_feedback=False) as served, served.http(await served.new_key()) as http:
+        told = (await http.post("/v1/feedback", json={"answer_id": ANSWER, "value": 1})).json()
         assert told["recorded"] is False and "no [[feedback]] source" in told["note"]
         assert served.metrics.counters()["feedback_unread"] == 1 and await served.received() == []
 

@@ -99,9 +99,8 @@ async def test_what_shows_pictures_is_not_written_unless_it_may_be_and_never_of_
 ) -> None:
     store = MemoryStore()
     async with serving(tmp_path, looks(), tokenizer=Eyes(), store=store, redact=redact) as served:
-        key = await served.new_key()
+        client = await served.opened()
         more: Any = {} if user is None else {"user": user}
-        client = served.client(key)
         answer = await client.chat.completions.create(model="m", messages=asked(url(ONE.picture)), **more)
         assert answer.choices[0].message.content == "A ring.", "it is served all the same"
         await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
@@ -114,8 +113,7 @@ async def test_what_shows_pictures_is_not_written_unless_it_may_be_and_never_of_
 
 async def test_a_session_goes_on_with_its_picture_and_not_with_another(tmp_path: Path) -> None:
     async with serving(tmp_path, looks(), tokenizer=Eyes(), redact=KEEP) as served:
-        key = await served.new_key()
-        client = served.client(key).with_options(default_headers={"x-session-id": "s"})
+        client = (await served.opened()).with_options(default_headers={"x-session-id": "s"})
         await client.chat.completions.create(model="m", messages=asked(url(ONE.picture)))
         turn: list[Any] = [{"role": "assistant", "content": "A ring."}, {"role": "user", "content": "Sure?"}]
         await client.chat.completions.create(model="m", messages=[*asked(url(OTHER.picture)), *turn])
@@ -158,8 +156,7 @@ async def test_a_picture_that_cannot_be_taken_is_refused_by_its_place(
 
 async def test_a_model_of_text_alone_is_shown_no_picture_and_an_assistant_shows_none(tmp_path: Path) -> None:
     async with serving(tmp_path, looks()) as served:
-        key = await served.new_key()
-        create = served.client(key).chat.completions.create
+        create = (await served.opened()).chat.completions.create
         with pytest.raises(openai.BadRequestError, match="this model reads only text"):
             await create(model="m", messages=asked(url(ONE.picture)))
         with pytest.raises(openai.BadRequestError, match=r"messages\[0\].content\[0\]: expected image_url"):

@@ -302,10 +302,9 @@ async def test_a_call_that_cannot_be_forced_is_ignored_and_named_or_refused(
 async def test_an_answer_that_is_not_the_policys_own_draw_is_served_and_marked(
     tmp_path: Path, path: str, body: dict[str, Any], reason: str
 ) -> None:
-    async with serving(tmp_path, engine(seed=1)) as served:
-        async with served.http(await served.new_key()) as http:
-            answer = await http.post(path, json={"model": "m", **body, "max_tokens": 5, "max_output_tokens": 5})
-            assert (answer.status_code, answer.headers["x-headrace-trained"]) == (200, "no")
+    async with serving(tmp_path, engine(seed=1)) as served, served.http(await served.new_key()) as http:
+        answer = await http.post(path, json={"model": "m", **body, "max_tokens": 5, "max_output_tokens": 5})
+        assert (answer.status_code, answer.headers["x-headrace-trained"]) == (200, "no")
         (experience,) = await served.recorded(1)
         assert not any(span.ratio for span in experience.spans)
         assert served.metrics.counters()[f"recorded_without_ratio{{reason={reason}}}"] == 1
