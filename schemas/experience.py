@@ -141,10 +141,7 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     @property
     def response(self) -> str:
         """Content of the last assistant message, "" if there is none."""
-        for message in reversed(self.messages):
-            if message.role == "assistant":
-                return message.content
-        return ""
+        return next((message.content for message in reversed(self.messages) if message.role == "assistant"), "")
 
     @property
     def num_sampled(self) -> int:
@@ -189,10 +186,7 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
     def score(self, name: str) -> float | None:
         """Value of the newest score called `name`, None if nothing scored it so."""
-        for score in reversed(self.scores):
-            if score.name == name:
-                return score.value
-        return None
+        return next((score.value for score in reversed(self.scores) if score.name == name), None)
 
     def with_bulk(
         self,

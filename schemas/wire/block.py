@@ -16,6 +16,7 @@ import struct
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Annotated
 
 import msgspec
@@ -301,13 +302,8 @@ def _tokens(experiences: Sequence[Experience], bulks: Sequence[Bulk]) -> tuple[b
 
 
 def _logprobs(bulks: Sequence[Bulk]) -> tuple[bytes, list[Ranges]]:
-    ranges: list[Ranges] = []
-    end = 0
-    for bulk in bulks:
-        stop = end + len(bulk.logprobs)
-        ranges.append((end, stop))
-        end = stop
-    return b"".join([np.asarray(bulk.logprobs, _LOGPROB).tobytes() for bulk in bulks]), ranges
+    bounds = accumulate([len(bulk.logprobs) for bulk in bulks], initial=0)
+    return b"".join([np.asarray(bulk.logprobs, _LOGPROB).tobytes() for bulk in bulks]), list(pairwise(bounds))
 
 
 def _texts(bulks: Sequence[Bulk]) -> tuple[bytes, list[Ranges]]:
