@@ -184,7 +184,9 @@ class PolicyFollower:
         """Fetch the version of an event and swap to it, or say why not."""
         policy = await self._fetch(event)
         if policy is not None:
-            await self._let_evals_end()
+            held = self._engine.version
+            if not await self._gate.released(held, self._hold_s):
+                _log.warning("eval_hold_expired version=%d", held)
             await self._swap(policy, event)
 
     def _apply(self, feed: PolicyFeed, message: LogMessage) -> None:
@@ -244,11 +246,6 @@ class PolicyFollower:
         finally:
             fetching.cancel()
         return fetching.result()
-
-    async def _let_evals_end(self) -> None:
-        held = self._engine.version
-        if not await self._gate.released(held, self._hold_s):
-            _log.warning("eval_hold_expired version=%d", held)
 
     async def _swap(self, policy: Policy, event: PolicyEvent) -> None:
         try:

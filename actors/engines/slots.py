@@ -43,10 +43,6 @@ class RunningSequence:
         self.is_stuck = False  # the grammar allows no further token
         self.kv_version = -1  # oldest version of its keys and values
 
-    @property
-    def num_reserved(self) -> int:
-        return len(self.prompt) + self.trace.sampling.max_tokens
-
     def add(self, token: int, logprob: float, version: int) -> bool:
         """Record a token; True where it ends the sequence."""
         if self.matcher is not None:
@@ -135,7 +131,8 @@ class RunningBatch:
             start = len(self.rows)
             for row in group:
                 row.kv_version = version
-            self._slots.reserve(layers, start + len(group), max(row.num_reserved for row in group))
+            num_tokens = max(len(row.prompt) + row.trace.sampling.max_tokens for row in group)
+            self._slots.reserve(layers, start + len(group), num_tokens)
             self._slots.write(layers, start, which)
             self.rows += group
             finished += self._sample(start, logits[which], version)

@@ -163,10 +163,7 @@ class Gateway:
         Requests of the same name meet the same side of a trial, and count as one person there.
         """
         named = session or (f"user\x00{request.user}" if request.user else secrets.token_hex(16))
-        return self._session_name(key, named)
-
-    def _session_name(self, key: ApiKey, session: str) -> str:
-        return keyed_session(self._secret(), key.tenant, session, key.train)
+        return keyed_session(self._secret(), key.tenant, named, key.train)
 
     def may_record(self, train: Train) -> bool:
         """Return True if requests of a key with this `--train`, and their answers, may be written."""
@@ -223,13 +220,6 @@ class Gateway:
             return await to_its_end(asyncio.to_thread(self._tokens, request, session))
 
     def _tokens(self, request: ParsedRequest, session: str) -> Tokenized:
-        rendered = self._rendered(request)
-        prompt = Continuation(list(rendered), 0, "")
-        if session:
-            prompt = self.sessions.prompt(session, request.prompt, rendered, self.tokenizer)
-        return Tokenized(rendered, prompt, self.tokenizer.encode(request.force) if request.force else [])
-
-    def _rendered(self, request: ParsedRequest) -> list[int]:
         rendered = render(request.prompt, self.tokenizer)
         if len(rendered) > self.config.limits.prompt_tokens:
             raise bad(
@@ -237,7 +227,10 @@ class Gateway:
                 "messages",
                 "context_length_exceeded",
             )
-        return rendered
+        prompt = Continuation(list(rendered), 0, "")
+        if session:
+            prompt = self.sessions.prompt(session, request.prompt, rendered, self.tokenizer)
+        return Tokenized(rendered, prompt, self.tokenizer.encode(request.force) if request.force else [])
 
     async def _prepared(self, json_schema: str, key: ApiKey) -> None:
         """Wait until the engine has compiled the schema, before the first byte, so that the request can be refused. Keys take

@@ -183,10 +183,6 @@ class EvalBook:
                 due.append((name, newest + max(1, lead)))
         return due
 
-    def due_at(self, version: int) -> list[tuple[str, int]]:
-        """Requests still to be made for the last version of a run."""
-        return [(name, version) for name in self.suites if (name, version) not in self.requests]
-
     def incomplete(self) -> list[Request]:
         """Requests whose tasks are not all issued: new requests, and requests that a restart cut short."""
         return [request for request in self._open.values() if not request.num_tasks]

@@ -342,7 +342,8 @@ class Plan:
             lead, first = self.config.eval_lead, self.config.first_version
             due = self.evals.due(newest=self.feed.newest, first_version=first, lead=lead)
         else:
-            due = self.evals.due_at(self.feed.newest) if self._ended and self._drained() else []
+            at_end = self.evals.suites if self._ended and self._drained() else ()
+            due = [(suite, self.feed.newest) for suite in at_end]
         new = [self._eval_request(*key, {}) for key in due if key not in self.evals.requests]
         known = [self._eval_request(known.suite, known.version, known.attempts) for known in self.evals.incomplete()]
         return (*(request for request in known if request.num_tasks), *new)
@@ -393,7 +394,7 @@ class Plan:
     def _suite_tasks(self, suite: str) -> list[Task]:
         """Tasks of a suite: as many as are wanted, or all there are once no more arrive; none before that."""
         wanted = self.evals.suites[suite].tasks
-        tasks = self.book.in_split(suite)
+        tasks = self.book.pool(suite)[0]
         if len(tasks) < wanted and self.clock_ms - self._task_ms < _SETTLED_MS:
             return []
         return tasks[:wanted]

@@ -37,12 +37,8 @@ class TaskBook:
         for split in {task.split, task.split if known is None else known.split}:
             self._pools.pop(split, None)
 
-    def in_split(self, split: str) -> list[Task]:
-        """Tasks of a split from easy to hard (difficulty, then id), so that the order they came in does not matter."""
-        return self.pool(split)[0]
-
     def pool(self, split: str) -> TaskPool:
-        """Tasks of a split to draw from."""
+        """Tasks of a split from easy to hard (difficulty, then id), so that the order they came in does not matter."""
         if split not in self._pools:
             tasks = sorted((task for task in self.tasks.values() if task.split == split), key=_difficulty)
             self._pools[split] = tasks, list(accumulate(task.priority for task in tasks))

@@ -231,9 +231,11 @@ class Scheduler(ReloadGate):
         """Wait at most `timeout_s` until no evals of exactly `version` wait or run; True if so."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + timeout_s
-        while (needed := self._needs(version)) and (left := deadline - clock()) > 0:
+        while version in self._evals or version in self.waiting.versions():
+            if (left := deadline - clock()) <= 0:
+                return False
             await self.next_end(left)
-        return not needed
+        return True
 
     @contextmanager
     def reload(self) -> Iterator[None]:
@@ -264,9 +266,6 @@ class Scheduler(ReloadGate):
     def busy_s(self) -> float:
         """Seconds since the first group during which something ran."""
         return self._spent()[1]
-
-    def _needs(self, version: int) -> bool:
-        return version in self._evals or version in self.waiting.versions()
 
     def _spent(self) -> tuple[float, float]:
         if self._began is None:

@@ -56,12 +56,8 @@ class Attempts:
         verdict.set_exception(error)
         verdict.exception()  # perhaps no caller waits any more
 
-    def is_proved(self, label: str) -> bool:
-        """True if tokens of this attempt may leave now."""
-        return label not in self._undecided and label not in self._refused
-
     async def accepted(self, label: str) -> bool:
-        """The verdict, once there is one."""
+        """The verdict, once there is one: True if tokens of this attempt may leave."""
         verdict = self._undecided.get(label)
         return label not in self._refused if verdict is None else await asyncio.shield(verdict)
 

@@ -149,7 +149,7 @@ class Requests:
                 raise RuntimeError("vLLM returned a different number of tokens and logprobs")
             runs = _runs(_labels(output, opened), num_taken, num_taken + len(tokens))
             for label, start, stop in runs:
-                if not self.attempts.is_proved(label) and not await self.attempts.accepted(label):
+                if not await self.attempts.accepted(label):
                     return False
                 version, kv = self.attempts.label_version(label), self.attempts.kv_version(label, opened.born)
                 cut = slice(start - num_taken, stop - num_taken)

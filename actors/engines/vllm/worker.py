@@ -148,7 +148,9 @@ class WeightsExtension:
 
     def headrace_not_adapted(self, names: list[str]) -> list[str]:
         """The tensors of an adapter for which this worker's model has no place. names: as peft writes them."""
-        return not_adapted(self.model_runner.get_model(), names)
+        model = self.model_runner.get_model()
+        places = _places(model)
+        return [name for name in names if _parsed_name(model, name)[0] not in places]
 
     def headrace_memory(self) -> float:
         """Anonymous memory of this process in MB, including unused memory that was not returned to the system."""
@@ -190,12 +192,6 @@ def add_adapter(runner: Any, request: Any) -> None:
     for name, value in held:
         if not same(sent[name][1], sums(value)):
             raise HoldsOther(name)
-
-
-def not_adapted(model: Any, names: list[str]) -> list[str]:
-    """The matrices of an adapter for which a model has no place. names: as peft writes them."""
-    places = _places(model)
-    return [name for name in names if _parsed_name(model, name)[0] not in places]
 
 
 def held_matrices(model: Any, number: int, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -195,10 +195,6 @@ class MessageEvents:
         return [named_event("content_block_stop", index=self._block - 1)]
 
 
-def error_body(error: ApiError) -> bytes:
-    return msgspec.json.encode({"type": "error", "error": _error(error)})
-
-
 def error_event(error: ApiError) -> bytes:
     return named_event("error", error=_error(error))
 
@@ -207,7 +203,7 @@ MESSAGES = Api(
     read=lambda body, limits, recall: read_messages(body, limits),
     whole=whole,
     events=MessageEvents,
-    error=error_body,
+    error=lambda error: msgspec.json.encode({"type": "error", "error": _error(error)}),
     error_event=error_event,
     openings=lambda choices: 1,
 )

@@ -35,10 +35,7 @@ MAX_ANSWER_BYTES = 4 * 1024 * 1024
 RESTART_S = 1.0
 MAX_SILENT = 3  # calls in a row that a server may leave unanswered
 OF_THE_CALL = (mcp_types.INVALID_PARAMS, mcp_types.METHOD_NOT_FOUND)
-LOST = (
-    mcp_types.CONNECTION_CLOSED,
-    mcp_types.INVALID_REQUEST,
-)  # INVALID_REQUEST: a session that the server knows no more
+LOST = (mcp_types.CONNECTION_CLOSED, mcp_types.INVALID_REQUEST)  # the latter: a session that the server knows no more
 
 
 class McpServer:
@@ -205,12 +202,8 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         request.headers.update(IDENTITY)
         response = await super().handle_async_request(request)
-        limit = (
-            sys.maxsize
-            if response.headers.get("content-type", "").startswith("text/event-stream")
-            else MAX_ANSWER_BYTES
-        )
-        response.stream = _BoundedStream(response, limit)
+        is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
+        response.stream = _BoundedStream(response, sys.maxsize if is_stream else MAX_ANSWER_BYTES)
         return response
 
 
