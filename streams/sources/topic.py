@@ -3,8 +3,8 @@
     wait for the topic -> read -> user's function -> publish (confirmed) -> commit
 
 Delivery: at least once, shared by all workers as one consumer group; a topic starts at its beginning. Loss: offsets that
-retention took before they were read are counted and warned of, then reading continues at the oldest kept one. A topic that was
-made anew is read from its beginning. A topic that is not there is an alarm, and waited for; nothing else waits with it.
+retention took before they were read are counted and warned of, then reading continues at the oldest kept one. The reader
+begins a recreated topic at its beginning. A topic that is not there is an alarm, and waited for; nothing else waits with it.
 """
 
 import asyncio
