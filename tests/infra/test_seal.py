@@ -23,16 +23,10 @@ SAID = "my sister's name is Wilhelmina"
 
 def answer(group: str = "q.0", episode: int = 0) -> Experience:
     return make_experience(
-        id=experience_id(group, 0, episode),
-        group=group,
-        episode=episode,
-        group_size=2,
-        subject=ANN,
-        spans=(Span(start=2, stop=4, version=3),),
-        tokens=[7, 8, 9, 10 + episode],
-        logprobs=[-0.5, -0.25],
+        id=experience_id(group, 0, episode), group=group, episode=episode, group_size=2, subject=ANN,
+        spans=(Span(start=2, stop=4, version=3),), tokens=[7, 8, 9, 10 + episode], logprobs=[-0.5, -0.25],
         messages=(Message(role="user", content=SAID), Message(role="assistant", content="a fine name")),
-    )
+    )  # fmt: skip
 
 
 def of_ann(keys: Keys, group: str = "q.0") -> Block:

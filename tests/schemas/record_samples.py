@@ -52,22 +52,12 @@ EXAMPLES: tuple[Any, ...] = (
     Drawn(token=17, step=40, version=40, groups=("add-3745.2",), dropped={"add-99.0": "stale"}),
     Progress(role="explore", instance="explore-0/4711", version=12, counters={"tokens": 81200.0}),
     PolicyEvent(
-        event="published",
-        policy="main",
-        version=12,
-        parent=11,
-        token=17,
-        manifest="policies/main/17/manifests/12.json",
-        manifest_sha256="9f…",
-        step=12,
+        event="published", policy="main", version=12, parent=11, token=17,
+        manifest="policies/main/17/manifests/12.json", manifest_sha256="9f…", step=12,
     ),
     Directive(order="drain", owner="ann@ops-1"),
     Batch(
-        run="demo",
-        token=17,
-        step=40,
-        version=40,
-        seed=40,
+        run="demo", token=17, step=40, version=40, seed=40,
         items=(BatchItem(id="add-3745.2.0-7-0", partition=0, offset=981, index=7, lane="usual"),),
     ),
     Fence(run="demo", token=17, owner="train/4711"),
@@ -75,31 +65,21 @@ EXAMPLES: tuple[Any, ...] = (
     Rollback(run="demo", token=17, from_step=41, to_step=44, restored_version=40, version=45, reason="3 skips"),
     EvalResult(policy="main", version=40, suite="held-out", num_tasks=500, num_correct=431, request="40/held-out"),
     DeadLetter(
-        topic="experiences",
-        partition=2,
-        offset=77,
-        stage="verify",
-        reason="bad frame",
-        error="header: checksum differs",
-        value=b"HR...",
+        topic="experiences", partition=2, offset=77, stage="verify", reason="bad frame",
+        error="header: checksum differs", value=b"HR...",
     ),
     Received(path="/v1/feedback", body=b'{"value": 1}', id="a1b2-0", ref="hr-a1b2.0-3-0", tenant="acme"),
     Saved(run="demo", token=17, step=40, version=40, sha256="9f…", made_with={"torch": "2.13.0", "threads": "1"}),
     Block(
         (
             make_experience(
-                id="add-3745.2.0-7-0",
-                group="add-3745.2",
-                episode=7,
-                group_size=16,
-                spans=(Span(start=3, stop=5, version=12),),
-                tokens=[37, 45, 61, 280, 2],
-                logprobs=[-0.25, -0.5],
+                id="add-3745.2.0-7-0", group="add-3745.2", episode=7, group_size=16,
+                spans=(Span(start=3, stop=5, version=12),), tokens=[37, 45, 61, 280, 2], logprobs=[-0.25, -0.5],
                 messages=(Message(role="user", content="37+45="), Message(role="assistant", content="280")),
             ),
         )
     ),
-)
+)  # fmt: skip
 
 
 def example_of(kind: type[Any]) -> Any:
@@ -116,20 +96,16 @@ def group_block(num_members: int = 4, *, num_prompt: int = 6, num_response: int 
     return Block(
         tuple(
             make_experience(
-                id=f"{group}.0-{episode}-0",
-                group=group,
-                episode=episode,
-                group_size=num_members,
+                id=f"{group}.0-{episode}-0", group=group, episode=episode, group_size=num_members,
                 spans=(Span(num_prompt, num_prompt + num_response, 12),) if num_response else (),
-                scores=(Score("exact", 1.0),),
-                meta={"answer": "280"},
+                scores=(Score("exact", 1.0),), meta={"answer": "280"},
                 tokens=prompt + random.integers(0, 150_000, num_response).tolist(),
                 logprobs=(-random.random(num_response)).tolist(),
                 messages=(*question, Message("assistant", f"{episode}")),
             )
             for episode in range(num_members)
         )
-    )
+    )  # fmt: skip
 
 
 texts = st.text(max_size=20)

@@ -342,15 +342,9 @@ def test_ranges_hold_what_was_added_and_as_few_as_there_are(pairs: list[tuple[in
 
 def made(tokens: TokenValues, logprobs: LogprobValues, *, prompt: int = 1, episode: int = 0) -> Experience:
     return make_experience(
-        id=f"t-1.0-{episode}-0",
-        group="t-1.0",
-        episode=episode,
-        group_size=8,
-        spans=(Span(prompt, prompt + len(logprobs), 0),),
-        tokens=tokens,
-        logprobs=logprobs,
-        messages=(),
-    )
+        id=f"t-1.0-{episode}-0", group="t-1.0", episode=episode, group_size=8,
+        spans=(Span(prompt, prompt + len(logprobs), 0),), tokens=tokens, logprobs=logprobs, messages=(),
+    )  # fmt: skip
 
 
 def members_of(block: Block) -> tuple[Experience, ...]:

@@ -214,32 +214,21 @@ def live_id(number: int) -> str:
 
 def answer(number: int) -> Experience:
     return make_experience(
-        tokens=[1 + number % 7, 2, 3 + number % 5, 1 + number % 3],
-        logprobs=np.full(2, -0.5, np.float32),
+        tokens=[1 + number % 7, 2, 3 + number % 5, 1 + number % 3], logprobs=np.full(2, -0.5, np.float32),
         messages=(Message(role="user", content="q"), Message(role="assistant", content=f"a{number}")),
-        id=live_id(number),
-        group=f"live-{number}.0",
-        episode=0,
-        group_size=1,
-        lane="live",
-        origin="gateway",
+        id=live_id(number), group=f"live-{number}.0", episode=0, group_size=1, lane="live", origin="gateway",
         spans=(Span(2, 4, 0),),
-    )
+    )  # fmt: skip
 
 
 def demonstration(number: int) -> Experience:
     """A worked answer."""
     return make_experience(
-        tokens=[1 + number, 2, 5, 0],
-        logprobs=np.zeros(2, np.float32),
+        tokens=[1 + number, 2, 5, 0], logprobs=np.zeros(2, np.float32),
         messages=(Message(role="user", content="q"), Message(role="assistant", content=f"d{number}")),
-        id=experience_id(f"expert-{number}.0", 0, 0),
-        group=f"expert-{number}.0",
-        episode=0,
-        group_size=1,
-        lane="expert",
-        spans=(Span(2, 4, -1, ratio=False),),
-    )
+        id=experience_id(f"expert-{number}.0", 0, 0), group=f"expert-{number}.0", episode=0, group_size=1,
+        lane="expert", spans=(Span(2, 4, -1, ratio=False),),
+    )  # fmt: skip
 
 
 TENANT = "acme"

@@ -74,21 +74,12 @@ def draw_mixture(random: Random) -> Mixture:
         return random.random() * most if random.random() < share else 0.0
 
     return Mixture(
-        lost=maybe(0.01),
-        unconfirmed=maybe(0.015),
-        crash=maybe(0.012, 0.6),
-        store_failure=maybe(0.02),
-        store_crash=maybe(0.06),
-        slow=maybe(0.05),
-        lag=maybe(0.15),
-        stalls=random.choice((0, 0, 1, 2)),
-        cuts=random.choice((0, 0, 1)),
-        crashes=random.choice((0, 1, 2, 4)),
-        lost_disks=random.random() < 0.3,
+        lost=maybe(0.01), unconfirmed=maybe(0.015), crash=maybe(0.012, 0.6), store_failure=maybe(0.02),
+        store_crash=maybe(0.06), slow=maybe(0.05), lag=maybe(0.15), stalls=random.choice((0, 0, 1, 2)),
+        cuts=random.choice((0, 0, 1)), crashes=random.choice((0, 1, 2, 4)), lost_disks=random.random() < 0.3,
         skew_ms=random.choice((0, 0, -3000, 3000)),
-        focus=random.choice(("", "", "train", "process", "explore", "master", "serve")),
-        altered=maybe(0.05, 0.3),
-    )
+        focus=random.choice(("", "", "train", "process", "explore", "master", "serve")), altered=maybe(0.05, 0.3),
+    )  # fmt: skip
 
 
 class Faults:

@@ -165,18 +165,12 @@ def draw_scenario(seed: int) -> Scenario:
     """The sizes of a seed."""
     random = Random(f"scenario/{seed}")
     scenario = Scenario(
-        seed=seed,
-        groups_per_step=random.choice((1, 2, 2)),
-        max_staleness=random.choice((1, 1, 2)),
-        steps_per_version=random.choice((1, 1, 2)),
-        checkpoint_every=random.choice((1, 2, 3)),
-        warmup=random.random() < 0.3,
-        late=random.choice(("amend", "amend", "retrain", "drop")),
-        picky=random.random() < 0.5,
-        num_explorers=random.choice((1, 1, 2)),
-        num_workers=random.choice((1, 1, 2)),
+        seed=seed, groups_per_step=random.choice((1, 2, 2)), max_staleness=random.choice((1, 1, 2)),
+        steps_per_version=random.choice((1, 1, 2)), checkpoint_every=random.choice((1, 2, 3)),
+        warmup=random.random() < 0.3, late=random.choice(("amend", "amend", "retrain", "drop")),
+        picky=random.random() < 0.5, num_explorers=random.choice((1, 1, 2)), num_workers=random.choice((1, 1, 2)),
         num_live=random.choice((2, 4, 6)),
-    )
+    )  # fmt: skip
     illness, first = random.choice(("", "", "", "failing", "poisoned")), random.randint(2, 6)
     seeds = tuple(step_seed(seed, step) for step in range(first, first + MAX_SKIPS))
     scenario = msgspec.structs.replace(

@@ -111,10 +111,8 @@ def test_the_batch_chain_sees_what_is_trained_and_keeps_what_was_dropped_before_
     batch, items = assembled(9, group("a.0", [4, 5], [6, 7]), group("b.0", [6, 8, 9]))
     after, kept = asyncio.run(apply_chain(build_batch(CHAIN), batch, items))
     assert [item.experience.num_sampled for item in kept] == [2], "the first of its batch is dropped"
-    assert after.dropped_because == ("stale", "first of its batch") and after.drops == {
-        "stale": 1,
-        "first of its batch": 1,
-    }
+    assert after.dropped_because == ("stale", "first of its batch")
+    assert after.drops == {"stale": 1, "first of its batch": 1}
     assert after.blocks == (bytes([1]) * 16, bytes([0]) * 16) and after.masked_below == batch.masked_below
 
 

@@ -113,27 +113,19 @@ async def train(log, store, steps, learner: ScriptedLearner) -> None:
 
 
 @pytest.mark.parametrize("kill_at", [23, 30, 36, 45])
-def test_a_killed_trainer_repeats_the_journal_without_running_the_chain(tmp_path: Path, kill_at: int) -> None:
-    async def whole() -> tuple[dict, list[object]]:
-        store = DirectoryStore(tmp_path / "whole")
-        log, learner = await filled_log(store), ScriptedLearner()
-        await train(log, store, chain("halve", "drop_first"), learner)
-        return learner.tensors(), await journal(log)
-
-    async def killed() -> tuple[dict, list[object]]:
-        store = DirectoryStore(tmp_path / "killed")
-        log = await filled_log(store)
-        bus = KillingBus()
-        bus.__dict__.update({**log.bus.__dict__, "sends": 0, "kill_at": kill_at})
-        log.bus = bus
-        assert not await ends(train(log, store, chain("halve", "drop_first"), ScriptedLearner()))
-        learner = ScriptedLearner()
-        await train(log, store, chain("halve", "drop_first"), learner)
-        return learner.tensors(), await journal(log)
-
-    tensors, records = asyncio.run(whole())
-    again, records_again = asyncio.run(killed())
-    assert again == tensors
+async def test_a_killed_trainer_repeats_the_journal_without_running_the_chain(tmp_path: Path, kill_at: int) -> None:
+    store, learner = DirectoryStore(tmp_path / "whole"), ScriptedLearner()
+    log = await filled_log(store)
+    await train(log, store, chain("halve", "drop_first"), learner)
+    records = await journal(log)
+    store, again, bus = DirectoryStore(tmp_path / "killed"), ScriptedLearner(), KillingBus()
+    log = await filled_log(store)
+    bus.__dict__.update({**log.bus.__dict__, "sends": 0, "kill_at": kill_at})
+    log.bus = bus
+    assert not await ends(train(log, store, chain("halve", "drop_first"), ScriptedLearner()))
+    await train(log, store, chain("halve", "drop_first"), again)
+    records_again = await journal(log)
+    assert again.tensors() == learner.tensors()
     batches = [record for record in records if isinstance(record, Batch) and record.phase == "train"]
     assert all(len(batch.dropped) == 1 and batch.dropped_because == ("first of its batch",) for batch in batches)
     content = {record.step: (record.items, record.dropped) for record in records if isinstance(record, Batch)}

@@ -428,10 +428,8 @@ def test_twenty_five_versions_of_a_run_stay_within_the_bound_of_a_folder_store(
 
 
 async def test_a_resumed_trainer_publishes_no_version_again_whose_tensors_are_gone(tmp_path: Path) -> None:
-    store, config = (
-        DirectoryStore(tmp_path, lambda folder: PLENTY),
-        TrainerConfig(checkpoint_every=100, max_steps=STEPS),
-    )
+    store = DirectoryStore(tmp_path, lambda folder: PLENTY)
+    config = TrainerConfig(checkpoint_every=100, max_steps=STEPS)
     log, floor = await filled_log(store), msgspec.structs.replace(FLOOR, keep=Keep(store_gb=1e-9))
     await train(log, store, BigLearner(), config, floor)
     before = await published(log)

@@ -224,19 +224,11 @@ def observed(weight, **more):
     """Tokens with these importance weights, all of one fresh sequence of the usual lane unless said otherwise."""
     num = len(weight)
     given = {
-        "logprob": np.log(np.asarray(weight)) - 1.0,
-        "behaviour": np.full(num, -1.0),
-        "advantage": np.ones(num),
-        "staleness": np.zeros(num, int),
-        "version": np.zeros(num, int),
-        "ratio": np.ones(num, bool),
-        "clipped": np.zeros(num, bool),
-        "exact": np.ones(num, bool),
-        "lane": np.full(num, LANES.index("usual")),
-        "sequence": np.zeros(num, int),
-        "kl": np.full(num, np.nan),
-        "entropy": np.full(num, np.nan),
-    }
+        "logprob": np.log(np.asarray(weight)) - 1.0, "behaviour": np.full(num, -1.0), "advantage": np.ones(num),
+        "staleness": np.zeros(num, int), "version": np.zeros(num, int), "ratio": np.ones(num, bool),
+        "clipped": np.zeros(num, bool), "exact": np.ones(num, bool), "lane": np.full(num, LANES.index("usual")),
+        "sequence": np.zeros(num, int), "kl": np.full(num, np.nan), "entropy": np.full(num, np.nan),
+    }  # fmt: skip
     return Observed(**given | {name: np.asarray(values) for name, values in more.items()})
 
 

@@ -1,6 +1,5 @@
 """The journal's reading rules: fences, first record wins, rollbacks."""
 
-import asyncio
 import itertools
 from collections import Counter
 
@@ -88,30 +87,26 @@ def test_a_second_rollback_to_the_same_checkpoint_counts_and_one_that_was_sent_t
     assert effective([*records, back(1, 3)], "r") == (records, 1)
 
 
-def journal_of(*tokens: int) -> tuple[Log, Lease]:
+async def journal_of(*tokens: int) -> tuple[Log, Lease]:
     """A log whose journal is fenced by `tokens`, and the lease of the first."""
     log = Log(MemoryBus(), "t")
-
-    async def fill() -> None:
-        await log.create_topics(partitions=1, keep_ms=-1)
-        for token in tokens:
-            await log.publish(topics.BATCHES, Fence(run="r", token=token, owner=f"train/{token}"))
-
-    asyncio.run(fill())
+    await log.create_topics(partitions=1, keep_ms=-1)
+    for token in tokens:
+        await log.publish(topics.BATCHES, Fence(run="r", token=token, owner=f"train/{token}"))
     return log, Lease(run="r", token=tokens[0], owner="")
 
 
-def test_a_write_after_a_newer_fence_raises_before_anything_follows_from_it() -> None:
-    log, lease = journal_of(1, 5)
+async def test_a_write_after_a_newer_fence_raises_before_anything_follows_from_it() -> None:
+    log, lease = await journal_of(1, 5)
     with pytest.raises(FencedOut, match="train/5 took 5 and fenced the journal at offset 1"):
-        asyncio.run(append(log, lease, batch(0, 1), expected=1))
+        await append(log, lease, batch(0, 1), expected=1)
 
 
-def test_a_journal_record_that_cannot_be_read_is_named_by_its_offset() -> None:
-    log, lease = journal_of(1)
-    asyncio.run(log.bus.send(log.name(topics.BATCHES), b"HR?", key=b"r"))
+async def test_a_journal_record_that_cannot_be_read_is_named_by_its_offset() -> None:
+    log, lease = await journal_of(1)
+    await log.bus.send(log.name(topics.BATCHES), b"HR?", key=b"r")
     with pytest.raises(BadFrame, match="journal offset 1: "):
-        asyncio.run(read_journal(log, lease))
+        await read_journal(log, lease)
 
 
 def test_a_fence_read_before_the_first_record_counts_and_an_older_one_lowers_nothing() -> None:
@@ -119,30 +114,23 @@ def test_a_fence_read_before_the_first_record_counts_and_an_older_one_lowers_not
     assert effective([Fence(run="r", token=5), Fence(run="r", token=1), batch(0, 4)], "r") == ([], 5)
 
 
-def offsets(log: Log, start: int, stop: int | None = None) -> list[int]:
-    async def read() -> list[int]:
-        return [message.offset async for message in read_records(log, start, stop)]
-
-    return asyncio.run(read())
-
-
-def test_a_gap_in_the_journal_is_named_with_what_is_missing_and_what_is_there() -> None:
-    log, _ = journal_of(1, 2, 3)
+async def test_a_gap_in_the_journal_is_named_with_what_is_missing_and_what_is_there() -> None:
+    log, _ = await journal_of(1, 2, 3)
     del log.bus.log(Partition(log.name(topics.BATCHES), 0)).records[1]  # type: ignore[attr-defined]
     with pytest.raises(BadFrame, match="journal offset 1: missing, the next record is at 2"):
-        offsets(log, 0, 3)
+        [message.offset async for message in read_records(log, 0, 3)]
 
 
-def test_a_journal_is_what_counts_up_to_this_lease_and_where_to_read_on() -> None:
-    log, lease = journal_of(5)
+async def test_a_journal_is_what_counts_up_to_this_lease_and_where_to_read_on() -> None:
+    log, lease = await journal_of(5)
     for record in (batch(0, 5), batch(1, 5)):
-        asyncio.run(log.publish(topics.BATCHES, record))
-    assert asyncio.run(read_journal(log, lease)) == Journal((batch(0, 5), batch(1, 5)), 3, 5)
-    assert asyncio.run(read_journal(log, lease, start=2, token=5)) == Journal((batch(1, 5),), 3, 5)
-    assert asyncio.run(read_journal(log, lease, start=3, token=4)) == Journal((), 3, 4)
-    assert asyncio.run(read_journal(log, lease, start=3)) == Journal((), 3, -1)
+        await log.publish(topics.BATCHES, record)
+    assert await read_journal(log, lease) == Journal((batch(0, 5), batch(1, 5)), 3, 5)
+    assert await read_journal(log, lease, start=2, token=5) == Journal((batch(1, 5),), 3, 5)
+    assert await read_journal(log, lease, start=3, token=4) == Journal((), 3, 4)
+    assert await read_journal(log, lease, start=3) == Journal((), 3, -1)
     with pytest.raises(FencedOut, match="holds token 5, token 6 has taken over"):
-        asyncio.run(read_journal(log, lease, start=3, token=6))
+        await read_journal(log, lease, start=3, token=6)
 
 
 def test_of_a_trimmed_journal_the_first_record_stands_for_the_fence_before_it() -> None:
@@ -185,15 +173,8 @@ def test_checkpoints_thin_out_to_about_one_in_each_span_of_the_horizon() -> None
 def manifest(step: int, oldest_offset: int = 0, *, token: int = 1, time_ms: int = 0, **position: int) -> Manifest:
     return Manifest(
         position=Position(step=step, **position),  # type: ignore[arg-type]
-        state="",
-        size=0,
-        sha256="",
-        index="",
-        index_sha256="",
-        token=token,
-        oldest_offset=oldest_offset,
-        time_ms=time_ms,
-    )
+        state="", size=0, sha256="", index="", index_sha256="", token=token, oldest_offset=oldest_offset, time_ms=time_ms,
+    )  # fmt: skip
 
 
 @given(st.dictionaries(st.integers(0, 30), st.integers(0, 1000), min_size=1), st.data())
@@ -229,7 +210,7 @@ async def test_what_was_trained_before_the_first_checkpoint_and_is_delivered_aft
     assert len(times) == 8 and set(times.values()) == {1}
 
 
-def test_a_checkpoint_remembers_the_uses_of_its_horizon_and_not_of_the_whole_run() -> None:
+async def test_a_checkpoint_remembers_the_uses_of_its_horizon_and_not_of_the_whole_run() -> None:
     async def remembered(keep: str) -> int:
         tick, store = itertools.count(step=1000), MemoryStore()
         log = await filled_log(store, MemoryBus(lambda: next(tick)))
@@ -239,9 +220,9 @@ def test_a_checkpoint_remembers_the_uses_of_its_horizon_and_not_of_the_whole_run
         assert found is not None and found.position.step >= STEPS
         return len(found.uses)
 
-    whole = asyncio.run(remembered("30d"))
+    whole = await remembered("30d")
     assert whole >= 2 * STEPS
-    assert asyncio.run(remembered("10s")) < whole / 2
+    assert await remembered("10s") < whole / 2
 
 
 def test_the_journal_reaches_back_to_the_newest_checkpoint_older_than_the_horizon() -> None:
@@ -284,7 +265,7 @@ async def test_the_journal_is_bounded_by_the_horizon_and_resume_audit_and_anothe
         await train(log, store, ScriptedLearner(), config, floor)
 
 
-def test_a_journal_is_not_trimmed_to_a_record_of_a_trainer_that_was_overtaken() -> None:
+async def test_a_journal_is_not_trimmed_to_a_record_of_a_trainer_that_was_overtaken() -> None:
     async def begins(token: int) -> int:
         log = await filled_log(MemoryStore())
         for number in range(6):
@@ -293,5 +274,5 @@ def test_a_journal_is_not_trimmed_to_a_record_of_a_trainer_that_was_overtaken() 
         assert trimmed == (token >= 9)
         return (await log.bounds(topics.BATCHES))[0][0]
 
-    assert asyncio.run(begins(9)) == 4
-    assert asyncio.run(begins(8)) == 0
+    assert await begins(9) == 4
+    assert await begins(8) == 0

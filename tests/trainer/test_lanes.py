@@ -33,20 +33,13 @@ def group(sequence: int) -> Block:
         tuple(
             make_experience(
                 tokens=[1, 20, *random.integers(30, 60, 3 + episode).tolist()],
-                logprobs=np.full(3 + episode, -np.log(128)),
-                messages=(),
-                spans=(Span(2, 5 + episode, 0),),
-                id=f"task-{sequence}.0.0-{episode}-0",
-                group=f"task-{sequence}.0",
-                episode=episode,
-                group_size=3,
-                sequence=sequence,
-                end="truncated" if episode == 2 else "terminal",
-                reward=float(episode),
+                logprobs=np.full(3 + episode, -np.log(128)), messages=(), spans=(Span(2, 5 + episode, 0),),
+                id=f"task-{sequence}.0.0-{episode}-0", group=f"task-{sequence}.0", episode=episode, group_size=3,
+                sequence=sequence, end="truncated" if episode == 2 else "terminal", reward=float(episode),
             )
             for episode in range(3)
         )
-    )
+    )  # fmt: skip
 
 
 def pair(number: int, rejected: int = 41) -> Block:

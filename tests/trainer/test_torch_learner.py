@@ -332,13 +332,9 @@ def answers(seed: int, *, teacher: float | None = None) -> list[TrainItem]:
     found = []
     for i in range(12):
         item = make_item(
-            [1, 10 + i % 3, 20, *random.integers(30, 40, 2)],
-            [Span(3, 5, 0)],
-            group=f"t-{i % 3}.0",
-            episode=i,
-            advantage=float(random.normal()),
-            logprobs=-np.log(128) + random.normal(0, 0.5, 2),
-        )
+            [1, 10 + i % 3, 20, *random.integers(30, 40, 2)], [Span(3, 5, 0)], group=f"t-{i % 3}.0", episode=i,
+            advantage=float(random.normal()), logprobs=-np.log(128) + random.normal(0, 0.5, 2),
+        )  # fmt: skip
         if teacher is not None:
             item = TrainItem(with_teacher_logprobs(item.experience, [teacher, teacher]), item.item)
         found.append(item)

@@ -254,12 +254,9 @@ def with_live(bound: float = 0.0, **lanes: LaneConfig) -> Run:
     return run_of(live_admit(0), live_admit(1), version=NOW, lanes=config)
 
 
-def drawn(run: Run) -> Draw:
-    async def main() -> Draw:
-        await run.log.create_topics(partitions=1, keep_ms=-1)
-        return await admitted(run, decide_draw(run.supply, run.position, now_s=0.0))
-
-    return asyncio.run(main())
+async def drawn(run: Run) -> Draw:
+    await run.log.create_topics(partitions=1, keep_ms=-1)
+    return await admitted(run, decide_draw(run.supply, run.position, now_s=0.0))
 
 
 def distance() -> float:
@@ -267,20 +264,18 @@ def distance() -> float:
     return float(-live_admit(0).experiences[0].logprobs.mean())
 
 
-def test_a_group_within_the_bound_is_trained_and_one_beyond_it_is_dropped_and_told() -> None:
+async def test_a_group_within_the_bound_is_trained_and_one_beyond_it_is_dropped_and_told() -> None:
     for bound in (0.0, distance() * 1.01):  # by default there is none
-        draw = drawn(with_live(bound))
+        draw = await drawn(with_live(bound))
         assert {candidate.group for candidate in draw.taken} == {"l0.0", "l1.0"} and not draw.dropped
     run = with_live(bound=distance() * 0.99)
-    draw = drawn(run)
+    draw = await drawn(run)
     assert draw.wait and not draw.taken
     assert {reason for _, reason in draw.dropped} == {DIVERGED}
     assert run.supply.intake.buffer.num_groups("live") == 0
 
-    async def told() -> list[Drawn]:
-        return [each.value async for each in run.log.scan(topics.PROGRESS) if isinstance(each.value, Drawn)]
-
-    (record,) = asyncio.run(told())
+    records = [each.value async for each in run.log.scan(topics.PROGRESS)]
+    (record,) = [record for record in records if isinstance(record, Drawn)]
     assert record.dropped == {"l0.0": DIVERGED, "l1.0": DIVERGED}
 
 
@@ -339,9 +334,9 @@ async def test_a_step_whose_paced_groups_are_all_revised_waits_for_them() -> Non
     assert "e0.0" in taken(draw) and (await admitted(run, draw)).wait
 
 
-def test_the_paced_lane_is_held_by_its_versions_and_never_asked() -> None:
+async def test_the_paced_lane_is_held_by_its_versions_and_never_asked() -> None:
     run = run_of(usual(0), usual(1), lanes={"usual": LaneConfig(max_mean_abs_log_ratio=1e-9)})
-    assert len(drawn(run).taken) == 2
+    assert len((await drawn(run)).taken) == 2
 
 
 @pytest.mark.virtual

@@ -63,14 +63,10 @@ def random_items(seed: int, *, groups: int = 5, size: int = 6, vocabulary: int =
             logprobs = -random.random(sum(span.stop - span.start for span in spans)).astype(np.float32)
             items.append(
                 make_item(
-                    tokens,
-                    spans,
-                    group=f"task-{g}.0",
-                    episode=episode,
-                    advantage=float(random.normal()),
+                    tokens, spans, group=f"task-{g}.0", episode=episode, advantage=float(random.normal()),
                     logprobs=logprobs,
                 )
-            )
+            )  # fmt: skip
     for g in range(3):
         tokens = random.integers(3, vocabulary, 6 + g).tolist()
         items.append(make_item(tokens, [Span(3, 6 + g, -1, 1.0, False)], group=f"demo-{g}.0", lane="expert"))

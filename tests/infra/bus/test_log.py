@@ -60,15 +60,9 @@ def block(num_tokens: int = 8, group: str = GROUP) -> Block:
     """One experience whose tokens do not compress."""
     tokens = np.random.default_rng(7).integers(0, 2**32, num_tokens, dtype=np.uint32)
     experience = make_experience(
-        tokens=tokens,
-        logprobs=np.zeros(2, np.float32),
-        messages=(Line(role="user", content="37+45="),),
-        id=f"{group}.0-0-0",
-        group=group,
-        episode=0,
-        group_size=2,
-        spans=(Span(num_tokens - 2, num_tokens, 3),),
-    )
+        tokens=tokens, logprobs=np.zeros(2, np.float32), messages=(Line(role="user", content="37+45="),),
+        id=f"{group}.0-0-0", group=group, episode=0, group_size=2, spans=(Span(num_tokens - 2, num_tokens, 3),),
+    )  # fmt: skip
     return Block((experience,))
 
 
@@ -169,15 +163,9 @@ async def test_poison_is_a_message_and_its_neighbours_are_read() -> None:
     (letter,) = await all_of(log, DEAD_LETTERS)
     assert letter.key == b"k"
     assert letter.value == DeadLetter(
-        topic="verified",
-        partition=0,
-        offset=1,
-        stage="verify",
-        reason="bad frame",
-        error=str(poison.error),
-        value=b"HR\x01\x00garbage",
-        key=b"k",
-    )
+        topic="verified", partition=0, offset=1, stage="verify", reason="bad frame", error=str(poison.error),
+        value=b"HR\x01\x00garbage", key=b"k",
+    )  # fmt: skip
 
 
 async def test_a_promotion_in_any_topic_but_policies_is_poison() -> None:

@@ -1,6 +1,5 @@
 """`headrace up` and `headrace console`: what they start, when links are printed, how they give up and end."""
 
-import asyncio
 import io
 import os
 import signal
@@ -67,18 +66,14 @@ def test_every_role_is_a_process_with_the_same_settings_and_outlives_no_broker(t
         assert child.final_codes == (0, 3), "a role that runs elsewhere is not taken back from there"
 
 
-def test_a_role_that_another_process_has_taken_over_stays_down_and_counts_as_failed(tmp_path: Path) -> None:
+async def test_a_role_that_another_process_has_taken_over_stays_down_and_counts_as_failed(tmp_path: Path) -> None:
     file = settings_file(tmp_path)
     child = msgspec.structs.replace(
         role_child(load_settings(file), SettingsFile(file), "train"), argv=(sys.executable, "-c", "raise SystemExit(3)")
     )
-
-    async def run() -> Supervisor:
-        async with Supervisor([child]) as supervisor:
-            await supervisor.wait("train")
-        return supervisor
-
-    states = asyncio.run(run()).states
+    async with Supervisor([child]) as supervisor:
+        await supervisor.wait("train")
+    states = supervisor.states
     assert (states["train"].restarts, states["train"].given_up) == (0, False)
     assert failed_roles(states.values()) == ["train"]
 

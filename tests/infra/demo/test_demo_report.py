@@ -166,20 +166,17 @@ def answered(version: int, number: int, response: str) -> Experience:
     )  # fmt: skip
 
 
-def test_a_chat_models_report_shows_answers_before_and_after_and_the_pairs_never_trained() -> None:
-    async def main() -> dict[int, dict[int, tuple[str, str, str]]]:
-        log = Log(MemoryBus(lambda: int(START_S * 1000)), "t")
-        await log.create_topics(partitions=1, keep_ms=-1)
-        for version, responses in ((0, ["Hm.", "Hm.", "Hm."]), (9, ["Yes.", "no", "So."])):
-            for number, response in enumerate(responses):
-                await log.publish(topics.EXPERIENCES, Block(experiences=(answered(version, number, response),)))
-        return (await read_answers(log, "held-out"))[0]
-
+async def test_a_chat_models_report_shows_answers_before_and_after_and_the_pairs_never_trained() -> None:
+    log = Log(MemoryBus(lambda: int(START_S * 1000)), "t")
+    await log.create_topics(partitions=1, keep_ms=-1)
+    for version, responses in ((0, ["Hm.", "Hm.", "Hm."]), (9, ["Yes.", "no", "So."])):
+        for number, response in enumerate(responses):
+            await log.publish(topics.EXPERIENCES, Block(experiences=(answered(version, number, response),)))
     results = [
         EvalResult(policy="main", version=version, suite="held-out", num_tasks=3, num_correct=sum(right), right=right)
         for version, right in ((0, (0, 0, 0)), (9, (1, 0, 1)))
     ]
-    found = changes(run_of(*enumerate(results)), asyncio.run(main()), "held-out")
+    found = changes(run_of(*enumerate(results)), (await read_answers(log, "held-out"))[0], "held-out")
     assert found["unseen_pairs"] == {0: 0.0, 9: 0.5} and found["distinct_answers"] == [1, 3]
     assert found["examples"] == [(f"Prompt {n}", "Hm.", said) for n, said in enumerate(["Yes.", "no", "So."])]
     values = VALUES | found | {"nats_from_start": 0.412}

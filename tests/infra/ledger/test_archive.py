@@ -68,20 +68,17 @@ def test_records_come_back_with_their_offsets_and_times(tmp_path: Path) -> None:
     assert bundle.settings == SETTINGS and asyncio.run(main()) == records
 
 
-def test_an_export_ends_at_a_hole_in_a_topic_and_names_its_offset(tmp_path: Path) -> None:
+async def test_an_export_ends_at_a_hole_in_a_topic_and_names_its_offset(tmp_path: Path) -> None:
     class Compacted(Log):
         async def chunks(self, *args: Any, **kwargs: Any) -> AsyncGenerator[list[Record], None]:
             async for records in super().chunks(*args, **kwargs):
                 yield [one for one in records if one.offset != 2]
 
-    async def main() -> None:
-        bus, store = MemoryBus(), MemoryStore()
-        bus.restore("t.buffer", [record(at) for at in range(4)])
-        with writing(tmp_path / "run") as archive:
-            await archive.add_topic(Compacted(bus, "t", store=store), topics.BUFFER, 1, store)
-
-    with pytest.raises(OffsetOutOfRange, match="buffer: offset 2 is missing, the next record is 3"):
-        asyncio.run(main())
+    bus, store = MemoryBus(), MemoryStore()
+    bus.restore("t.buffer", [record(at) for at in range(4)])
+    missing = "buffer: offset 2 is missing, the next record is 3"
+    with pytest.raises(OffsetOutOfRange, match=missing), writing(tmp_path / "run") as archive:
+        await archive.add_topic(Compacted(bus, "t", store=store), topics.BUFFER, 1, store)
 
 
 def test_what_the_records_claim_from_the_store_goes_along_once(tmp_path: Path) -> None:

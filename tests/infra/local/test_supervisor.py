@@ -94,9 +94,8 @@ async def test_grandchildren_are_ended_with_their_parent(tmp_path: Path) -> None
 
 
 def test_a_process_that_cannot_be_looked_at_ends_no_supervisor(tmp_path: Path) -> None:
-    (tmp_path / "1" / "stat").mkdir(
-        parents=True
-    )  # as with hidepid=1, an error other than that of a process that has ended
+    # As with hidepid=1, an error other than that of a process that has ended.
+    (tmp_path / "1" / "stat").mkdir(parents=True)
     assert not session_rss_bytes(tmp_path) and session_rss_bytes()[os.getsid(0)] > 0
 
 

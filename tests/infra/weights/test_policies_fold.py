@@ -67,15 +67,11 @@ def feed_of(
 versions = st.integers(0, 9)
 directives = st.sampled_from(get_args(DirectiveKind)).map(lambda order: Directive(order=order))
 events = st.builds(
-    PolicyEvent,
-    event=st.sampled_from(get_args(PolicyEventKind) + ("published",) * 9),
-    policy=st.sampled_from((*NAMES, "main", "main")),
-    version=versions,
-    token=st.sampled_from((0, 10, 20, 99, 99, 99)),
-    manifest=st.sampled_from(("", "m", "n", "o")),
-    channel=st.sampled_from(get_args(Channel)),
+    PolicyEvent, event=st.sampled_from(get_args(PolicyEventKind) + ("published",) * 9),
+    policy=st.sampled_from((*NAMES, "main", "main")), version=versions, token=st.sampled_from((0, 10, 20, 99, 99, 99)),
+    manifest=st.sampled_from(("", "m", "n", "o")), channel=st.sampled_from(get_args(Channel)),
     owner=st.sampled_from(("gate", "ann", "train/1")),
-)
+)  # fmt: skip
 histories = st.lists(events | events | events | directives, min_size=20, max_size=40)
 thoroughly = settings(max_examples=200)
 
