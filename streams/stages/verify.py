@@ -78,7 +78,9 @@ class Verifier:
         self, steps: Sequence[Step], message: LogMessage, experiences: Sequence[Experience], turn: ChainTurn | None
     ) -> ChainResult:
         where = (message.record.topic, message.record.partition)
-        memories = self._memories.setdefault(where, new_memories(self._steps))
+        memories = self._memories.get(where)
+        if memories is None:
+            memories = self._memories[where] = new_memories(self._steps)
         if DEDUPE in memories and any(name == REDELIVERED for name, _ in message.record.headers):
             for experience in experiences:
                 memories[DEDUPE].discard(dedupe_key(experience))
