@@ -75,7 +75,8 @@ def decide(supply: Supply, position: Position, *, now_s: float) -> Draw:
         alone = max(supply.pacing.groups_per_step, least)
         wanted = max(1, round(num_paced * lane_share(config, lanes[PACED]))) if paced_step else alone
         pool = buffer.drawable(lane)
-        pool = pool.chosen(~np.isin(pool.column("offset"), crowded))
+        if crowded:
+            pool = pool.chosen(~np.isin(pool.column("offset"), crowded))
         usable, unusable = split_fit(supply.objectives[lane], pool)
         dropped += unusable
         if usable.column("num_experiences").sum() < least:
